@@ -151,11 +151,7 @@ class ShardedAccelerator(Accelerator):
 
     @contextmanager
     def _sharded_apart(self) -> Iterator[None]:
-        """Have Accelerate save and load only the optimizers of models that are not sharded.
-
-        Raises:
-            ValueError: an optimizer has parameters of several models.
-        """
+        """Have Accelerate save and load only the optimizers of models that are not sharded."""
         sharded: dict[nn.Module, list[Optimizer]] = {m: [] for m in self._models if is_sharded(m)}
         owner = {param: model for model in sharded for param in model.parameters()}
         plain: list[Any] = []

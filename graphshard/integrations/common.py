@@ -41,9 +41,6 @@ def may_be_moved(model: nn.Module, options: Mapping[str, Any]) -> bool:
     """Return whether a framework may move ``model`` to its device before it is sharded.
 
     It may not if shards are offloaded to the host, or a parameter is on the meta device.
-
-    Args:
-        options: arguments of :func:`graphshard.backend`.
     """
     stays = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
     return not stays and not any(param.is_meta for param in model.parameters())
@@ -59,10 +56,6 @@ def shard_and_compile(
     Args:
         dynamo_backend: ``graphshard.backend(**options)``. Callers make it before they change
             anything, because it raises for wrong options.
-        options: arguments of :func:`graphshard.backend`.
-
-    Raises:
-        ValueError: ``model`` cannot be sharded; it is unchanged.
     """
     shard(model, **options)
     model.compile(backend=dynamo_backend)

@@ -44,19 +44,14 @@ class _Stepped(NamedTuple):
 
 
 class _MeshPlan(NamedTuple):
-    """Matrices whose rows one mesh holds, and their distribution over its ranks.
-
-    Attributes:
-        text: description of what ranks have to agree on.
-        plan_id: hash of ``text``.
-    """
+    """Matrices whose rows one mesh holds, and their distribution over its ranks."""
 
     groups: MeshGroups
     matrices: list[_Stepped]
     buckets: list[Bucket]
     exchange: RowExchange
-    text: str
-    plan_id: str
+    text: str  # what ranks have to agree on
+    plan_id: str  # hash of ``text``
 
 
 class _Plan(NamedTuple):

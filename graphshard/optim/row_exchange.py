@@ -30,13 +30,7 @@ Shape = tuple[int, int]
 
 
 class Owned(NamedTuple):
-    """A matrix and its owner.
-
-    Attributes:
-        rank: owner: the rank in the process group that orthogonalises it.
-        matrix: number of the matrix.
-        shape: ``(rows, columns)``, both at least 1.
-    """
+    """A matrix and its owner: the rank in the process group that orthogonalises it."""
 
     rank: int
     matrix: int
@@ -77,19 +71,12 @@ def cost(shape: Shape) -> int:
 
 
 class InFlight(NamedTuple):
-    """An all-to-all that has been launched.
-
-    Attributes:
-        work: handle to wait for.
-        received: receive buffer: rows in the order of ``shapes``.
-        shapes: shapes of the received rows.
-        sent: send buffer, which is read until the wait.
-    """
+    """An all-to-all that has been launched."""
 
     work: dist.Work
     received: torch.Tensor
-    shapes: list[torch.Size]
-    sent: torch.Tensor
+    shapes: list[torch.Size]  # of the received rows, in the order of the buffer
+    sent: torch.Tensor  # read until the wait, so it must stay alive
 
     def wait(self) -> list[torch.Tensor]:
         """Wait, and return what was received."""
@@ -144,13 +131,7 @@ class RowExchange:
         return matrices
 
     def to_all(self, bucket: Bucket, results: Sequence[torch.Tensor]) -> InFlight:
-        """Send each rank its rows of the results.
-
-        The receiver gets them in the order of ``bucket``.
-
-        Args:
-            results: one for each matrix that this rank owns.
-        """
+        """Send each rank its rows of the owned matrices' results, in the order of ``bucket``."""
         sends = [
             (rank, result[self._rows(owned, rank)])
             for rank in range(self.num_ranks)

@@ -48,15 +48,12 @@ def gather(dtensor: DTensor) -> torch.Tensor | None:
 def receive(
     full: torch.Tensor | None, like: torch.Tensor, groups: MeshGroups, spec: ParamSpec | None
 ) -> torch.Tensor:
-    """Send a tensor from the first rank to all, in full or split.
+    """Send a tensor from the first rank; return its DTensor, or all of it on the host.
 
     Args:
         full: the tensor, on any device of the first rank; None on the others.
         like: meta tensor of its shape and dtype.
         spec: how to split it; None sends all of it to every rank.
-
-    Returns:
-        A DTensor of ``spec`` on the mesh's device; without ``spec``, a tensor on the host.
     """
     if spec is not None and spec.rows is not None:
         return spec.dtensor(_scatter(full, like.dtype, spec))

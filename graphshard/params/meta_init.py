@@ -132,16 +132,11 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Snapshot of a module before initialisation, which can be restored.
-
-    Attributes:
-        kind: class of the module.
-        attributes: contents of its ``__dict__``.
-    """
+    """A module's class and attributes before initialisation, which can be restored."""
 
     module: nn.Module
     kind: type[nn.Module]
-    attributes: dict[str, Any]
+    attributes: dict[str, Any]  # contents of its ``__dict__``
     parameters: dict[str, nn.Parameter | None]
     buffers: dict[str, torch.Tensor | None]
 
@@ -311,8 +306,8 @@ def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:
 def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups) -> None:
     """Allocate the parameters of a sharded model, and write this rank's rows into its shards.
 
-    Communicates nothing. Apart from the shards it allocates one parameter's rows at a time, or a
-    whole tensor if its rows cannot be read separately.
+    Apart from the shards it allocates one parameter's rows at a time, or a whole tensor if its rows
+    cannot be read separately.
 
     Args:
         values: full tensors, in memory or still in files (``StoredTensor``), by the first name of

@@ -45,13 +45,7 @@ def refuse_pickling(what: str) -> NoReturn:
 
 
 class _Recipe:
-    """Recipe for rebuilding an object, which can be copied but not pickled.
-
-    Args:
-        what: name of the object, for the error.
-        make: function that makes the object, without its state.
-        gradients: gradients of its parameters.
-    """
+    """Recipe for rebuilding an object, which can be copied but not pickled."""
 
     def __init__(
         self, what: str, make: Callable[[], object], gradients: Sequence[torch.Tensor]
@@ -75,11 +69,10 @@ def _make(recipe: _Recipe) -> object:
 
 
 def copyable_only(what: str, reduced: Reduced, gradients: Sequence[torch.Tensor]) -> Reduced:
-    """Wrap ``reduced`` so that ``copy`` works as before, and ``pickle`` raises.
+    """Wrap the result of ``__reduce_ex__``: ``copy`` works as before, and ``pickle`` raises.
 
     Args:
         what: name of the object, for the error.
-        reduced: result of the object's ``__reduce_ex__``.
         gradients: gradients of the object's parameters.
     """
     make, arguments, *rest = reduced

@@ -161,12 +161,7 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
 
 
 def refuse_prompt_learning(model: object) -> None:
-    """Check that ``model`` has no prompt-learning adapters, if it is a ``PeftModel``.
-
-    Raises:
-        ValueError: it has one. peft would compute the saved prompts by a forward on one rank, which
-            has only its shards.
-    """
+    """Raise ValueError if ``model`` is a ``PeftModel`` with a prompt-learning adapter."""
     configs = model.peft_config if is_peft_model(model) else {}
     for name, config in configs.items():
         if config.is_prompt_learning:

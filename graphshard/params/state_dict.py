@@ -147,12 +147,7 @@ def load_full_state_dict(
 def checked_module(
     model: nn.Module, optim: torch.optim.Optimizer | None = None, *, allow_meta: bool = False
 ) -> nn.Module:
-    """Check the arguments; return ``model`` without the wrapper of ``torch.compile``.
-
-    Raises:
-        ValueError: ``model`` is not a module or is on the meta device, or ``optim`` is not an
-            optimizer.
-    """
+    """Check the arguments; return ``model`` without the wrapper of ``torch.compile``."""
     root = uncompiled(model)
     if not isinstance(root, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: give the module that is trained")
@@ -190,11 +185,7 @@ def _plain_versions(state_dict: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the parameter names of ``optim``, by param group; the first name of tied ones.
-
-    Raises:
-        ValueError: ``optim`` has a parameter that ``root`` does not have.
-    """
+    """Return the parameter names of ``optim``, by param group; the first name of tied ones."""
     names = {param: plain_name(name) for name, param in root.named_parameters()}
     groups = [group["params"] for group in optim.param_groups]
     if any(param not in names for group in groups for param in group):
@@ -207,11 +198,7 @@ def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list
 def _select(
     state: Mapping[str, Any], names: Collection[str], groups: MeshGroups | None
 ) -> StateDict:
-    """Return the entries of a state dict in ``names``, in its order and with its versions.
-
-    Raises:
-        ValueError: it lacks one of them, or ranks ask for different ones.
-    """
+    """Return the entries of a state dict in ``names``, in its order and with its versions."""
     names = {names} if isinstance(names, str) else set(names)
     unknown = sorted(names - {plain_name(name) for name in state})
     fault = f"names has {unknown[0]!r}, which is not in the state dict" if unknown else None
@@ -267,16 +254,11 @@ def _gathered_optimizer(
 
 
 class _States(NamedTuple):
-    """The state dicts to load.
-
-    Attributes:
-        versions: module versions, by module name.
-        optim: state dict of the optimizer, keyed by parameter names; empty without one.
-    """
+    """The state dicts to load."""
 
     model: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    optim: Mapping[str, Any]
+    versions: Mapping[str, Any]  # of modules, by name
+    optim: Mapping[str, Any]  # keyed by parameter names; empty without an optimizer
 
     def map_tensors(self, convert: Callable[[Hashable, torch.Tensor], torch.Tensor]) -> _States:
         """Return state dicts with ``convert(key, tensor)`` in place of every tensor."""
@@ -293,13 +275,7 @@ class _States(NamedTuple):
 
 
 def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: MeshGroups) -> _States:
-    """Broadcast what the first rank is going to send: everything but the values of its tensors.
-
-    Args:
-        names: names of the optimizer's parameters, by param group; empty without an optimizer.
-
-    Returns:
-        The first rank's state dicts, with an ``Incoming`` in place of every tensor.
+    """Return the first rank's state dicts, with an ``Incoming`` in place of every tensor.
 
     Raises:
         BackendError: on all ranks, if the first rank's state dicts cannot be loaded.
@@ -339,11 +315,7 @@ def _model_fault(state: object) -> str | None:
 
 
 def _optimizer_fault(state: object, names: list[list[str]]) -> str | None:
-    """Return why the first rank's state dict of the optimizer cannot be loaded, or None.
-
-    Args:
-        names: names of the optimizer's parameters, by param group.
-    """
+    """Return why the first rank's state dict of the optimizer cannot be loaded, or None."""
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         return "optim_state_dict is not an optimizer's state dict: give that of full_state_dict"
     own = {name for group in names for name in group}
@@ -380,11 +352,7 @@ def _incoming_model(root: nn.Module, incoming: _States) -> StateDict:
 def _received_optimizer(
     optim: torch.optim.Optimizer, names: list[list[str]], incoming: _States
 ) -> dict[str, Any]:
-    """Return the state dict for ``optim`` to load, with numbers for parameters.
-
-    Args:
-        names: names of the optimizer's parameters, by param group.
-    """
+    """Return the state dict for ``optim`` to load, with numbers for parameters."""
     saved_options = {name: g for g in incoming.optim["param_groups"] for name in g["params"]}
     params = [param for group in optim.param_groups for param in group["params"]]
     numbers = {name: number for number, name in enumerate(n for group in names for n in group)}
