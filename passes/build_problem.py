@@ -19,8 +19,7 @@ import torch
 from torch import fx
 
 from graphshard._torch.tensors import tree_leaves
-from graphshard.cost.fusion import GraphValues
-from graphshard.cost.memory import UnmaterializedValues
+from graphshard.cost.fusion import GraphValues, UnmaterializedValues
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import markers

@@ -36,8 +36,7 @@ from torch import fx
 from graphshard._torch.aot_graphs import graph_kind
 from graphshard._torch.inductor import call_subgraph, lookup_seed, uses_channels_last
 from graphshard._torch.tensors import OpOverload, returns_nothing, writes_arguments
-from graphshard.cost.fusion import GraphValues
-from graphshard.cost.memory import unmaterialized_values
+from graphshard.cost.fusion import GraphValues, unmaterialized_values
 from graphshard.ops.nodes import PLANNED, is_random, is_view
 from graphshard.passes.contract import PassContext
 from graphshard.planning.plan import Regions

@@ -29,6 +29,7 @@ FOLDERS = {"graphshard": "graphshard", "passes": "graphshard/passes"}
 DATA = {
     "graphshard/py.typed",
     "graphshard/_torch/no_gpu/no_gpu.cpp",
+    "graphshard/cost/devices.toml",
     "graphshard/show/page.html",
     "graphshard/tools/strategies.md",
 }

@@ -1,10 +1,14 @@
-"""Count the floating-point operations of a node, and estimate how efficiently they run."""
+"""Count the floating-point operations of a node, and estimate how efficiently they run.
+
+Predictions never fail a compile: ``call_with_fallback`` replaces those that raise.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -35,6 +39,33 @@ It multiplies each of the tokens ``[s, k]`` by its expert's weights in ``[expert
 """
 
 _FLEX = ("flex_attention", "flex_attention_backward")
+
+
+T = TypeVar("T")
+
+_warned: set[str] = set()
+"""Predictions that have been warned about."""
+
+
+def call_with_fallback(
+    fallback: T, predict: Callable[..., T], *args: Any, what: str | None = None
+) -> T:
+    """Return ``predict(*args)`` or, if that raises, ``fallback``; warn once for each ``what``.
+
+    Args:
+        what: prediction that a warning names; None: the time of the node ``args[0]``.
+    """
+    try:
+        return predict(*args)
+    except Exception as error:
+        what = what or f"the time of {args[0].target}, taken from the bytes that it moves"
+        if what not in _warned:
+            _warned.add(what)
+            warnings.warn(
+                f"graphshard: cannot predict {what} ({type(error).__name__}: {error})",
+                stacklevel=2,
+            )
+        return fallback
 
 
 class Flops(NamedTuple):

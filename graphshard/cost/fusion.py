@@ -1,4 +1,4 @@
-"""Guess which nodes Inductor fuses into one kernel, for the cost model.
+"""Guess which nodes Inductor fuses into one kernel, and which values stay out of memory.
 
     x ─► mm ─► add ─► var_mean ─► sub ─► mul ─► mm         one kernel, add ... mul: it reads what
                 │                         │                comes from outside and writes what is
@@ -11,6 +11,13 @@ contains the pointwise nodes that only such reductions use, and other such reduc
 inputs; users of its result are in another kernel. So are the users of an update, such as
 ``index_put``. The update shares a kernel with the values that it writes, so that kernel also counts
 the bytes of the whole result.
+
+[Note: unmaterialized values] A pointwise value is recomputed in every kernel that reads it, unless
+something other than a fused kernel reads it, or it is read more than once and is expensive
+(``should_realize_on_reuse`` in torch/_inductor/ir.py). Any other value needs no memory if only its
+own kernel reads it.
+
+    m = mm(..)   a = m + 1   b = exp(a)   c = b.sum(-1)   d = b / c      m, c and d are in memory
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ import operator
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from networkx.utils import UnionFind
@@ -29,8 +36,7 @@ from torch import fx
 
 from .._torch.tensors import OpOverload
 from ..ops.float8_ops import local_amax
-from .fallback import read_or
-from .flops import argument_values, aten_name, op_names, shape_of
+from .flops import argument_values, aten_name, call_with_fallback, op_names, shape_of
 
 
 class NodeKind(Enum):
@@ -84,7 +90,7 @@ def _node_kind(node: fx.Node) -> NodeKind:
         return kind
     if target is operator.getitem:
         return NodeKind.VIEW
-    if read_or(0.0, _bytes_of_value, node):
+    if call_with_fallback(0.0, _bytes_of_value, node):
         return NodeKind.KERNEL
     # Not a tensor: the size of one, or arithmetic on sizes.
     return NodeKind.BARRIER if is_operator else NodeKind.VIEW
@@ -130,7 +136,7 @@ class GraphValues:
         self.roots: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             kind = self.kinds[node] = _node_kind(node)
-            self.num_bytes[node] = read_or(0.0, _bytes_of_value, node)
+            self.num_bytes[node] = call_with_fallback(0.0, _bytes_of_value, node)
             inputs = node.all_input_nodes
             is_view = kind == NodeKind.VIEW and bool(inputs)
             self.roots[node] = self.roots[inputs[0]] if is_view else node
@@ -283,7 +289,7 @@ def _column_nodes(values: GraphValues) -> set[fx.Node]:
     column_nodes: set[fx.Node] = set()
     for node in reversed(values.kinds):
         kind = values.kinds[node]
-        if kind == NodeKind.REDUCTION and not read_or(False, _reduces_last_dims, node):
+        if kind == NodeKind.REDUCTION and not call_with_fallback(False, _reduces_last_dims, node):
             column_nodes.add(node)
         elif kind == NodeKind.POINTWISE:
             users = list(values.users(node))
@@ -304,3 +310,91 @@ def _reduces_last_dims(node: fx.Node) -> bool:
     num_dims = len(shape_of(next(iter(arguments.values()))))
     num_kept = num_dims - len(dims)
     return num_kept > 0 and all(dim % num_dims >= num_kept for dim in dims)
+
+
+# --- unmaterialized values -----------------------------------------------------------------------
+
+_MAX_READS, _MAX_OPS = 4, 30
+"""``realize_reads_threshold`` and ``realize_opcount_threshold`` in torch/_inductor/config.py."""
+_HEAVY_ON_CPU = op_names("exp log log10 log1p log2 sigmoid tanh")
+
+
+@dataclass(frozen=True)
+class _Expression:
+    """The computation of a pointwise value from values in memory.
+
+    Attributes:
+        reads: values in memory that it reads.
+        num_ops: number of pointwise operations.
+        is_heavy: whether it contains an op that Inductor does not repeat on a CPU.
+    """
+
+    reads: frozenset[fx.Node]
+    num_ops: int
+    is_heavy: bool
+
+    @property
+    def is_expensive(self) -> bool:
+        return len(self.reads) > _MAX_READS or self.num_ops > _MAX_OPS or self.is_heavy
+
+
+class UnmaterializedValues(NamedTuple):
+    """The nodes whose values are never written to memory.
+
+    Attributes:
+        inside: nodes that only their own kernel reads, without recomputing them.
+        inlined: nodes that are recomputed in every kernel that reads them.
+    """
+
+    inside: frozenset[fx.Node] = frozenset()
+    inlined: frozenset[fx.Node] = frozenset()
+
+
+def unmaterialized_values(
+    values: GraphValues, device_type: str | None = None
+) -> UnmaterializedValues:
+    """Return the nodes whose values are never written to memory.
+
+    Args:
+        device_type: device type that kernels are compiled for; None: the device type of each value.
+    """
+    inside = frozenset(
+        node
+        for kernel in values.fused_kernels
+        for node in kernel.nodes
+        if all(user in kernel.nodes for user in values.users(node))
+    )
+    inlined = _inlined(values, device_type)
+    return UnmaterializedValues(inside - inlined, inlined)
+
+
+def _inlined(values: GraphValues, device_type: str | None) -> frozenset[fx.Node]:
+    """Return the nodes that are recomputed in every kernel that reads them."""
+    inlined: dict[fx.Node, _Expression] = {}
+    for node, kind in values.kinds.items():
+        if kind != NodeKind.POINTWISE:
+            continue
+        users = list(values.users(node))
+        expression = _expression(node, values, inlined, device_type)
+        read_by_fused = all(values.kinds[user] in FUSED for user in users)
+        if read_by_fused and not (len(users) > 1 and expression.is_expensive):
+            inlined[node] = expression
+    return frozenset(inlined)
+
+
+def _expression(
+    node: fx.Node,
+    values: GraphValues,
+    inlined: dict[fx.Node, _Expression],
+    device_type: str | None,
+) -> _Expression:
+    roots = {values.roots[source] for source in node.all_input_nodes}
+    parts = [inlined[root] for root in roots if root in inlined]
+    value = node.meta.get("val")
+    is_on_cpu = isinstance(value, torch.Tensor) and (device_type or value.device.type) == "cpu"
+    is_heavy = is_on_cpu and aten_name(node.target) in _HEAVY_ON_CPU
+    return _Expression(
+        frozenset(root for root in roots if root not in inlined).union(*(p.reads for p in parts)),
+        1 + sum(part.num_ops for part in parts),
+        is_heavy or any(part.is_heavy for part in parts),
+    )

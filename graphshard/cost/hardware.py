@@ -12,11 +12,11 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from ..kinds import TransferKind
-from .json_fields import Fields
 
-VERSION = 4  # version of the JSON form; files of other versions are refused
+VERSION = 4  # of the JSON form; files of other versions are refused
 
 DATASHEET, CALIBRATED = "datasheet", "calibrated"
 """Sources of rates: published numbers, or measurements of the machine itself."""
@@ -196,13 +196,14 @@ class Hardware:
             ValueError: the text does not have this form; the error names ``source`` and the field.
         """
         try:
-            top = Fields(json.loads(text), "")
-            if top.raw.get("version") != VERSION:
+            raw = json.loads(text)
+            if isinstance(raw, dict) and raw.get("version") != VERSION:
                 raise ValueError(
-                    f"version is {top.raw.get('version')!r}: must be {VERSION}, which this "
-                    "graphshard writes"
+                    f"version is {raw.get('version')!r}: must be {VERSION}, the version that this "
+                    "graphshard writes; run `python -m graphshard calibrate` again"
                 )
-            return _read_hardware(top)
+            hardware: Hardware = _decode(cls, raw, "")
+            return hardware
         except ValueError as error:  # JSONDecodeError is one
             raise ValueError(f"{source}: {error}") from error
 
@@ -225,45 +226,48 @@ def _check_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
 # --- the JSON form -------------------------------------------------------------------------------
 
 _JSON_KEYS = {"buffer_us": "parcel_us"}
-"""JSON keys of the fields of ``Interconnect`` that have another name in files."""
+"""JSON keys of fields that have another name in files."""
+
+_SCALARS: dict[Any, str] = {float: "a number", int: "a whole number", str: "a text"}
 
 
-def _read_hardware(fields: Fields) -> Hardware:
-    flops = fields.nested("flops")
-    return Hardware(
-        name=fields.value("name", str, "a text"),
-        flops={dtype: _read_rate(flops, dtype) for dtype in flops.raw},
-        memory=_read_rate(fields, "memory"),
-        host=_read_rate(fields, "host"),
-        special_per_s=fields.number("special_per_s"),
-        launch_us=fields.number("launch_us"),
-        issue_us=fields.number("issue_us"),
-        contention=fields.number("contention"),
-        ranks_per_node=fields.value("ranks_per_node", int, "a whole number"),
-        intra=_read_interconnect(fields.nested("intra")),
-        inter=_read_interconnect(fields.nested("inter")),
-        device_type=fields.value("device_type", str, '"cuda" or "cpu"'),
-        source=fields.value("source", str, f'"{DATASHEET}" or "{CALIBRATED}"'),
-        # Older files of this version lack it.
-        host_memory=_read_rate(fields, "host_memory")
-        if "host_memory" in fields.raw
-        else HOST_MEMORY,
-    )
+def _decode(kind: Any, raw: Any, path: str) -> Any:
+    """Return the value of type ``kind`` whose JSON form is ``raw``.
+
+    Args:
+        kind: dataclass, mapping, ``Points`` or scalar type.
+        path: keys that lead to ``raw`` in the file, as in "intra.bus"; "" for the top level.
+
+    Raises:
+        ValueError: ``raw`` does not have this form.
+    """
+    if kind in _SCALARS:
+        allowed = (int, float) if kind is float else (kind,)
+        return _checked(raw, allowed, path, _SCALARS[kind])
+    if kind == Points:
+        for pair in _checked(raw, (list,), path, "a list of [amount, fraction]"):
+            if not isinstance(pair, list) or [type(x) in (int, float) for x in pair] != [True] * 2:
+                raise ValueError(f"{path} has {pair!r}: must be two numbers")
+        return tuple(map(tuple, raw))
+    _checked(raw, (dict,), path or "the top level", "an object")
+    prefix = f"{path}." if path else ""
+    if not dataclasses.is_dataclass(kind):
+        name_type, value_type = get_args(kind)
+        return {name_type(k): _decode(value_type, v, f"{prefix}{k}") for k, v in raw.items()}
+    types, values = get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        key = _JSON_KEYS.get(field.name, field.name)
+        if key in raw or field.default is dataclasses.MISSING:
+            values[field.name] = _decode(types[field.name], raw.get(key), f"{prefix}{key}")
+    build: Any = kind
+    try:
+        return build(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}" if path else str(error)) from error
 
 
-def _read_interconnect(fields: Fields) -> Interconnect:
-    names = ("latency_us", "hop_us", "buffer_us")
-    numbers = {name: fields.number(_JSON_KEYS.get(name, name)) for name in names}
-    bus = fields.nested("bus")
-    rates = {kind: _read_rate(bus, kind) for kind in COLLECTIVE_KINDS if kind in bus.raw}
-    return fields.build(Interconnect, **numbers, bus=rates)
-
-
-def _read_rate(parent: Fields, key: str) -> Rate:
-    fields = parent.nested(key)
-    pairs = fields.value("achieved", list, "a list of [amount, fraction]")
-    for pair in pairs:
-        if not isinstance(pair, list) or [type(x) in (int, float) for x in pair] != [True] * 2:
-            raise ValueError(f"{fields.path_of('achieved')} has {pair!r}: must be two numbers")
-    achieved = tuple((amount, fraction) for amount, fraction in pairs)
-    return fields.build(Rate, peak=fields.number("peak"), achieved=achieved)
+def _checked(raw: Any, types: tuple[type, ...], path: str, description: str) -> Any:
+    """Return ``raw``; raise a ValueError if its type is none of ``types``."""
+    if type(raw) not in types:
+        raise ValueError(f"{path} is {raw!r}: must be {description}")
+    return raw

@@ -1,17 +1,14 @@
-"""Measure the rates of a device, and of the interconnects between the ranks of a process group.
-
-These are matrix products by dtype and size; copies by size on the device, from the host, and within
-host memory; exponentials; an empty kernel; and, with several ranks, the three collectives by size,
-launched as graphs launch them.
-"""
+"""Measure the rates of a device and of the interconnects of a process group, for ``calibrate``."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,14 +21,77 @@ from torch import Tensor
 from ..kinds import TransferKind
 from ..ops import collectives
 from ..ops.nodes import run
-from .devices import find_hardware_or_default
+from .devices import DeviceMatch, find_hardware_or_default
 from .hardware import CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
-from .timing import Timer, num_cold, rotating
 
 _KiB, _MiB = 1 << 10, 1 << 20
-_NUM_BUFFERS = 8  # in a coalesced collective, to compare with a single buffer
+_NUM_BUFFERS = 8  # in a coalesced collective, which is compared with a single buffer
 _BUFFER_ELEMENTS = 1 << 14
 _CALLS_PER_SAMPLE = 4  # of a collective; fixed, since all ranks must make equally many
+
+
+# --- timing --------------------------------------------------------------------------------------
+
+COLD_BYTES = 256 << 20
+"""Bytes that operands rotate through: more than caches hold (a B200 caches 126 MB)."""
+SAMPLE_US = 2000.0
+"""Duration of a sample, in which short work is repeated."""
+_MAX_CALLS = 200  # per sample
+_MAX_OPERANDS = 256
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Timer of work on ``device``, by medians of ``num_samples`` samples."""
+
+    device: torch.device
+    num_samples: int
+
+    def median_us(
+        self,
+        work: Callable[[], object],
+        *,
+        num_calls: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> float:
+        """Return the median time of one call of ``work``.
+
+        Args:
+            num_calls: calls in a sample; None: as many as fit into ``SAMPLE_US``.
+            group: ranks that start each sample together; None: this rank alone.
+        """
+        first_us = min(self._sample_us(work, 1) for _ in range(3))
+        if num_calls is None:
+            num_calls = max(1, min(_MAX_CALLS, int(SAMPLE_US / first_us)))
+        samples_us = []
+        for _ in range(self.num_samples):
+            if group is not None:
+                dist.barrier(group)
+            samples_us.append(self._sample_us(work, num_calls))
+        return statistics.median(samples_us)
+
+    def _sample_us(self, work: Callable[[], object], num_calls: int) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        for _ in range(num_calls):
+            work()
+        self._synchronize()
+        return (time.perf_counter() - start) / num_calls * 1e6
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def num_cold(num_bytes: int) -> int:
+    """Return a number of operands of ``num_bytes`` that together exceed the caches."""
+    return max(1, min(_MAX_OPERANDS, COLD_BYTES // num_bytes))
+
+
+def rotating(work: Callable[[Tensor], object], operands: Sequence[Tensor]) -> Callable[[], object]:
+    """Return a function that calls ``work`` with the next of ``operands``, over and over."""
+    cycle = itertools.cycle(operands)
+    return lambda: work(next(cycle))
 
 
 @dataclass(frozen=True)
@@ -74,22 +134,11 @@ class Effort:
         )
 
 
-class Measurement(NamedTuple):
-    """The result of the measurements.
-
-    Attributes:
-        hardware: table entry for the device, with measured values where there are any.
-        warning: warning if the device has no table entry of its own; otherwise None.
-    """
-
-    hardware: Hardware
-    warning: str | None
-
-
-def measure(device: torch.device, effort: Effort) -> Measurement:
+def measure(device: torch.device, effort: Effort) -> DeviceMatch:
     """Measure ``device`` and, if there is a default process group, its interconnects.
 
-    Every rank of the group must call this. Each returns its own measurements.
+    Every rank of the group must call this. Each returns the table's entry with its own measurements
+    in place of the values that it could measure.
     """
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     table_entry, warning = find_hardware_or_default(name)
@@ -113,7 +162,7 @@ def measure(device: torch.device, effort: Effort) -> Measurement:
     )
     if dist.is_initialized() and dist.get_world_size() > 1:
         hardware = _with_interconnects(hardware, effort.collective_bytes, timer)
-    return Measurement(hardware, warning)
+    return DeviceMatch(hardware, warning)
 
 
 # --- one device ----------------------------------------------------------------------------------
@@ -132,11 +181,10 @@ def _launch_us(timer: Timer) -> float:
 
 
 def _matmul_rate(name: str, sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
-    """Return the rate of matrix products, averaged over the three layouts of a linear layer.
+    """Return the rate of ``[n, n]`` products, averaged over the three layouts of a linear layer.
 
     Args:
         name: name of the dtype, or "tf32".
-        sizes: sizes ``n`` of the products, ``[n, n]`` by ``[n, n]``.
         launch_us: time of an empty kernel, which is subtracted.
     """
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
@@ -228,13 +276,8 @@ def _special_per_s(timer: Timer) -> float:
 def _with_interconnects(hardware: Hardware, sizes: Sequence[int], timer: Timer) -> Hardware:
     """Return ``hardware`` with measured interconnects.
 
-    If all ranks of the default group are on one node, they measure the interconnect within a node.
-    Otherwise all ranks measure the network and, if a node has several ranks, these measure the
-    interconnect within it.
-
-    Args:
-        hardware: table entry, which keeps the interconnects that are not measured.
-        sizes: bytes of the full buffers.
+    Ranks of a single node measure the interconnect within it. Otherwise all ranks measure the
+    network and, if a node has several ranks, these also measure the interconnect within it.
     """
     world = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -277,8 +320,7 @@ def _collective_us(
 def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
     """Return the time that each further tensor adds to a coalesced collective.
 
-    This is the mean for all-gather and reduce-scatter, each compared with a single tensor of as
-    many bytes.
+    Mean of all-gather and reduce-scatter, each compared with one tensor of as many bytes.
     """
     num_elements = {
         TransferKind.ALL_GATHER: _BUFFER_ELEMENTS,
@@ -334,14 +376,13 @@ def fit_interconnect(
     Args:
         samples: bytes of the full buffer, and times, by kind of collective.
         world: number of ranks.
-        buffer_us: time that each tensor after the first adds to a coalesced collective.
     """
-    latency_us = min(us for of_kind in samples.values() for _, us in of_kind)
+    latency_us = min(us for points in samples.values() for _, us in points)
     bus = {}
-    for kind, of_kind in samples.items():
+    for kind, points in samples.items():
         rounds = (2 if kind == TransferKind.ALL_REDUCE else 1) * (world - 1) / world
         # The bytes take at least 2 % of the time; otherwise their rate would be unbounded.
         bus[kind] = fit_rate(
-            Sample(num_bytes, max(us - latency_us, us / 50) / rounds) for num_bytes, us in of_kind
+            Sample(num_bytes, max(us - latency_us, us / 50) / rounds) for num_bytes, us in points
         )
     return Interconnect(latency_us=latency_us, hop_us=0.0, buffer_us=buffer_us, bus=bus)

@@ -15,11 +15,15 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..kinds import HOST_COPIES, TransferKind
-from .fallback import find_or, read_or
-from .flops import Flops, flops
-from .fusion import FusedKernel, GraphValues, NodeKind
+from .flops import Flops, call_with_fallback, flops
+from .fusion import (
+    FusedKernel,
+    GraphValues,
+    NodeKind,
+    UnmaterializedValues,
+    unmaterialized_values,
+)
 from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect
-from .memory import UnmaterializedValues, unmaterialized_values
 
 _PACKING_RATE = 2.5e12
 """Highest rate of kernels that pack and unpack buffers, in bytes read and written per second.
@@ -56,12 +60,15 @@ class CostModel:
     device_type: str | None = None
 
     def unmaterialized(self, values: GraphValues) -> UnmaterializedValues:
-        """Return the nodes whose values are never written to memory (see ``cost.memory``)."""
+        """Return the nodes whose values are never written to memory."""
         if not self.fuses:
             return UnmaterializedValues()
-        what = "which values of a graph need no memory"
-        return find_or(
-            UnmaterializedValues(), lambda: unmaterialized_values(values, self.device_type), what
+        return call_with_fallback(
+            UnmaterializedValues(),
+            unmaterialized_values,
+            values,
+            self.device_type,
+            what="which values of a graph need no memory",
         )
 
     def compute_us(
@@ -152,7 +159,7 @@ class CostModel:
         return min(world, math.ceil(spanned / self.hardware.ranks_per_node))
 
     def _kernel_us(self, node: fx.Node, values: GraphValues) -> float:
-        num_flops, dtype, efficiency = read_or(Flops(0.0, "float32"), flops, node)
+        num_flops, dtype, efficiency = call_with_fallback(Flops(0.0, "float32"), flops, node)
         if dtype == "float32" and self.tf32:
             dtype = "tf32"
         compute_us = self.hardware.flops_of(dtype).us(num_flops) / efficiency

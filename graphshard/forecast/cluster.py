@@ -7,10 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cost.device_memory import MEMORY_BYTES
-from ..cost.devices import find_hardware
+from ..cost.devices import MEMORY_BYTES, find_hardware, with_network
 from ..cost.hardware import Hardware
-from ..cost.links import with_network
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..cost.device_memory import FRAGMENTATION
+from ..cost.devices import FRAGMENTATION
 from ..kinds import GraphKind, TransferKind
 from ..planning.live_bytes import (
     Span,

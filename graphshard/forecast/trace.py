@@ -25,8 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch.distributed import fake_ranks
 from .._torch.tensors import new_fake_mode, tree_map
-from ..cost.fallback import read_or
-from ..cost.flops import Flops, flops
+from ..cost.flops import Flops, call_with_fallback, flops
 from ..cost.hardware import Hardware, Rate
 from ..cost.model import CostModel
 from ..dynamo_backend import Backend, backend, shard
@@ -250,7 +249,9 @@ class _GraphReader:
 
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
         """Read a graph at the point where it would be lowered."""
-        num_flops = sum(read_or(Flops(0.0, ""), flops, node).num_flops for node in _calls(graph))
+        num_flops = sum(
+            call_with_fallback(Flops(0.0, ""), flops, node).num_flops for node in _calls(graph)
+        )
         models = [CostModel(h, device_type=h.device_type) for h in self._machines.values()]
         params, problems = read_problems(graph, kind, models)
         self.graphs.append(

@@ -33,7 +33,7 @@ from .._torch.inductor import (
     options_of_plans,
     stub_compiler,
 )
-from ..cost.device_memory import FRAGMENTATION
+from ..cost.devices import FRAGMENTATION
 from ..errors import BackendError
 from ..planning.saving import (
     PARTS,

@@ -71,7 +71,9 @@ _FOLDERS = (Path(__file__).parents[1], Path(passes.__file__).parent)
 
 def source_files() -> list[str]:
     """Return the paths of our source files, whose hash is part of every compile cache's key."""
-    return sorted({str(path) for folder in _FOLDERS for path in folder.rglob("*.py")})
+    suffixes = {".py", ".toml"}  # rates of devices are data
+    paths = (path for folder in _FOLDERS for path in folder.rglob("*"))
+    return sorted({str(path) for path in paths if path.suffix in suffixes})
 
 
 _SOURCES = tuple(source_files())

@@ -18,13 +18,13 @@ FOLDERS = [os.path.dirname(os.path.realpath(p.__file__)) for p in (graphshard, g
 
 
 def _sources_on_disk() -> set[str]:
-    """Return the real paths of all Python files of the package and its passes."""
+    """Return the real paths of all Python files and data tables of the package and its passes."""
     return {
         os.path.join(folder, name)
         for top in FOLDERS
         for folder, _, names in os.walk(top)
         for name in names
-        if name.endswith(".py")
+        if name.endswith((".py", ".toml"))
     }
 
 

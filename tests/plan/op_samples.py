@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from graphshard.cost.flops import flops
-from graphshard.cost.fusion import FUSED, GraphValues, NodeKind
-from graphshard.cost.memory import UnmaterializedValues
+from graphshard.cost.fusion import FUSED, GraphValues, NodeKind, UnmaterializedValues
 from graphshard.cost.model import CostModel
 from tests.plan.machines import MACHINE, flat_rate
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from graphshard.cost import fallback, fusion, memory, model
+from graphshard.cost import flops as flops_module
+from graphshard.cost import fusion, model
 from graphshard.cost.flops import flops
 from tests.plan.machines import MACHINE, Graph
 
@@ -109,7 +110,7 @@ def test_an_op_that_fails_is_priced_by_its_bytes_and_named_once(
     def fail(*_: object) -> bool:
         raise IndexError("no such dimension")
 
-    monkeypatch.setattr(fallback, "_warned", set())
+    monkeypatch.setattr(flops_module, "_warned", set())
     monkeypatch.setattr(fusion, "_reduces_last_dims", fail)
     monkeypatch.setattr(model, "flops", fail)
     graph = Graph()
@@ -133,10 +134,10 @@ def test_an_error_in_the_memory_estimate_does_not_stop_a_compile(
     def fail(*_: object) -> Any:
         raise IndexError("no such dimension")
 
-    monkeypatch.setattr(fallback, "_warned", set())
-    monkeypatch.setattr(memory, "_expression", fail)
+    monkeypatch.setattr(flops_module, "_warned", set())
+    monkeypatch.setattr(fusion, "_expression", fail)
     graph = Graph()
     graph.graph.output(graph(aten.exp.default, graph(aten.exp.default, graph.input(10))))
     values = fusion.GraphValues(graph.graph)
     with pytest.warns(UserWarning, match="which values .* no such dimension"):
-        assert model.CostModel(MACHINE).unmaterialized(values) == memory.UnmaterializedValues()
+        assert model.CostModel(MACHINE).unmaterialized(values) == fusion.UnmaterializedValues()

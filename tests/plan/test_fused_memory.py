@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from graphshard.cost.fusion import GraphValues
-from graphshard.cost.memory import UnmaterializedValues, unmaterialized_values
+from graphshard.cost.fusion import GraphValues, UnmaterializedValues, unmaterialized_values
 from tests.plan.machines import Graph
 
 aten = torch.ops.aten

@@ -17,9 +17,9 @@ from graphshard.cost.devices import (
     HARDWARE,
     find_hardware,
     find_hardware_or_default,
+    with_network,
 )
 from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
-from graphshard.cost.links import with_network
 from graphshard.kinds import TransferKind
 
 _positive = st.floats(1e-3, 1e15)
