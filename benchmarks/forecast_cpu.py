@@ -44,9 +44,9 @@ from benchmarks.links import Wire, parse_wire, with_wire
 from graphshard.cost.hardware import Hardware
 from graphshard.files import write_whole
 from graphshard.forecast.cluster import cluster
+from graphshard.forecast.derive import trace_step
 from graphshard.forecast.planned_step import plan_step
 from graphshard.forecast.recipe import Recipe
-from graphshard.forecast.shallow import traced_step
 from graphshard.forecast.trace import TracedStep
 from graphshard.forecast.workload import module_workload
 from tests import ranks
@@ -190,7 +190,7 @@ def _traced(model: str, num_ranks: int, recipe: Recipe, hardware_json: str) -> T
     hardware = Hardware.from_json(hardware_json)
     machine = cluster(hardware, num_ranks, memory_gb=MEMORY_GB)
     made = MODELS[model]()
-    return traced_step(module_workload(made.model.train(), made.inputs), recipe, machine).step
+    return trace_step(module_workload(made.model.train(), made.inputs), recipe, machine)
 
 
 def predicted(case: Case, recipe: Recipe, calibrated: Hardware) -> dict[str, Any]:

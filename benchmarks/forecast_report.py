@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks import common
-from graphshard.forecast.interval import ErrorInterval, error_interval
+from graphshard.forecast.estimate import ErrorInterval, error_interval
 
 TIME_WITHIN, MEMORY_WITHIN = 0.15, 0.05
 DIFFERENT = 1.1

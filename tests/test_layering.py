@@ -69,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "tools": {"_torch", "dynamo_backend", "files", "kinds", "options", "params"},
     "check": {
         "_torch",
+        "cost",
         "dynamo_backend",
         "kinds",
         "ops",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from .failure import Failure
 from .gpus import GPUS
-from .launch import CheckError, call
+from .process import CheckError, Failure, call
 from .report import Report, Target
 
 _EXAMPLE = """
@@ -17,7 +16,7 @@ A script for it:
         tokens = torch.zeros(2, 4096, dtype=torch.int64)
         return model, (tokens,), {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
 
-Nothing is allocated and no other rank is there: a laptop can check a model of any size. The loss is
+Nothing is allocated and no other rank exists: a laptop can check a model of any size. The loss is
 the output's `loss`, or the sum of its first tensor; the optimizer is SGD with momentum.
 
 Exit status: 0 if nothing would fail, 1 if something would or if the check ended with an error, 2 if
@@ -27,7 +26,7 @@ an argument is wrong.
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the ``check`` command to ``python -m graphshard``."""
-    text = "compile a training step for a GPU that is not there, and say what would fail on it"
+    text = "compile a training step for a simulated GPU, and report what would fail on it"
     parser = commands.add_parser(
         "check",
         help=text,
@@ -38,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "model",
         metavar="SCRIPT:FUNCTION",
-        help="a function that returns a model, the inputs of a step and, if it likes, options of "
+        help="function that returns a model, the inputs of a step and, optionally, options of "
         "graphshard.backend",
     )
     parser.add_argument("--device", default="H100", metavar="GPU", help="default: %(default)s")
@@ -46,16 +45,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--replicas", type=int, default=1, help="groups of ranks with the same shards (%(default)s)"
     )
-    parser.add_argument("--rank", type=int, default=0, help="whose step it is (%(default)s)")
     parser.add_argument(
-        "--timeout", type=float, default=600, metavar="SECONDS", help="give up (%(default)s)"
+        "--rank", type=int, default=0, help="rank whose step is checked (%(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600, metavar="SECONDS", help="time limit (%(default)s)"
     )
     parser.add_argument("--verbose", action="store_true", help="print tracebacks of errors")
     parser.set_defaults(run=_check, parser=parser)
 
 
 def _check(args: argparse.Namespace) -> int:
-    script, function = _checked(args)
+    script, function = _validate(args)
     target = Target(script, function, args.device, args.world, args.replicas, args.rank)
     try:
         report: Report = call(
@@ -79,7 +80,7 @@ def _format_failure(failure: Failure, verbose: bool) -> str:
     return "\n".join(lines)
 
 
-def _checked(args: argparse.Namespace) -> tuple[str, str]:
+def _validate(args: argparse.Namespace) -> tuple[str, str]:
     """Validate the arguments and return the script and the name of its function.
 
     Raises:
@@ -93,7 +94,7 @@ def _checked(args: argparse.Namespace) -> tuple[str, str]:
         raise argparse.ArgumentTypeError(f"--device {args.device}: must be one of {known}")
     if args.replicas < 1 or args.world < 1 or args.world % args.replicas:
         raise argparse.ArgumentTypeError(
-            f"--world {args.world} --replicas {args.replicas}: ranks must divide into replicas"
+            f"--world {args.world} --replicas {args.replicas}: replicas must divide the ranks"
         )
     if not 0 <= args.rank < args.world:
         raise argparse.ArgumentTypeError(f"--rank {args.rank}: must be from 0 to {args.world - 1}")

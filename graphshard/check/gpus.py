@@ -1,44 +1,92 @@
-"""GPUs that can be simulated, with the properties that CUDA reports.
-
-Sources: NVIDIA's architecture white papers of A100, GA102, H100 and Blackwell for multiprocessors,
-caches and memory; the CUDA C++ Programming Guide, technical specifications per compute capability,
-for shared memory. A thread block may use 1 KiB less than its multiprocessor has.
-"""
+"""GPUs that can be simulated, and the compilation of Triton kernels for them."""
 
 from __future__ import annotations
 
-from .._torch.no_gpu.stand_ins import DeviceProperties
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
-_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+from .._torch.no_gpu.stand_ins import DeviceProperties, compile_kernel
+from ..cost.devices import MEMORY_BYTES, TABLE
 
 
 def _gpu(
-    name: str, capability: tuple[int, int], *, processors: int, memory: int, cache: int, shared: int
+    memory_bytes: int,
+    *,
+    name: str,
+    capability: tuple[int, int],
+    processors: int,
+    cache_mib: int,
+    shared_kib: int,
 ) -> DeviceProperties:
-    """Build a GPU; ``memory`` in GiB, ``cache`` in MiB, ``shared`` in KiB per multiprocessor."""
+    major, minor = capability
     return DeviceProperties(
         name=name,
-        major=capability[0],
-        minor=capability[1],
+        major=major,
+        minor=minor,
         multi_processor_count=processors,
-        total_memory=memory * _GIB,
-        L2_cache_size=cache * _MIB,
-        shared_memory_per_multiprocessor=shared * _KIB,
-        shared_memory_per_block_optin=(shared - 1) * _KIB,
+        total_memory=memory_bytes,
+        L2_cache_size=cache_mib << 20,
+        shared_memory_per_multiprocessor=shared_kib << 10,
+        # A thread block may use 1 KiB less than its multiprocessor has.
+        shared_memory_per_block_optin=(shared_kib - 1) << 10,
     )
 
 
+_ENTRIES: dict[str, dict[str, Any]] = TABLE["gpus"]
 GPUS = {
-    "A100-40GB": _gpu("NVIDIA A100", (8, 0), processors=108, memory=40, cache=40, shared=164),
-    "A100-80GB": _gpu("NVIDIA A100", (8, 0), processors=108, memory=80, cache=40, shared=164),
-    "A10G": _gpu("NVIDIA A10G", (8, 6), processors=80, memory=24, cache=6, shared=100),
-    "H100": _gpu("NVIDIA H100", (9, 0), processors=132, memory=80, cache=50, shared=228),
-    "H200": _gpu("NVIDIA H200", (9, 0), processors=132, memory=141, cache=50, shared=228),
-    "B200": _gpu("NVIDIA B200", (10, 0), processors=148, memory=180, cache=126, shared=228),
+    name: _gpu(MEMORY_BYTES[name], **entry["simulated"])
+    for name, entry in _ENTRIES.items()
+    if "simulated" in entry
 }
-"""GPUs by the names that ``graphshard.cost.devices`` uses, too."""
+"""Properties that CUDA reports, by name in the table of devices."""
 
 
 def has_float8(gpu: DeviceProperties) -> bool:
     """Return whether tensor cores compute in fp8 (compute capability 8.9 and later)."""
     return gpu.capability >= 89
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel compiled for a GPU.
+
+    Attributes:
+        error: reason why the kernel cannot be loaded; "" if it can.
+        shared_bytes: largest shared memory of a thread block over all configurations.
+    """
+
+    name: str
+    error: str = ""
+    shared_bytes: int = 0
+
+
+def compile_kernels(
+    kernels: Iterable[tuple[str, str]], device: DeviceProperties
+) -> list[CompiledKernel]:
+    """Compile each distinct kernel, given by name and source, for ``device``."""
+    return [_compile(name, _for_device(source, device), device) for name, source in set(kernels)]
+
+
+def _compile(name: str, source: str, device: DeviceProperties) -> CompiledKernel:
+    try:
+        configurations = compile_kernel(name, source)
+    except Exception as error:  # Triton, ptxas or Inductor: the kernel does not compile
+        return CompiledKernel(name, error=f"{type(error).__name__}: {error}")
+    limit = device.shared_memory_per_block_optin
+    shared = max(configuration.shared for configuration in configurations)
+    too_much = f"needs {shared} bytes of shared memory, {device.name} has {limit}"
+    return CompiledKernel(name, too_much if shared > limit else "", shared)
+
+
+def _for_device(source: str, device: DeviceProperties) -> str:
+    """Write the properties of ``device`` into a kernel's source, as Inductor would."""
+    values = {
+        "cc": device.capability,
+        "major": device.major,
+        "multi_processor_count": device.multi_processor_count,
+    }
+    for name, value in values.items():
+        source = re.sub(rf"\b{name}=\d+", f"{name}={value}", source)
+    return source

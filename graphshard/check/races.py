@@ -20,7 +20,7 @@ from .actions import HOST, Action, Allocate, Free, Record, RecordStream, WaitEve
 
 
 class Access(NamedTuple):
-    """The ``number``-th piece of work on ``stream``."""
+    """A piece of work that reads or writes a block; ``number`` counts those on its stream."""
 
     name: str
     stream: str
@@ -74,6 +74,7 @@ Clock = Counter[str]
 
 
 class _Checker:
+    # Clocks instead of a graph of happens-before: one pass, and no search for paths.
     def __init__(self) -> None:
         self.races: list[Race] = []
         self._clocks: defaultdict[str, Clock] = defaultdict(Counter)

@@ -9,9 +9,8 @@ changes, which is checked before every action. Collectives behave as in
 ``torch/csrc/distributed/c10d``: the group's stream waits for the current stream, and inputs and
 outputs stay alive until the first wait.
 
-[Note: lifetimes] What keeps a collective's memory alive while it runs. Line numbers refer to
-ProcessGroupNCCL.hpp in torch 2.13 (2.11 in parentheses), whose comments describe what
-ProcessGroupNCCL.cpp does. Functional.cpp was read on the main branch.
+[Note: lifetimes] What keeps a collective's memory alive while it runs. Line numbers: comments of
+ProcessGroupNCCL.hpp in torch 2.13 (2.11 in parentheses). Functional.cpp: main branch.
 
 - ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` of one tensor are coalesced collectives
   of a list of one (Functional.cpp), so they run ``collectiveCoalesced``, 1173 (1180), instead of
@@ -25,8 +24,7 @@ ProcessGroupNCCL.cpp does. Functional.cpp was read on the main branch.
 - If nobody waits for a work, the watchdog moves its stash to a shelf once the work is done, and the
   group's next call empties the shelf: ``shelvesToUnstash_``, 1426-1432 (1430-1436). Such memory is
   freed later than recorded here, but never before the work ends.
-- Host copies of graphshard keep their tensors alive in the same way
-  (``graphshard.ops.host_copy``).
+- Host copies keep their tensors alive in the same way (``graphshard.ops.host_copy``).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,9 +53,18 @@ from .._torch.no_gpu.stand_ins import Hooks
 from .._torch.tensors import OpOverload, argument_names, base_name, is_traceable_wrapper_subclass
 from ..ops import host_copy
 from ..ops.library import implementation_of
-from .actions import HOST, Action, Allocate, Free, Record, RecordStream, WaitEvent, Work
-from .in_flight import Launched, Registered
-from .runs import GraphCall, RecordedLaunch
+from .actions import (
+    HOST,
+    Action,
+    Allocate,
+    Free,
+    GraphCall,
+    Record,
+    RecordedLaunch,
+    RecordStream,
+    WaitEvent,
+    Work,
+)
 
 COMPUTE = "compute"
 """Name of the stream that is current when training begins."""
@@ -72,14 +79,28 @@ class _Block:
     home: str
 
 
+class _InFlight(NamedTuple):
+    """A collective or host copy that was launched and not yet waited for.
+
+    Attributes:
+        call: graph call that launched it.
+        number: index of the launch in ``call``.
+        wait: function that records a wait of the current stream and releases what was kept alive.
+    """
+
+    call: GraphCall
+    number: int
+    wait: Callable[[], object]
+
+
 class Recorder(Hooks):
-    """Records kernels and graphs as they are compiled and, inside ``recording``, actions.
+    """Recorder of kernels and graphs as they are compiled and, inside ``recording``, of actions.
 
     Attributes:
         actions: actions in the order in which the host issued them.
         kernels: name and source of each Triton kernel.
         codes: source code of each graph.
-        runs: calls of graphs.
+        calls: calls of graphs.
     """
 
     def __init__(self) -> None:
@@ -91,11 +112,11 @@ class Recorder(Hooks):
         self.actions: list[Action] = []
         self.kernels: list[tuple[str, str]] = []
         self.codes: list[str] = []
-        self.runs: list[GraphCall] = []
+        self.calls: list[GraphCall] = []
         self._blocks: dict[int, _Block] = {}
         self._num_blocks = self._num_events = 0
-        self._launched: dict[int, list[Launched | Registered]] = {}
-        self._run = GraphCall()  # collects launches outside of graphs; not one of ``runs``
+        self._in_flight: dict[int, list[_InFlight]] = {}
+        self._call = GraphCall()  # collects launches outside of graphs; not one of ``calls``
         self._pinned: dict[int, WeakStorage] = {}
 
     @contextmanager
@@ -125,13 +146,13 @@ class Recorder(Hooks):
         if not self._is_recording:
             return call(arguments)
         self._free()
-        given = tuple({self._block(tensor) for tensor in tensors_in([arguments])})
-        self._run, start = GraphCall(arguments=given), len(self.actions)
-        self.runs.append(self._run)
+        blocks = tuple({self._block(tensor) for tensor in tensors_in([arguments])})
+        self._call, start = GraphCall(arguments=blocks), len(self.actions)
+        self.calls.append(self._call)
         outputs = call(arguments)
         self._free()
-        self._run.actions = (start, len(self.actions))
-        self._run = GraphCall()
+        self._call.actions = (start, len(self.actions))
+        self._call = GraphCall()
         return outputs
 
     def kernel_runs(self, name: str, source: str, arguments: tuple[Any, ...]) -> None:
@@ -275,22 +296,16 @@ class Recorder(Hooks):
         elif on_host and isinstance(op, OpOverload):  # higher-order ops only have RNG states on it
             is_async = _is_non_blocking(op, args, kwargs)
             if is_async and base_name(op) == "_to_copy":
-                self._pin_copies(outputs)
+                # Its result is pinned (aten/src/ATen/native/TensorConversions.cpp).
+                for tensor in outputs:
+                    if tensor.device.type == "cpu":
+                        self.pinned(tensor)
             is_async = is_async and all(map(self._is_pinned, on_host))
             self.work(str(op), inputs, outputs, blocks_host=not is_async)
             if not is_async:
                 self._order(current_stream(), HOST)
         else:
             self.work(str(op), inputs, outputs, kernels=num_kernels(op, args, kwargs))
-
-    def _pin_copies(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Record the pinned result of a non-blocking copy to the host.
-
-        See ``_to_copy`` in aten/src/ATen/native/TensorConversions.cpp.
-        """
-        for tensor in outputs:
-            if tensor.device.type == "cpu":
-                self.pinned(tensor)
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         pinned = self._pinned.get(WeakStorage(tensor).address)
@@ -302,33 +317,40 @@ class Recorder(Hooks):
         for tensor in (*inputs, *results):
             self._block(tensor)
         group = str(args[-1])
-        number = self._run.launch(RecordedLaunch(name, group))
+        number = self._call.launch(RecordedLaunch(name, group))
         stream = f"nccl {group}"
         self._order(current_stream(), stream)
         self.work(name, inputs, results, stream)
-        launched = Launched(self._run, number, self._record(stream), [*inputs, *results])
+        event, kept = self._record(stream), [*inputs, *results]
+
+        def wait() -> None:
+            kept.clear()
+            self.actions.append(WaitEvent(event, current_stream()))
+
         for result in results:
-            self._launched.setdefault(self._block(result), []).append(launched)
+            self._add_in_flight(result, number, wait)
+
+    def _add_in_flight(self, result: torch.Tensor, number: int, wait: Callable[[], object]) -> None:
+        launch = _InFlight(self._call, number, wait)
+        self._in_flight.setdefault(self._block(result), []).append(launch)
 
     def _wait(self, op: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Make the current stream wait, then release the tensors that the collective kept alive."""
-        for launched in self._launched.pop(self._block(tensor), ()):
-            launched.run.wait(launched.number)
-            if action := launched.wait(current_stream()):
-                self.actions.append(action)
+        for launch in self._in_flight.pop(self._block(tensor), ()):
+            launch.call.wait(launch.number)
+            launch.wait()
         return tensor
 
     def _own(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of graphshard's operators as on a device, and record the operators it calls."""
         if op in (host_copy.copy_to_device, host_copy.copy_to_host):
-            self._run.launch(RecordedLaunch(str(op), ""))
+            self._call.launch(RecordedLaunch(str(op), ""))
         with _Operators(self):
             return implementation_of(op)(*args, **kwargs)
 
     def register(self, tensor: torch.Tensor, work: dist.Work) -> None:
         """Make the next wait for ``tensor`` wait for ``work``, the most recent launch."""
-        launched = Registered(self._run, len(self._run.launches) - 1, work)
-        self._launched.setdefault(self._block(tensor), []).append(launched)
+        self._add_in_flight(tensor, len(self._call.launches) - 1, work.wait)
 
     def _record_stream(self, op: Any, tensor: torch.Tensor, stream: torch.Stream) -> None:
         self.actions.append(RecordStream(self._block(tensor), stream_name(stream.stream_id)))
@@ -354,7 +376,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 
 
 class _Operators(DispatchMode):
-    """Passes every operator to a recorder."""
+    """Dispatch mode that passes every operator to a recorder."""
 
     supports_higher_order_operators = True
 

@@ -21,11 +21,15 @@ from .._torch.no_gpu.stand_ins import (
 from ..dynamo_backend import backend
 from ..options.schedule_policy import SchedulePolicy
 from ..scripts import load_function, unpack
-from .counts import count
-from .gpus import GPUS
-from .kernels import compile_kernels
-from .memory import peak_bytes, peak_bytes_of_step, planned_peak_bytes
-from .order import find_plan, order_faults
+from .analysis import (
+    count,
+    find_plan,
+    order_faults,
+    peak_bytes,
+    peak_bytes_of_step,
+    planned_peak_bytes,
+)
+from .gpus import GPUS, compile_kernels
 from .races import find_races
 from .recorder import Recorder
 from .step import Recording, SimulatedRank, record_steps
@@ -34,12 +38,12 @@ GB = 1e9
 _READS = {
     DataDependentOutputException: "the model reads a value of a tensor ({}), as .item() and `if "
     "tensor:` do",
-    DynamicOutputShapeException: "the size of a tensor follows from values ({}), as in x[mask] and "
+    DynamicOutputShapeException: "the size of a tensor depends on values ({}), as in x[mask] and "
     "x.nonzero()",
 }
 _NO_VALUES = (
-    "a GPU can do it, but there the host waits for the value, and here tensors have none. Compute "
-    "with tensors of fixed sizes instead, as torch.where does"
+    "on a GPU the host would wait for the value, but simulated tensors have no values. Use tensors "
+    "of fixed sizes instead, as torch.where does"
 )
 
 
@@ -113,8 +117,8 @@ def _check_names(function: str, options: Mapping[str, Any]) -> None:
     known = set(inspect.signature(backend).parameters) - {"mesh"}
     if wrong := sorted(options.keys() - known):
         raise ValueError(
-            f"{function} returned the options {', '.join(wrong)}: must be arguments of "
-            f"graphshard.backend, {', '.join(sorted(known))}; --world and --replicas are the mesh"
+            f"{function} returned the options {', '.join(wrong)}: must be among the arguments of "
+            f"graphshard.backend, {', '.join(sorted(known))}; --world and --replicas set the mesh"
         )
 
 
@@ -135,13 +139,13 @@ def _faults(recording: Recording, device: str) -> Iterator[str]:
 
 
 def _text(recording: Recording, target: Target, faults: tuple[str, ...]) -> str:
-    counts = count(recording.actions, recording.runs)
+    counts = count(recording.actions, recording.calls)
     blocking = ", ".join(sorted(set(counts.blocking)))
     rows: Mapping[str, Sequence[str]] = {
-        "would fail": faults or ["nothing"],
+        "faults": faults or ["none"],
         "kernels": [
             f"{counts.kernels} in a step, {len(set(recording.kernels))} distinct; "
-            f"{counts.bucket_copies} of them copy into buckets and out of them"
+            f"{counts.bucket_copies} of them are copy-ins and copy-outs of buckets"
         ],
         "collectives": [f"{counts.collectives} in a step"],
         "host": [
@@ -153,7 +157,7 @@ def _text(recording: Recording, target: Target, faults: tuple[str, ...]) -> str:
     }
     width = max(map(len, rows))
     title = f"{target.script}:{target.function}, rank {target.rank} of {target.world}, "
-    lines = [f"{title}{target.device} that is not there", ""]
+    lines = [f"{title}simulated {target.device}", ""]
     for name, texts in rows.items():
         lines += [f"{head:{width}}  {text}" for head, text in zip(chain([name], repeat("")), texts)]
     return "\n".join([*lines, "", recording.summary])
@@ -166,9 +170,9 @@ def _memory(recording: Recording) -> Iterator[str]:
     yield f"a step needs {step / GB:.3f} GB with SGD and momentum, {adam:.3f} with Adam"
     plans = list(recording.plans)
     names: Counter[str] = Counter()
-    for run in recording.runs:
-        needed = f"alone needs {peak_bytes(recording.actions, run) / GB:.3f} GB"
-        plan = find_plan(plans, run)
+    for call in recording.calls:
+        needed = f"alone needs {peak_bytes(recording.actions, call) / GB:.3f} GB"
+        plan = find_plan(plans, call)
         graph = plan.graph if plan else "a graph without a plan"
         names[graph] += 1
         if plan:
@@ -178,5 +182,5 @@ def _memory(recording: Recording) -> Iterator[str]:
 
 
 def _order(recording: Recording) -> Iterator[str]:
-    for run in recording.runs:
-        yield from order_faults(recording.plans, run)
+    for call in recording.calls:
+        yield from order_faults(recording.plans, call)

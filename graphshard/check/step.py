@@ -23,20 +23,16 @@ from .._torch.tensors import new_fake_mode, tree_leaves
 from ..dynamo_backend import backend, shard
 from ..planning.plan import Plan
 from ..scripts import loss_of
-from .actions import Action
+from .actions import Action, GraphCall
 from .recorder import Recorder
-from .runs import GraphCall
 
+# Only the last step is recorded. DTensor propagates each new operator through full-size fake
+# tensors, which would be counted as memory. The optimizer runs new operators in the first step, and
+# others in the second, when it has state.
 NUM_STEPS = 3
-"""Number of steps; only the last one is recorded.
 
-DTensor propagates each new operator through full-size fake tensors, which would be counted as
-memory. The optimizer runs new operators in the first step, and others in the second, when it has
-state.
-"""
 MakeModel = Callable[[], tuple[nn.Module, Any]]
 """Returns a model and the inputs of a step: a tuple, or a dictionary of keyword arguments."""
-
 
 Step = Callable[[nn.Module, Callable[..., Any], Any], None]
 """Runs one step, given the model, the compiled model and the inputs."""
@@ -78,7 +74,7 @@ class Recording:
         codes: source code that Inductor wrote for each graph.
         kernels: name and source of each Triton kernel.
         actions: all actions of the last step, including the optimizer's.
-        runs: graph calls of the last step.
+        calls: graph calls of the last step.
         summary: ``Backend.summary()``; "" for an unsharded model.
         trained_bytes: bytes of the trained shards on the device; 0 for an unsharded model.
     """
@@ -87,7 +83,7 @@ class Recording:
     codes: tuple[str, ...]
     kernels: tuple[tuple[str, str], ...]
     actions: tuple[Action, ...]
-    runs: tuple[GraphCall, ...]
+    calls: tuple[GraphCall, ...]
     summary: str = ""
     trained_bytes: int = 0
 
@@ -123,7 +119,7 @@ def record_steps(
         compiled = torch.compile(model, backend=ours, dynamic=dynamic)
         train(recorder, fake, model, compiled, inputs, step)
         return dataclasses.replace(
-            recording_of(recorder, ours.plans),
+            collect_recording(recorder, ours.plans),
             summary=ours.summary(),
             trained_bytes=_trained_bytes(model),
         )
@@ -159,7 +155,7 @@ def record_unsharded(
     finally:
         torch.set_default_dtype(before)
     train(recorder, fake, model, torch.compile(model, dynamic=dynamic), inputs, step)
-    return recording_of(recorder)
+    return collect_recording(recorder)
 
 
 def train(
@@ -200,12 +196,12 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def recording_of(recorder: Recorder, plans: Sequence[Plan] = ()) -> Recording:
+def collect_recording(recorder: Recorder, plans: Sequence[Plan] = ()) -> Recording:
     """Return what ``recorder`` has recorded."""
     return Recording(
         plans=tuple(plans),
         codes=tuple(recorder.codes),
         kernels=tuple(recorder.kernels),
         actions=tuple(recorder.actions),
-        runs=tuple(recorder.runs),
+        calls=tuple(recorder.calls),
     )

@@ -10,14 +10,21 @@ from pathlib import Path
 
 from ..files import write_whole
 from .cluster import Cluster, cluster
-from .configs import config_workload, find_config, is_config, scaled
+from .forecast import forecast
 from .largest import largest
-from .page import forecast_page, largest_page, search_table
-from .plan import forecast
 from .public_models import PUBLIC_MODELS
 from .recipe import OPTIMIZERS, STRATEGIES, Recipe
-from .search import SearchResult, search
-from .workload import BatchShape, Workload, find_workload
+from .report import forecast_page
+from .search import search
+from .workload import (
+    BatchShape,
+    Workload,
+    config_workload,
+    find_config,
+    find_workload,
+    is_config,
+    scale_config,
+)
 
 _MODELS = f"""
 MODEL is one of
@@ -30,7 +37,7 @@ MODEL is one of
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command ``plan`` to ``python -m graphshard``."""
-    text = "forecast a training step on a cluster: time, memory, what binds and what would help"
+    text = "forecast a training step on a cluster: time, memory, bottleneck and what would help"
     parser = commands.add_parser(
         "plan",
         help=text,
@@ -41,36 +48,36 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add = parser.add_argument
     add("model", metavar="MODEL", help="see below")
     add("--device", default="H100", metavar="GPU", help="or a file of calibrate (%(default)s)")
-    add("--gpus", type=int, default=8, help="of all nodes (%(default)s)")
-    add("--nodes", type=int, help="as few as the device's nodes allow, unless said")
+    add("--gpus", type=int, default=8, help="number of GPUs in all nodes (%(default)s)")
+    add("--nodes", type=int, help="number of nodes (as few as the device's usual nodes allow)")
     add("--batch", default="1x4096", help="samples x tokens on a GPU, or samples (%(default)s)")
     add("--strategy", default="zero3", help=f"{STRATEGIES} (%(default)s)")
     add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (%(default)s)")
     add("--dtype", default="bf16", help="float32, bf16 or fp8 (%(default)s)")
     add(
         "--recompute",
-        type=_part,
+        type=_fraction,
         nargs="?",
         const=1.0,
         default=0.0,
-        metavar="PART",
-        help="recompute layers in backward: all, or the first ones up to a part of them, as in 0.5",
+        metavar="FRACTION",
+        help="recompute layers in backward: all, or the first ones up to a fraction, as in 0.5",
     )
-    add("--offload", action="store_true", help="the host keeps shards, gradients and optimizer")
+    add("--offload", action="store_true", help="keep shards, gradients and optimizer on the host")
     add("--accumulate", type=int, default=1, help="microbatches in a step (%(default)s)")
     add("--budget", metavar="72GB", help="memory of a GPU that the schedule may use")
-    add("--memory", metavar="80GB", help="memory of a GPU, where the device is not known")
+    add("--memory", metavar="80GB", help="memory of a GPU that is not in the table of devices")
     add("--link", metavar="100Gb/s,5us", help="network between nodes, for each GPU")
     add(
         "--search",
         action="store_true",
-        help="compare all strategies, precisions, microbatches, recomputation and offload; a GPU "
-        "trains on the batch in each step",
+        help="compare strategies, precisions, microbatches, recomputation and offload at the same "
+        "batch of a GPU in each step",
     )
     add(
         "--largest",
         action="store_true",
-        help="print the largest model of the family and the largest batch that the cluster trains",
+        help="print the largest model of the family and the largest batch that fit",
     )
     add("--html", type=Path, metavar="OUT", help="write a page for a browser to this file")
     add("--json", type=Path, metavar="OUT", help="write all numbers to this file")
@@ -79,45 +86,54 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _plan(args: argparse.Namespace) -> int:
     try:
-        batch, recipe = BatchShape.parse(args.batch), _recipe(args)
+        batch, recipe, machine = BatchShape.parse(args.batch), _recipe(args), _cluster(args)
         if args.largest:
-            return _print_largest(args, batch, recipe)
+            return _print_largest(args, batch, recipe, machine)
         tables, traced = [], None
         if args.search:
-            found = _searched(args, batch, recipe)
-            batch, recipe = batch._replace(size=found.best.microbatch), found.best.recipe
-            tables, traced = [search_table(found)], found.best.traced
+            if args.model.rpartition(":")[0].endswith(".py"):
+                raise ValueError("--search varies the batch, which a function fixes: give a config")
+
+            def make_workload(size: int) -> Workload:
+                return find_workload(args.model, batch._replace(size=size))
+
+            result = search(make_workload, batch.size, recipe, machine, _show_progress)
+            print(f"{result}\n")
+            best = result.best
+            batch, recipe = batch._replace(size=best.microbatch), best.recipe
+            tables, traced = [result.table()], best.traced
         workload = find_workload(args.model, batch)
-        result = forecast(workload, recipe, _cluster(args), _show_progress, traced)
+        shown = forecast(workload, recipe, machine, _show_progress, traced)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    _write(args.json, result.to_json)
-    _write(args.html, lambda: forecast_page(result, tables))
-    print(result)
-    return 0 if result.fits else 1
+    _write(args.json, shown.to_json)
+    _write(args.html, lambda: forecast_page(shown, tables))
+    print(shown)
+    return 0 if shown.fits else 1
 
 
-def _print_largest(args: argparse.Namespace, batch: BatchShape, recipe: Recipe) -> int:
+def _print_largest(
+    args: argparse.Namespace, batch: BatchShape, recipe: Recipe, machine: Cluster
+) -> int:
     """Print the largest models and batches that fit.
 
     Raises:
         ValueError: the model cannot grow, or ``--json`` is given.
     """
     if not is_config(args.model):
-        raise ValueError(f"--largest: {args.model} cannot grow: give a config, not a function")
+        raise ValueError(f"--largest: cannot scale {args.model}: give a config, not a function")
     if args.json is not None:
-        raise ValueError("--largest with --json: there is no such file; leave one of them out")
+        raise ValueError("--largest does not write --json: leave one of them out")
     config = find_config(args.model)
 
     def make_workload(factor: float, size: int) -> Workload:
-        sized = scaled(config, factor)
-        name = f"{sized.hidden_size} wide"
-        return Workload(*config_workload(sized, name, size, batch.length))
+        sized = scale_config(config, factor)
+        return config_workload(sized, f"{sized.hidden_size} wide", batch._replace(size=size))
 
-    found = largest(make_workload, recipe, _cluster(args), batch.size, _show_progress)
+    result = largest(make_workload, recipe, machine, batch.size, _show_progress)
     title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
-    _write(args.html, lambda: largest_page(found, title))
-    print(found)
+    _write(args.html, lambda: result.page(title))
+    print(result)
     return 0
 
 
@@ -130,23 +146,6 @@ def _write(path: Path | None, make: Callable[[], str]) -> None:
         write_whole(path, text)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"--json, --html: {error}") from error
-
-
-def _searched(args: argparse.Namespace, batch: BatchShape, recipe: Recipe) -> SearchResult:
-    """Search all recipes, and print the fastest for each amount of memory.
-
-    Raises:
-        ValueError: the model is a function, which fixes the batch, or cannot be built.
-    """
-    if args.model.rpartition(":")[0].endswith(".py"):
-        raise ValueError("--search cuts the batch, and a function returns one: give a config")
-
-    def make_workload(size: int) -> Workload:
-        return find_workload(args.model, batch._replace(size=size))
-
-    found = search(make_workload, batch.size, recipe, _cluster(args), _show_progress)
-    print(f"{found}\n")
-    return found
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -178,16 +177,16 @@ def gigabytes(name: str, text: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB)?", text, re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise ValueError(f'{name} {text}: write it as "72GB", of a billion bytes each')
+        raise ValueError(f'{name} {text}: must be a size in GB (1e9 bytes), as in "72GB"')
     return float(match[1])
 
 
-def _part(text: str) -> float:
+def _fraction(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: give a number from 0 to 1, or none; the model comes first"
+            f"{text!r}: must be a number from 0 to 1, or left out; MODEL comes before the options"
         ) from None
 
 

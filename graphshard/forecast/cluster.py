@@ -45,8 +45,8 @@ def cluster(
     """Return a cluster of GPUs of one kind.
 
     Args:
-        device: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by ``python -m
-            graphshard calibrate``, or a ``Hardware``.
+        device: name in the table of devices (``graphshard/cost/devices.toml``), path of a file
+            written by ``python -m graphshard calibrate``, or a ``Hardware``.
         gpus: number of GPUs in all nodes together.
         nodes: number of nodes; None: as few as the device's usual node size allows.
         link: network bandwidth between nodes, per GPU and direction, and optionally the latency of
@@ -61,8 +61,8 @@ def cluster(
         raise ValueError(f"gpus={gpus!r}: must be a whole number from 1 up")
     if nodes is not None:
         if not (isinstance(nodes, int) and nodes > 0 and gpus % nodes == 0):
-            raise ValueError(f"nodes={nodes!r}: {gpus} GPUs do not divide into so many equal nodes")
-        hardware = _with_node_of(hardware, gpus // nodes)
+            raise ValueError(f"nodes={nodes!r}: {gpus} GPUs do not divide into equal nodes")
+        hardware = _with_node_size(hardware, gpus // nodes)
     if link is not None:
         hardware = _with_link(hardware, link)
     return Cluster(hardware, gpus, _memory_bytes(hardware, memory_gb))
@@ -72,7 +72,7 @@ def _hardware(device: str) -> Hardware:
     return Hardware.load(Path(device)) if Path(device).is_file() else find_hardware(device)
 
 
-def _with_node_of(hardware: Hardware, num_gpus: int) -> Hardware:
+def _with_node_size(hardware: Hardware, num_gpus: int) -> Hardware:
     """Return ``hardware`` with ``num_gpus`` per node, at the same network bandwidth per GPU."""
     ratio = num_gpus / hardware.ranks_per_node
     bus = {
@@ -90,8 +90,7 @@ def _memory_bytes(hardware: Hardware, memory_gb: float | None) -> int:
         return int(memory_gb * 1e9)
     if hardware.name not in MEMORY_BYTES:
         raise ValueError(
-            f"the memory of {hardware.name!r} is not known: say how much a device has, by "
-            "--memory 80GB or memory_gb=80"
+            f"the memory of {hardware.name!r} is not known: give --memory 80GB or memory_gb=80"
         )
     return MEMORY_BYTES[hardware.name]
 
@@ -103,7 +102,7 @@ _GBIT = {"Gb": 1.0, "GB": 8.0, "Tb": 1000.0, "TB": 8000.0}
 def _with_link(hardware: Hardware, link: str) -> Hardware:
     match = _LINK.fullmatch(link.strip())
     if match is None:
-        raise ValueError(f'link={link!r}: write it as "100Gb/s,5us" or "50GB/s"')
+        raise ValueError(f'link={link!r}: must be like "100Gb/s,5us" or "50GB/s"')
     number, unit, latency, time_unit = match.groups()
     hardware = with_network(hardware, float(number) * _GBIT[unit])
     if latency is None:

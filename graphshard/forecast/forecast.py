@@ -1,27 +1,27 @@
-"""The forecast of a training step, made from traced graphs and shown as text or JSON."""
+"""Forecast a training step of a model: trace it, or shallow copies of it, and plan."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tabulate import tabulate
+import torch
+from torch import nn
 
-from ..cost.hardware import CALIBRATED, DATASHEET
 from ..kinds import GraphKind
 from ..params.param_spec import find_padding
 from ..show.dump import Dump
 from ..show.table import exposed_reason, is_notable
-from .changes import Change, find_bottleneck, find_changes
 from .cluster import Cluster
-from .peak import MemoryForecast, PlannedGraph
-from .planned_step import TimeForecast, plan_step
+from .derive import Progress, trace_step
+from .estimate import MemoryForecast, PlannedGraph, TimeForecast
+from .planned_step import Change, find_bottleneck, find_changes, plan_step
 from .recipe import Recipe
-from .trace import HeldMemory, TracedStep
-
-GB = 1e9
+from .report import forecast_text
+from .trace import HeldMemory, Inputs, TracedStep
+from .workload import Workload, module_workload, recomputed_layers
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ class Forecast:
 
     def to_json(self) -> str:
         """Return all numbers as JSON; times in microseconds, sizes in bytes."""
+        time = _with_properties(self.time, "step_us", "modelled_us", "low_us", "high_us")
+        memory = _with_properties(self.memory, "allocated", "total", "low", "high", "fits")
         raw = {
             "model": self.model,
             "num_params": self.num_params,
@@ -131,12 +133,9 @@ class Forecast:
             self.unit: self.tokens,
             f"{self.unit}_per_s": self.tokens_per_s,
             "mfu": self.mfu,
-            "time": {
-                **_with_properties(self.time, "step_us", "modelled_us", "low_us", "high_us"),
-                "not_modelled_us": self.time.unmodelled_us,
-            },
+            "time": {**time, "not_modelled_us": self.time.unmodelled_us},
             "host_bytes": self.host_bytes,
-            "memory": _with_properties(self.memory, "allocated", "total", "low", "high", "fits"),
+            "memory": memory,
             "exposed": [dataclasses.asdict(exposed) for exposed in self.exposed],
             "binds": self.binds,
             "changes": [dataclasses.asdict(change) for change in self.changes],
@@ -148,6 +147,104 @@ class Forecast:
 
     def __str__(self) -> str:
         return forecast_text(self)
+
+
+def _with_properties(part: TimeForecast | MemoryForecast, *names: str) -> dict[str, object]:
+    """Return the fields of ``part``, and the properties of the given names."""
+    return {**dataclasses.asdict(part), **{name: getattr(part, name) for name in names}}
+
+
+def plan(
+    model: nn.Module,
+    inputs: Inputs,
+    cluster: Cluster,
+    *,
+    strategy: str = "zero3",
+    dtype: str = "bf16",
+    optimizer: str = "adamw",
+    recompute: float = False,
+    accumulate: int = 1,
+    budget_gb: float | None = None,
+    offload: bool = False,
+) -> Forecast:
+    """Forecast a training step of a model on a cluster, which need not exist.
+
+    Nothing is computed, and the model is not modified: its graphs are traced with fake tensors and
+    fake ranks, planned as ``graphshard.backend`` plans them, and simulated. Dynamo's caches are
+    reset, so functions that this process compiled before are compiled again at their next call.
+
+    Args:
+        model: unsharded model on any device, including meta. The loss is the ``loss`` of its
+            outputs, or their first tensor (summed, unless it is a scalar).
+        inputs: inputs of one microbatch on one rank: a tuple of positional arguments, or a
+            dictionary of keyword arguments. Values do not matter.
+        cluster: cluster from :func:`graphshard.cluster`.
+        strategy: "zero3", "zero2", "hsdp:N", "hpz:N" or "ddp", where N is a number of ranks.
+        dtype: "float32"; "bf16": parameters gathered and used in bfloat16, gradients reduced in
+            float32; "fp8": as "bf16", with inner linears in fp8.
+        optimizer: "adamw", "adam", "momentum" or "sgd"; fused.
+        recompute: fraction of the layers that backward recomputes, starting with the first: from 0
+            to 1; True: all.
+        accumulate: number of microbatches in a step; each reduces its gradients.
+        budget_gb: memory that the schedule may use, in GB (1e9 bytes); None: no limit.
+        offload: whether the host keeps shards, gradients and optimizer state, as with
+            ``CPUOffloadPolicy()``.
+
+    Raises:
+        ValueError: an argument is invalid, the strategy's N does not divide the number of GPUs, or
+            the model reads values of tensors.
+        BackendError: no schedule stays within ``budget_gb``.
+        RuntimeError: this process already has a process group.
+    """
+    recipe = Recipe(strategy, dtype, optimizer, recompute, accumulate, budget_gb, offload)
+    return forecast(module_workload(model, inputs), recipe, cluster)
+
+
+def forecast(
+    workload: Workload,
+    recipe: Recipe,
+    cluster: Cluster,
+    progress: Progress = lambda text: None,
+    traced: TracedStep | None = None,
+) -> Forecast:
+    """Forecast a step of a workload; see ``plan``.
+
+    Args:
+        traced: traced step, if there is one already.
+    """
+    traced = traced or trace_step(workload, recipe, cluster, progress)
+    progress("planning")
+    recomputed: tuple[str, ...] = ()
+    if 0 < recipe.recompute < 1:
+        with torch.device("meta"):
+            model, _ = workload.make(None)
+        recomputed = recomputed_layers(model, recipe.recompute)
+    return make_forecast(
+        traced,
+        recipe,
+        cluster,
+        model=workload.name,
+        tokens=workload.tokens,
+        unit=workload.unit,
+        notes=[*workload.notes, *traced.notes, *_notes(recipe, cluster)],
+        recomputed=recomputed,
+    )
+
+
+def _notes(recipe: Recipe, cluster: Cluster) -> list[str]:
+    notes = []
+    if recipe.dtype == "float32" and cluster.hardware.device_type == "cuda":
+        notes.append(
+            "attention in float32, if there is any, is a flash kernel: CUDA's takes more memory"
+        )
+    if recipe.offload:
+        per_s = cluster.hardware.host_memory.largest / 1e9
+        notes.append(
+            f"the host's optimizer reads and writes {per_s:.0f} GB/s for each GPU, for which each "
+            "rank needs its share of the cores: set OMP_NUM_THREADS, because torchrun gives each "
+            "rank one core"
+        )
+    return notes
 
 
 def make_forecast(
@@ -198,14 +295,9 @@ def make_forecast(
     )
 
 
-def _with_properties(part: TimeForecast | MemoryForecast, *names: str) -> dict[str, object]:
-    """Return the fields of ``part``, and the properties of the given names."""
-    return {**dataclasses.asdict(part), **{name: getattr(part, name) for name in names}}
-
-
 def _exposed(dumps: Sequence[Dump], most: int = 8) -> list[Exposed]:
     """Return the ``most`` collectives with the longest exposed time, longest first."""
-    found = [
+    exposed = [
         Exposed(
             f"{dump.plan.graph} {bucket.kind} of {dump.bucket_label(bucket)}",
             us,
@@ -215,108 +307,4 @@ def _exposed(dumps: Sequence[Dump], most: int = 8) -> list[Exposed]:
         for i, (bucket, us) in enumerate(zip(dump.plan.buckets, dump.timeline.exposed_us))
         if is_notable(us)
     ]
-    return sorted(found, key=lambda exposed: -exposed.us)[:most]
-
-
-# --- as text -------------------------------------------------------------------------------------
-
-
-def forecast_text(forecast: Forecast) -> str:
-    """Return a forecast as text."""
-    rows = list(summary_rows(forecast))
-    width = max(len(name) for name, _ in rows)
-    head = [f"{name:{width}}  {value}" for name, value in rows]
-    parts = [
-        "\n".join(head),
-        _memory_table(forecast),
-        _exposed_table(forecast),
-        _changes_table(forecast.changes),
-        "To train so:\n\n" + "\n".join(f"    {line}" for line in forecast.code().splitlines()),
-        *(f"Assumed: {note}." for note in forecast.notes),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-_INTERVALS = {
-    DATASHEET: "measured steps of compiled models were in it",
-    CALIBRATED: "measured steps on calibrated machines were in it",
-}
-
-
-def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
-    """Yield the most important results, as pairs of name and text."""
-    recipe, time, memory = forecast.recipe, forecast.time, forecast.memory
-    yield "model", f"{forecast.model}, {forecast.num_params / 1e9:.2f} billion parameters"
-    yield "cluster", f"{forecast.cluster}, {memory.device / GB:.1f} GB each"
-    yield "recipe", _recipe_text(forecast)
-    per_gpu = forecast.tokens_per_s / forecast.cluster.num_gpus
-    yield (
-        "step",
-        f"{time.step_us / 1e3:,.1f} ms for {forecast.tokens:,} {forecast.unit}: "
-        f"{forecast.tokens_per_s:,.0f} a second, {per_gpu:,.0f} on each GPU; "
-        f"MFU {forecast.mfu:.1%}",
-    )
-    yield (
-        "interval",
-        f"{time.low_us / 1e3:,.1f} to {time.high_us / 1e3:,.1f} ms, "
-        f"{memory.low / GB:.1f} to {memory.high / GB:.1f} GB: nine of ten "
-        f"{_INTERVALS[forecast.cluster.hardware.source]}",
-    )
-    yield (
-        "of it",
-        f"compute {time.compute_us / 1e3:,.1f} ms, exposed communication "
-        f"{time.exposed_us / 1e3:,.1f} ms, lost to hidden communication "
-        f"{time.lost_us / 1e3:,.1f} ms, optimizer {time.optimizer_us / 1e3:,.1f} ms, "
-        f"not modelled {time.unmodelled_us / 1e3:,.1f} ms",
-    )
-    verdict = "fits" if memory.fits else "DOES NOT FIT"
-    yield (
-        "memory",
-        f"{memory.total / GB:.1f} of {memory.device / GB:.1f} GB, in {memory.when}: {verdict}",
-    )
-    if recipe.offload:
-        yield "host", f"{forecast.host_bytes / GB:.1f} GB of each node's memory"
-    if padding := forecast.padding:
-        yield "padding", padding
-    yield "bound by", forecast.binds
-
-
-def _recipe_text(forecast: Forecast) -> str:
-    recipe = forecast.recipe
-    parts = [recipe.strategy, recipe.dtype, recipe.optimizer]
-    if recipe.offload:
-        parts.append("offloaded to the host")
-    if recipe.recompute == 1:
-        parts.append("each layer recomputed")
-    elif forecast.recomputed:
-        parts.append(f"{' and '.join(forecast.recomputed)} recomputed")
-    if recipe.accumulate > 1:
-        parts.append(f"{recipe.accumulate} microbatches")
-    return ", ".join(parts)
-
-
-def _memory_table(forecast: Forecast) -> str:
-    memory = forecast.memory
-    rows = [[name, size / GB] for name, size in memory.kinds.items()]
-    rows += [["margin", memory.margin / GB], ["total", memory.total / GB]]
-    return tabulate(rows, ["memory", "GB"], floatfmt=".2f")
-
-
-def _exposed_table(forecast: Forecast) -> str:
-    if not forecast.exposed:
-        return ""
-    rows = [[exposed.us / 1e3, exposed.what, exposed.why] for exposed in forecast.exposed]
-    return tabulate(rows, ["exposed ms", "what", "why"], floatfmt=".2f")
-
-
-def _changes_table(changes: Sequence[Change]) -> str:
-    rows = [
-        [
-            change.what,
-            f"{change.gain:+.1%}",
-            change.memory_bytes / GB,
-            "" if change.fits else "does not fit",
-        ]
-        for change in changes
-    ]
-    return tabulate(rows, ["what would help", "saves", "GB", ""], floatfmt=".1f")
+    return sorted(exposed, key=lambda one: -one.us)[:most]

@@ -13,19 +13,21 @@ from typing import Any
 
 from tabulate import tabulate
 
+from ..show.page import BarData, BarsData, page, page_data
 from .cluster import Cluster
+from .derive import LEAST_PERIODS, Depth, Progress, for_strategy, trace_copies
 from .planned_step import PlannedStep, plan_step
 from .recipe import Recipe
-from .retarget import on_mesh
-from .shallow import LEAST_PERIODS, Depth, Progress, repeating
+from .report import GB, text_table
 from .trace import TracedStep
 from .workload import Workload
 
-GB = 1e9
 WIDTHS = 2**0.5
 """Ratio of each width tried to the one before."""
 SMALLEST = 1 / 64
 """Smallest width to try if nothing fits, as a fraction of the model's width."""
+
+HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
 
 
 @dataclass(frozen=True)
@@ -45,30 +47,41 @@ class LargestFit:
     step_us: float
     memory_bytes: int
 
+    def row(self) -> list[Any]:
+        """Return a table row, with the columns of ``HEADERS``."""
+        billions, step_ms, gigabytes = self.num_params / 1e9, self.step_us / 1e3, self.memory_bytes
+        return [self.grown, self.strategy, self.what, billions, step_ms, gigabytes / GB]
+
 
 @dataclass(frozen=True)
 class LargestResult:
     """The largest sizes, by what grows and by strategy; ``print`` shows a table."""
 
-    found: tuple[LargestFit, ...]
+    fits: tuple[LargestFit, ...]
 
     def __str__(self) -> str:
-        return tabulate(list(map(largest_row, self.found)), HEADERS, floatfmt=",.1f")
+        return tabulate([fit.row() for fit in self.fits], HEADERS, floatfmt=",.1f")
 
-
-HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
-
-
-def largest_row(one: LargestFit) -> list[Any]:
-    """Return a table row, with the columns of ``HEADERS``."""
-    return [
-        one.grown,
-        one.strategy,
-        one.what,
-        one.num_params / 1e9,
-        one.step_us / 1e3,
-        one.memory_bytes / GB,
-    ]
+    def page(self, title: str) -> str:
+        """Return an HTML page with bar charts by strategy, and a table."""
+        charts = []
+        for grown in dict.fromkeys(fit.grown for fit in self.fits if fit.grown != "samples"):
+            bars = [
+                BarData(
+                    name=fit.strategy,
+                    value=fit.num_params / 1e9,
+                    text=f"{fit.num_params / 1e9:,.1f} billion: {fit.what}",
+                )
+                for fit in self.fits
+                if fit.grown == grown
+            ]
+            charts.append(BarsData(title=f"largest model, by more {grown}", bars=bars))
+        rows = [
+            [cell if isinstance(cell, str) else f"{cell:.1f}" for cell in fit.row()]
+            for fit in self.fits
+        ]
+        tables = [text_table("the largest that fits", HEADERS, rows)]
+        return page(page_data(title, [], tables=tables, charts=charts))
 
 
 def strategies(cluster: Cluster) -> list[str]:
@@ -78,35 +91,22 @@ def strategies(cluster: Cluster) -> list[str]:
     return ["zero3", "zero2", *hybrid]
 
 
-def plan_by(
-    step: TracedStep, strategy: str, recipe: Recipe, cluster: Cluster
-) -> PlannedStep | None:
-    """Plan a ZeRO-3 step with another strategy; None if that needs its own trace."""
-    recipe = dataclasses.replace(recipe, strategy=strategy)
-    moved: TracedStep | None = step
-    if recipe.kind == "hsdp":
-        moved = on_mesh(step, cluster.num_gpus, recipe.ranks(cluster.num_gpus))
-    if moved is None:
-        return None
-    return plan_step(moved, recipe, cluster, keep_all=recipe.kind == "zero2", refine=False)
-
-
-def largest_that_fits(memory_of: Callable[[int], int], limit: int, least: int) -> int | None:
+def largest_that_fits(memory_at: Callable[[int], int], limit: int, least: int) -> int | None:
     """Return the largest number whose memory is within ``limit``; None if ``least`` is not.
 
     Memory grows almost linearly with the number. So the next number is extrapolated from the last
     two that fit or, after one that does not fit, taken halfway.
 
     Args:
-        memory_of: function from a number to its memory in bytes.
+        memory_at: function from a number to its memory in bytes.
         least: smallest number to try.
     """
-    fits, memory = least, memory_of(least)
+    fits, memory = least, memory_at(least)
     if memory > limit:
         return None
     fails, tried = None, 2 * least
     while fails is None or fails - fits > 1:
-        needed = memory_of(tried)
+        needed = memory_at(tried)
         slope = max(1, (needed - memory) // (tried - fits))
         if needed > limit:
             fails = tried
@@ -140,51 +140,46 @@ def largest(
     """
     if recipe.recompute not in (0, 1):
         raise ValueError(
-            f"--largest with recompute={recipe.recompute:g}: have all layers recomputed or none"
+            f"--largest with recompute={recipe.recompute:g}: recompute all layers (1) or none (0)"
         )
     recipe = dataclasses.replace(recipe, strategy="zero3")
     grower = _Grower(make_workload, recipe, cluster, size, progress)
     return LargestResult((*grower.by_depth(), *grower.by_width(), *grower.by_batch()))
 
 
+@dataclass
 class _Grower:
-    def __init__(
-        self,
-        make_workload: Callable[[float, int], Workload],
-        recipe: Recipe,
-        cluster: Cluster,
-        size: int,
-        progress: Progress,
-    ) -> None:
-        self._workload_of, self._recipe, self._cluster = make_workload, recipe, cluster
-        self._size, self._progress = size, progress
+    make_workload: Callable[[float, int], Workload]
+    recipe: Recipe
+    cluster: Cluster
+    size: int
+    progress: Progress
 
     def by_depth(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the deepest model of the same width."""
-        step_of = self._steps(self._workload_of(1.0, self._size))
-        for strategy in strategies(self._cluster):
+        step_at = self._steps(self.make_workload(1.0, self.size))
+        for strategy in strategies(self.cluster):
 
-            def memory_of(num_layers: int, strategy: str = strategy) -> int:
-                planned = self._plan(step_of(num_layers), strategy)
-                return self._cluster.memory_bytes + 1 if planned is None else planned.memory.total
+            def memory_at(num_layers: int, strategy: str = strategy) -> int:
+                planned = self._plan(step_at(num_layers), strategy)
+                return self.cluster.memory_bytes + 1 if planned is None else planned.memory.total
 
-            least = LEAST_PERIODS + 1
-            layers = largest_that_fits(memory_of, self._cluster.memory_bytes, least)
+            layers = largest_that_fits(memory_at, self.cluster.memory_bytes, LEAST_PERIODS + 1)
             if layers is not None:
-                yield from self._at("layers", f"{layers} layers", step_of(layers), [strategy])
+                yield from self._fits("layers", f"{layers} layers", step_at(layers), [strategy])
 
     def by_width(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the largest model with the same ratio of layers to width."""
-        grown = list(self._growing("layers and width", self._of_factor, 1.0, WIDTHS))
+        fits = list(self._growing("layers and width", self._scaled, 1.0, WIDTHS))
         factor = 1.0
-        while not grown and factor > SMALLEST:
+        while not fits and factor > SMALLEST:
             factor /= WIDTHS
-            grown = list(self._at("layers and width", *self._of_factor(factor)))
-        yield from grown
+            fits = list(self._fits("layers and width", *self._scaled(factor)))
+        yield from fits
 
     def by_batch(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the largest microbatch of the model itself."""
-        yield from self._growing("samples", self._of_size, 1, 2)
+        yield from self._growing("samples", self._with_batch, 1, 2)
 
     def _growing(
         self, grown: str, make: Callable[[Any], tuple[str, TracedStep]], start: Any, ratio: Any
@@ -192,41 +187,38 @@ class _Grower:
         """Multiply a number by ``ratio`` until no strategy fits; yield the last fit of each."""
         best: dict[str, LargestFit] = {}
         number = start
-        while found := list(self._at(grown, *make(number))):
-            best.update({one.strategy: one for one in found})
+        while fits := list(self._fits(grown, *make(number))):
+            best.update({fit.strategy: fit for fit in fits})
             number *= ratio
         yield from best.values()
 
-    def _at(
+    def _fits(
         self, grown: str, what: str, step: TracedStep, tried: Sequence[str] = ()
     ) -> Iterator[LargestFit]:
         """Yield the results of the strategies that fit, among ``tried`` or, by default, all."""
-        for strategy in tried or strategies(self._cluster):
+        for strategy in tried or strategies(self.cluster):
             planned = self._plan(step, strategy)
             if planned is not None and planned.memory.fits:
-                yield _largest(grown, strategy, what, step, planned)
+                num_params, memory = int(step.held.num_params), planned.memory.total
+                yield LargestFit(strategy, grown, what, num_params, planned.time.step_us, memory)
 
-    def _of_factor(self, factor: float) -> tuple[str, TracedStep]:
-        workload = self._workload_of(factor, self._size)
+    def _scaled(self, factor: float) -> tuple[str, TracedStep]:
+        workload = self.make_workload(factor, self.size)
         layers = workload.num_layers or 0
         return f"{workload.name}, {layers} layers", self._steps(workload)(layers)
 
-    def _of_size(self, size: int) -> tuple[str, TracedStep]:
-        workload = self._workload_of(1.0, size)
+    def _with_batch(self, size: int) -> tuple[str, TracedStep]:
+        workload = self.make_workload(1.0, size)
         return f"{size} samples", self._steps(workload)(workload.num_layers or 0)
 
     def _steps(self, workload: Workload) -> Callable[[int], TracedStep]:
-        self._progress(f"{workload.name}, {workload.tokens} {workload.unit}")
-        deep = Depth.of((LEAST_PERIODS + 2) * workload.period, self._recipe)
-        found = repeating(workload, deep, self._recipe, self._cluster)
-        return lambda num_layers: found.of_depth(Depth.of(num_layers, self._recipe))
+        self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
+        deep = Depth.at((LEAST_PERIODS + 2) * workload.period, self.recipe)
+        copies = trace_copies(workload, deep, self.recipe, self.cluster)
+        return lambda num_layers: copies.at_depth(Depth.at(num_layers, self.recipe))
 
     def _plan(self, step: TracedStep, strategy: str) -> PlannedStep | None:
-        return plan_by(step, strategy, self._recipe, self._cluster)
-
-
-def _largest(
-    grown: str, strategy: str, what: str, step: TracedStep, planned: PlannedStep
-) -> LargestFit:
-    params = int(step.held.num_params)
-    return LargestFit(strategy, grown, what, params, planned.time.step_us, planned.memory.total)
+        """Plan a ZeRO-3 step with another strategy; None if that needs its own trace."""
+        recipe = dataclasses.replace(self.recipe, strategy=strategy)
+        adapted = for_strategy(step, recipe, self.cluster.num_gpus)
+        return None if adapted is None else plan_step(adapted, recipe, self.cluster, refine=False)

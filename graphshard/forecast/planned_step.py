@@ -1,9 +1,11 @@
-"""Plan a training step for a machine, and predict its time and memory."""
+"""Plan a training step for a machine, predict its time and memory, and find what would help."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,67 +13,39 @@ from ..cost.hardware import Hardware
 from ..cost.model import CostModel
 from ..kinds import GraphKind, TransferKind
 from ..planning.keep_unsharded import choose_kept
+from ..planning.live_bytes import (
+    Span,
+    fixed_by_point,
+    launches,
+    num_points,
+    sum_spans,
+    with_fixed_bytes,
+)
 from ..planning.memory_budget import ScheduleLimits
 from ..planning.offload import add_host_copies
-from ..planning.plan import Plan
+from ..planning.plan import Plan, Problem, Transfer
 from ..planning.search import find_schedule
 from ..show.dump import Dump
 from .cluster import Cluster
-from .interval import STEP_TIME, ErrorInterval
-from .keep import kept_from_forward
-from .peak import MemoryForecast, PlannedGraph, outside_of_graphs, peak_of_step
-from .recipe import OPTIMIZERS, Recipe
-from .trace import BASELINE, HeldMemory, StepGraph, TracedStep
-
-ADDING = 3
-"""Reads and writes per element to add one gradient to another on the host."""
-
-
-@dataclass(frozen=True)
-class TimeForecast:
-    """Predicted time of a training step, in microseconds.
-
-    Times cover all microbatches of the step.
-
-    Attributes:
-        compute_us: time in which a GPU computes or copies.
-        exposed_us: time in which compute waits for communication.
-        lost_us: time by which hidden communication slows down compute.
-        optimizer_us: time of the optimizer. With ``offload`` the host runs it, and also adds up the
-            gradients of microbatches.
-        errors: ratios of measured step times to ``modelled_us``, from past measurements.
-    """
-
-    compute_us: float
-    exposed_us: float
-    lost_us: float
-    optimizer_us: float
-    errors: ErrorInterval
-
-    @property
-    def modelled_us(self) -> float:
-        """Sum of the parts."""
-        return self.compute_us + self.exposed_us + self.lost_us + self.optimizer_us
-
-    @property
-    def step_us(self) -> float:
-        """Expected time: the modelled time multiplied by the median error."""
-        return self.errors.likely * self.modelled_us
-
-    @property
-    def unmodelled_us(self) -> float:
-        """Difference between ``step_us`` and ``modelled_us``."""
-        return self.step_us - self.modelled_us
-
-    @property
-    def low_us(self) -> float:
-        """Lower end of the interval in which a measured step is expected."""
-        return self.errors.low * self.modelled_us
-
-    @property
-    def high_us(self) -> float:
-        """Upper end of the interval in which a measured step is expected."""
-        return self.errors.high * self.modelled_us
+from .estimate import (
+    MemoryForecast,
+    PlannedGraph,
+    TimeForecast,
+    outside_of_graphs,
+    peak_of_step,
+    time_of_step,
+)
+from .recipe import Recipe
+from .trace import (
+    BASELINE,
+    FASTER_COMPUTE,
+    FASTER_MEMORY,
+    NO_LAUNCHES,
+    StepGraph,
+    TracedStep,
+    faster_machines,
+    scaled,
+)
 
 
 @dataclass(frozen=True)
@@ -101,9 +75,9 @@ def plan_step(
     """Plan the graphs of a step, and predict its time and memory.
 
     Args:
-        prices: key of ``StepGraph.compute_us``: the machine whose compute times to use. The
-            rates of links come from ``cluster``.
-        keep_all: keep every gathered parameter unsharded for backward, as ZeRO-2 does.
+        prices: key of ``StepGraph.compute_us``: the machine whose compute times to use. The rates
+            of links come from ``cluster``.
+        keep_all: keep every gathered parameter unsharded for backward; always done for ZeRO-2.
         refine: see ``planning.search.find_schedule``.
 
     Raises:
@@ -111,29 +85,30 @@ def plan_step(
         ValueError: parameters and optimizer state alone exceed the budget.
     """
     held, hardware = traced.held, cluster.hardware
+    keep_all = keep_all or recipe.kind == "zero2"
     outside = outside_of_graphs(held, recipe, cluster.memory_bytes)
     cost_model = CostModel(hardware)
-    graphs = [_priced(graph, prices) for graph in traced.graphs]
+    graphs = [
+        graph.with_problem(dataclasses.replace(graph.problem, compute_us=graph.compute_us[prices]))
+        for graph in traced.graphs
+    ]
     limits = _limits(graphs, recipe, outside)
-    graphs = _with_kept(graphs, cost_model, limits.peak, keep_all)
-    dumps = []
+    # The partitioner's pass chooses by the same function in training.
+    for i, (forward, backward) in enumerate(pairwise(tuple(graphs))):
+        if (forward.kind, backward.kind) == (GraphKind.FORWARD, GraphKind.BACKWARD):
+            pair = _keep_for_backward(forward, backward, cost_model, limits.peak, keep_all)
+            graphs[i : i + 2] = pair
+    dumps, planned = [], []
     for graph in graphs:
         collectives = find_schedule(graph.problem, cost_model, limits, refine=refine)
         buckets = add_host_copies(graph.problem, collectives, cost_model, limits)
         dumps.append(Dump(Plan(graph.params, graph.problem, buckets), hardware, limits))
-    planned = [
-        PlannedGraph(dump.plan.problem, dump.plan.buckets, graph.input_bytes)
-        for dump, graph in zip(dumps, graphs)
-    ]
+        planned.append(PlannedGraph(graph.problem, buckets, graph.input_bytes))
     memory = peak_of_step(
         planned, outside, accumulate=recipe.accumulate, device_type=hardware.device_type
     )
-    return PlannedStep(tuple(dumps), tuple(planned), _time(dumps, recipe, held, hardware), memory)
-
-
-def _priced(graph: StepGraph, prices: str) -> StepGraph:
-    problem = dataclasses.replace(graph.problem, compute_us=graph.compute_us[prices])
-    return dataclasses.replace(graph, problem=problem)
+    time = time_of_step(dumps, recipe, held, hardware)
+    return PlannedStep(tuple(dumps), tuple(planned), time, memory)
 
 
 def _limits(graphs: Sequence[StepGraph], recipe: Recipe, outside: MemoryForecast) -> ScheduleLimits:
@@ -151,70 +126,175 @@ def _limits(graphs: Sequence[StepGraph], recipe: Recipe, outside: MemoryForecast
     if peak <= 0:
         raise ValueError(
             f"budget_gb={recipe.budget_gb:g}: parameters and optimizer alone need "
-            f"{held / 1e9:.1f} GB on each GPU; give more, or take more GPUs"
+            f"{held / 1e9:.1f} GB on each GPU; raise the budget or use more GPUs"
         )
     return ScheduleLimits(peak=peak)
 
 
-def _with_kept(
-    graphs: Sequence[StepGraph],
-    cost_model: CostModel,
-    budget: int | None,
-    keep_all: bool,
-) -> list[StepGraph]:
-    """Keep parameters unsharded for backward, as the partitioner's pass does in training."""
-    kept = list(graphs)
-    for i, (forward, backward) in enumerate(pairwise(graphs)):
-        if (forward.kind, backward.kind) == (GraphKind.FORWARD, GraphKind.BACKWARD):
-            pair = _pair_with_kept(forward, backward, cost_model, budget, keep_all)
-            kept[i : i + 2] = pair
-    return kept
+# --- parameters kept unsharded -------------------------------------------------------------------
 
 
-def _pair_with_kept(
+def _keep_for_backward(
     forward: StepGraph,
     backward: StepGraph,
     cost_model: CostModel,
     budget: int | None,
     keep_all: bool,
 ) -> list[StepGraph]:
-    first = {
+    """Keep all parameters unsharded for backward, or those that ``choose_kept`` chooses."""
+    gathers = {
         forward.params[t.param].fqn: t
         for t in forward.problem.transfers
         if t.kind == TransferKind.ALL_GATHER and t.param is not None
     }
     gathered = {
-        i: first[backward.params[t.param].fqn]
+        i: gathers[fqn]
         for i, t in enumerate(backward.problem.transfers)
         if t.kind == TransferKind.ALL_GATHER
         and t.param is not None
-        and backward.params[t.param].fqn in first
+        and (fqn := backward.params[t.param].fqn) in gathers
     }
     problems = forward.problem, backward.problem
-    chosen = list(gathered) if keep_all else choose_kept(*problems, gathered, cost_model, budget)
-    kept = kept_from_forward(*problems, {i: gathered[i] for i in chosen})
-    pair = zip((forward, backward), kept)
-    return [dataclasses.replace(graph, problem=problem) for graph, problem in pair]
+    kept = list(gathered) if keep_all else choose_kept(*problems, gathered, cost_model, budget)
+    pair = zip((forward, backward), keep_unsharded(*problems, {i: gathered[i] for i in kept}))
+    return [graph.with_problem(problem) for graph, problem in pair]
 
 
-def _time(
-    dumps: Sequence[Dump], recipe: Recipe, held: HeldMemory, hardware: Hardware
-) -> TimeForecast:
-    totals = [dump.totals for dump in dumps]
-    exposed_us = sum(t.total_us - t.compute_us for t in totals)
-    return TimeForecast(
-        compute_us=recipe.accumulate * sum(t.compute_us for t in totals),
-        exposed_us=recipe.accumulate * exposed_us,
-        lost_us=recipe.accumulate * sum(t.lost_us for t in totals),
-        optimizer_us=_optimizer_us(recipe, held, hardware),
-        errors=STEP_TIME[hardware.source],
+def keep_unsharded(
+    forward: Problem, backward: Problem, gathered: Mapping[int, Transfer]
+) -> tuple[Problem, Problem]:
+    """Return both problems, with some gathers removed from backward.
+
+    A kept parameter occupies memory from its last use in forward to its last use in backward.
+
+    Args:
+        gathered: gathers of ``forward``, by the position in ``backward.transfers`` of the gather
+            of the same parameter that is removed.
+    """
+    after = [
+        Span(launches(t.last + 1), num_points(forward.num_steps), t.num_bytes)
+        for t in gathered.values()
+    ]
+    until = [
+        Span(0, launches(backward.transfers[i].last + 1), t.num_bytes) for i, t in gathered.items()
+    ]
+    left = tuple(t for i, t in enumerate(backward.transfers) if i not in gathered)
+    return (
+        _with_spans(forward, after),
+        dataclasses.replace(_with_spans(backward, until), transfers=left),
     )
 
 
-def _optimizer_us(recipe: Recipe, held: HeldMemory, hardware: Hardware) -> float:
-    """Return the time of the optimizer, which is bound by memory bandwidth."""
-    passes = OPTIMIZERS[recipe.optimizer].passes
-    if not recipe.offload:
-        return hardware.memory.us(passes * held.trained) + hardware.launch_us
-    passes += ADDING * (recipe.accumulate - 1)
-    return hardware.host_memory.us(passes * held.trained)
+def _with_spans(problem: Problem, spans: list[Span]) -> Problem:
+    """Return a problem in which the bytes of ``spans`` are alive as well."""
+    added = sum_spans(spans, num_points(problem.num_steps))
+    alive = [a + b for a, b in zip(fixed_by_point(problem), added)]
+    return with_fixed_bytes(problem, alive)
+
+
+# --- changes that would help ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """A training step, planned with one thing changed.
+
+    Attributes:
+        what: description of the change.
+        step_us: time of the changed step, for as many tokens as the original step.
+        gain: fraction of the step time that the change saves; negative if it costs time.
+        memory_bytes: peak memory of a rank, margin included.
+        fits: whether that fits on a device.
+        is_machine: whether the machine changes, rather than the recipe.
+    """
+
+    what: str
+    step_us: float
+    gain: float
+    memory_bytes: int
+    fits: bool
+    is_machine: bool
+
+
+LINK, LATENCY, COMPUTE, BANDWIDTH, HOST = (
+    "links twice as fast",
+    "no latency of kernels and links",
+    "matrix products twice as fast",
+    "device memory twice as fast",
+    "host twice as fast (its link and its memory)",
+)
+KEPT, FOUR = (
+    "parameters kept from forward to backward (reshard_after_forward=False)",
+    "4 microbatches in a step (per microbatch)",
+)
+_BOTTLENECKS = {
+    HOST: "host",
+    LINK: "link",
+    LATENCY: "latency",
+    COMPUTE: "compute",
+    BANDWIDTH: "memory bandwidth",
+}
+
+
+def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[Change]:
+    """Plan the step with each change, and compare with the unchanged step.
+
+    Both are planned by the quick search. A change is left out if no schedule stays within the
+    budget.
+    """
+    quick = functools.partial(plan_step, traced, refine=False)
+    base_us = quick(recipe, cluster).time.step_us
+    memory_machine = faster_machines(cluster.hardware)[FASTER_MEMORY]
+    plans: dict[str, Callable[[], PlannedStep]] = {
+        LINK: lambda: quick(recipe, _scaled_links(cluster, rate=2.0)),
+        LATENCY: lambda: quick(recipe, _scaled_links(cluster, latency=0.0), prices=NO_LAUNCHES),
+        COMPUTE: lambda: quick(recipe, cluster, prices=FASTER_COMPUTE),
+        BANDWIDTH: lambda: quick(recipe, _with(cluster, memory_machine), prices=FASTER_MEMORY),
+    }
+    if recipe.offload:
+        plans[HOST] = lambda: quick(recipe, _with(cluster, _with_faster_host(cluster.hardware)))
+    if recipe.kind in ("zero3", "hsdp"):
+        plans[KEPT] = lambda: quick(recipe, cluster, keep_all=True)
+    if recipe.accumulate == 1:
+        plans[FOUR] = lambda: quick(dataclasses.replace(recipe, accumulate=4), cluster)
+    changes = []
+    for what, plan in plans.items():
+        # The unchanged step could be planned, so an error is about the budget.
+        with contextlib.suppress(ValueError):
+            step = plan()
+            step_us = step.time.step_us / (4 if what == FOUR else 1)
+            memory, gain = step.memory, 1 - step_us / base_us
+            is_machine = what in _BOTTLENECKS
+            changes.append(Change(what, step_us, gain, memory.total, memory.fits, is_machine))
+    return changes
+
+
+def _with(cluster: Cluster, hardware: Hardware) -> Cluster:
+    return dataclasses.replace(cluster, hardware=hardware)
+
+
+def _with_faster_host(hardware: Hardware) -> Hardware:
+    link, memory = scaled(hardware.host, 2.0), scaled(hardware.host_memory, 2.0)
+    return dataclasses.replace(hardware, host=link, host_memory=memory)
+
+
+def _scaled_links(cluster: Cluster, *, rate: float = 1.0, latency: float = 1.0) -> Cluster:
+    hardware, links = cluster.hardware, {}
+    for name in ("intra", "inter"):
+        link = getattr(hardware, name)
+        bus = {k: scaled(r, rate) for k, r in link.bus.items()}
+        links[name] = dataclasses.replace(
+            link, bus=bus, latency_us=link.latency_us * latency, hop_us=link.hop_us * latency
+        )
+    launch_us, issue_us = hardware.launch_us * latency, hardware.issue_us * latency
+    return _with(
+        cluster, dataclasses.replace(hardware, **links, launch_us=launch_us, issue_us=issue_us)
+    )
+
+
+def find_bottleneck(memory: MemoryForecast, changes: Sequence[Change]) -> str:
+    """Return "memory" if the step does not fit, otherwise the part whose speed-up gains most."""
+    if not memory.fits:
+        return "memory"
+    machine = [change for change in changes if change.is_machine]
+    return _BOTTLENECKS[max(machine, key=lambda change: change.gain).what]

@@ -1,35 +1,20 @@
 """Sizes of public models, from their papers and configurations.
 
-Each model cites its source. Radford et al. 2019 is "Language models are unsupervised multitask
+Radford et al. 2019 is "Language models are unsupervised multitask
 learners". Sizes that a source omits (of vocabularies and feed-forward layers) are from the model's
 ``config.json`` on the Hugging Face Hub.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class PublicModel:
-    """The family and the sizes of a model.
-
-    Attributes:
-        family: ``model_type`` of its transformers configuration.
-        sizes: arguments of the configuration class.
-        source: publication of the sizes.
-    """
-
-    family: str
-    sizes: Mapping[str, Any]
-    source: str
+PublicModel = tuple[str, dict[str, Any]]
+"""``model_type`` of a transformers configuration, and arguments of the configuration class."""
 
 
 def _decoder(
     family: str,
-    source: str,
     hidden: int,
     feed_forward: int,
     layers: int,
@@ -47,14 +32,14 @@ def _decoder(
         "vocab_size": vocab,
         **more,
     }
-    return PublicModel(family, sizes, source)
+    return family, sizes
 
 
 def _gpt2(hidden: int, layers: int, heads: int) -> PublicModel:
     sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 1024}
     # No dropout: with it, attention is not a flash kernel on the CPU, where graphs are traced.
     dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    return PublicModel("gpt2", {**sizes, **dropout}, "Radford et al. 2019, table 2")
+    return "gpt2", {**sizes, **dropout}
 
 
 def _vit(hidden: int, feed_forward: int, layers: int, heads: int, patch: int) -> PublicModel:
@@ -67,29 +52,26 @@ def _vit(hidden: int, feed_forward: int, layers: int, heads: int, patch: int) ->
         "image_size": 224,
         "num_labels": 1000,
     }
-    return PublicModel("vit", sizes, "arXiv 2010.11929, table 1")
+    return "vit", sizes
 
-
-_LLAMA3, _QWEN25, _QWEN3 = (
-    "arXiv 2407.21783, table 3",
-    "arXiv 2412.15115, table 1",
-    "arXiv 2505.09388, table 1",
-)
 
 PUBLIC_MODELS: dict[str, PublicModel] = {
-    "llama3-8b": _decoder("llama", _LLAMA3, 4096, 14336, 32, (32, 8), 128256),
-    "llama3-70b": _decoder("llama", _LLAMA3, 8192, 28672, 80, (64, 8), 128256),
-    "llama3-405b": _decoder("llama", _LLAMA3, 16384, 53248, 126, (128, 8), 128256),
-    "qwen2.5-7b": _decoder("qwen2", _QWEN25, 3584, 18944, 28, (28, 4), 152064),
-    "qwen2.5-72b": _decoder("qwen2", _QWEN25, 8192, 29568, 80, (64, 8), 152064),
+    # arXiv 2407.21783, table 3.
+    "llama3-8b": _decoder("llama", 4096, 14336, 32, (32, 8), 128256),
+    "llama3-70b": _decoder("llama", 8192, 28672, 80, (64, 8), 128256),
+    "llama3-405b": _decoder("llama", 16384, 53248, 126, (128, 8), 128256),
+    # arXiv 2412.15115, table 1.
+    "qwen2.5-7b": _decoder("qwen2", 3584, 18944, 28, (28, 4), 152064),
+    "qwen2.5-72b": _decoder("qwen2", 8192, 29568, 80, (64, 8), 152064),
+    # arXiv 2505.09388, table 1.
     "qwen3-0.6b": _decoder(
-        "qwen3", _QWEN3, 1024, 3072, 28, (16, 8), 151936, head_dim=128, tie_word_embeddings=True
+        "qwen3", 1024, 3072, 28, (16, 8), 151936, head_dim=128, tie_word_embeddings=True
     ),
-    "qwen3-8b": _decoder("qwen3", _QWEN3, 4096, 12288, 36, (32, 8), 151936, head_dim=128),
-    "qwen3-32b": _decoder("qwen3", _QWEN3, 5120, 25600, 64, (64, 8), 151936, head_dim=128),
+    "qwen3-8b": _decoder("qwen3", 4096, 12288, 36, (32, 8), 151936, head_dim=128),
+    "qwen3-32b": _decoder("qwen3", 5120, 25600, 64, (64, 8), 151936, head_dim=128),
+    # arXiv 2401.04088, table 1.
     "mixtral-8x7b": _decoder(
         "mixtral",
-        "arXiv 2401.04088, table 1",
         4096,
         14336,
         32,
@@ -98,10 +80,12 @@ PUBLIC_MODELS: dict[str, PublicModel] = {
         num_local_experts=8,
         num_experts_per_tok=2,
     ),
+    # Radford et al. 2019, table 2.
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
     "gpt2-xl": _gpt2(1600, 48, 25),
+    # arXiv 2010.11929, table 1.
     "vit-b16": _vit(768, 3072, 12, 12, 16),
     "vit-l16": _vit(1024, 4096, 24, 16, 16),
     "vit-h14": _vit(1280, 5120, 32, 16, 14),

@@ -1,12 +1,11 @@
 """Plan and compare all recipes for training a model on a cluster.
 
-One trace serves all strategies that differ only in who holds what: ZeRO-2 keeps what ZeRO-3 gathers
-again, HSDP uses another mesh, and offload puts shards on the host. So each combination of
+One trace serves all strategies that differ only in which rank holds what: ZeRO-2 keeps what ZeRO-3
+gathers again, HSDP uses another mesh, and offload puts shards on the host. So each combination of
 precision, microbatch size and recomputation (of no layer or of all) takes one trace for these
 strategies, one for hpZ on several nodes, and one for DDP where replicas could fit.
 
-Other recipes need further traces, or are slower wherever they are not needed. They are planned by
-rule:
+Other recipes need further traces, or are slower than recipes that fit. They are planned by rule:
 
 - offload, where ZeRO-3 does not fit without it;
 - partial recomputation, for the smallest microbatch at which ZeRO-3 does not fit without
@@ -24,17 +23,26 @@ from typing import Any
 
 from tabulate import tabulate
 
+from ..show.page import TableData
 from .cluster import Cluster
 from .deepen import NotPeriodicError
+from .derive import (
+    Depth,
+    Progress,
+    ShallowCopies,
+    depths,
+    for_strategy,
+    on_host,
+    trace_all_depths,
+    trace_step,
+)
 from .largest import largest_that_fits
 from .planned_step import plan_step
 from .recipe import OPTIMIZERS, Recipe
-from .retarget import on_host, on_mesh
-from .shallow import Depth, Progress, Repeating, Traced, depths, of_all_depths, traced_step
+from .report import GB, text_table
 from .trace import TracedStep
 from .workload import MakeWorkload, Workload
 
-GB = 1e9
 RESERVED = 0.03
 """Fraction of a device's memory left free when choosing how many layers to recompute.
 
@@ -42,6 +50,9 @@ That choice plans by the quick search. The final forecast is refined, without a 
 may need more. Measured: 1.5 % more for Llama 3 70B on 8 GPUs. If this is too small, the fastest
 candidate may not fit in the final forecast; if too large, more is recomputed than necessary.
 """
+
+
+HEADERS = ["strategy", "dtype", "recompute", "offload", "microbatches", "step ms", "GB"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,20 @@ class PlannedRecipe:
     step_us: float
     memory_bytes: int
     fits: bool
-    traced: Traced | None = field(default=None, repr=False, compare=False)
+    traced: TracedStep | None = field(default=None, repr=False, compare=False)
+
+    def row(self) -> list[Any]:
+        """Return a table row, with the columns of ``HEADERS``."""
+        recipe = self.recipe
+        return [
+            recipe.strategy,
+            recipe.dtype,
+            {0.0: "none", 1.0: "all"}.get(recipe.recompute, f"{recipe.recompute:.0%}"),
+            "yes" if recipe.offload else "no",
+            f"{recipe.accumulate} of {self.microbatch}",
+            self.step_us / 1e3,
+            self.memory_bytes / GB,
+        ]
 
 
 @dataclass(frozen=True)
@@ -86,42 +110,35 @@ class SearchResult:
             ValueError: nothing fits.
         """
         if not self.candidates or not self.candidates[0].fits:
-            raise ValueError("nothing fits: take more or larger GPUs, or fewer tokens")
+            raise ValueError(
+                "no recipe fits into the memory of a GPU: use more or larger GPUs, or fewer tokens"
+            )
         return self.candidates[0]
 
     def front(self) -> list[PlannedRecipe]:
         """Return the candidates that fit and that no other beats in both time and memory."""
         return pareto_front([c for c in self.candidates if c.fits])
 
+    def table(self) -> TableData:
+        """Return a table of all candidates that fit, fastest first."""
+        rows = []
+        for candidate in filter(lambda candidate: candidate.fits, self.candidates):
+            *names, step_ms, gigabytes = candidate.row()
+            rows.append([*names, f"{step_ms:.1f}", f"{gigabytes:.1f}"])
+        return text_table("recipes that fit", HEADERS, rows)
+
     def __str__(self) -> str:
         front = self.front()
-        rows = [candidate_row(candidate) for candidate in front]
+        rows = [candidate.row() for candidate in front]
         counted = f"{len(self.candidates)} recipes, {self.num_traces} traces"
-        parts = [f"{counted}; these fit, and none is better in both time and memory:"]
+        parts = [f"{counted}; Pareto front of step time and memory among those that fit:"]
         if not front:
-            least = min(self.candidates, key=lambda c: c.memory_bytes, default=None)
-            needed = "" if least is None else f"; the least needs {least.memory_bytes / GB:.1f} GB"
+            least = min((c.memory_bytes for c in self.candidates), default=None)
+            needed = "" if least is None else f"; the smallest needs {least / GB:.1f} GB"
             parts = [f"{counted}; none fits{needed}"]
         elif rows:
             parts.append(tabulate(rows, HEADERS, floatfmt=",.1f"))
         return "\n\n".join([*parts, *(f"Not planned: {text}." for text in self.refused)])
-
-
-HEADERS = ["strategy", "dtype", "recompute", "offload", "microbatches", "step ms", "GB"]
-
-
-def candidate_row(candidate: PlannedRecipe) -> list[Any]:
-    """Return the table row of a candidate, with the columns of ``HEADERS``."""
-    recipe = candidate.recipe
-    return [
-        recipe.strategy,
-        recipe.dtype,
-        {0.0: "none", 1.0: "all"}.get(recipe.recompute, f"{recipe.recompute:.0%}"),
-        "yes" if recipe.offload else "no",
-        f"{recipe.accumulate} of {candidate.microbatch}",
-        candidate.step_us / 1e3,
-        candidate.memory_bytes / GB,
-    ]
 
 
 def pareto_front(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
@@ -159,128 +176,124 @@ def search(
             if not searching.add(base, microbatch):
                 break  # more samples need more memory
     for dtype in searching.dtypes:
-        searching.add_parts(dtype)
-    found = sorted(searching.found, key=lambda c: (not c.fits, c.step_us))
-    return SearchResult(tuple(found), tuple(dict.fromkeys(searching.refused)), searching.num_traces)
+        searching.add_partial_recomputation(dtype)
+    candidates = sorted(searching.candidates, key=lambda c: (not c.fits, c.step_us))
+    refused = tuple(dict.fromkeys(searching.refused))
+    return SearchResult(tuple(candidates), refused, searching.num_traces)
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        make_workload: MakeWorkload,
-        size: int,
-        recipe: Recipe,
-        cluster: Cluster,
-        progress: Progress,
-    ) -> None:
-        self._workload_of, self._size, self._recipe = make_workload, size, recipe
-        self._cluster, self._progress = cluster, progress
-        self.found: list[PlannedRecipe] = []
-        self.refused: list[str] = []
-        self.num_traces = 0
-        self._needs_of_replicas = 0.0
+    make_workload: MakeWorkload
+    size: int
+    recipe: Recipe
+    cluster: Cluster
+    progress: Progress
+    candidates: list[PlannedRecipe] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    num_traces: int = 0
 
     @property
     def dtypes(self) -> list[str]:
-        return ["bf16", "fp8"] if "float8" in self._cluster.hardware.flops else ["bf16"]
+        return ["bf16", "fp8"] if "float8" in self.cluster.hardware.flops else ["bf16"]
 
     def bases(self) -> Iterator[Recipe]:
         """Yield ZeRO-3 recipes: each precision, with no layer and with all layers recomputed."""
         if "fp8" not in self.dtypes:
-            self.refused.append(f"fp8: {self._cluster.hardware.name} has no products in it")
+            self.refused.append(f"fp8: {self.cluster.hardware.name} has no fp8 matrix products")
         for dtype in self.dtypes:
             for recompute in (0.0, 1.0):
                 yield dataclasses.replace(
-                    self._recipe, strategy="zero3", dtype=dtype, recompute=recompute, offload=False
+                    self.recipe, strategy="zero3", dtype=dtype, recompute=recompute, offload=False
                 )
 
     def add(self, base: Recipe, microbatch: int) -> bool:
         """Plan a recipe with all strategies; return whether any candidate fits."""
-        recipe = dataclasses.replace(base, accumulate=self._size // microbatch)
-        workload = self._workload_of(microbatch)
-        found = list(self._of_one_trace(recipe, workload, microbatch))
-        if recipe.dtype != "fp8" and self._may_replicate():
-            found += self._traced("ddp", recipe, workload, microbatch)
-        self.found += found
-        return any(candidate.fits for candidate in found)
-
-    def _of_one_trace(
-        self, recipe: Recipe, workload: Workload, microbatch: int
-    ) -> Iterator[PlannedRecipe]:
+        recipe = dataclasses.replace(base, accumulate=self.size // microbatch)
+        workload = self.make_workload(microbatch)
+        num_before = len(self.candidates)
         traced = self._trace(recipe, workload)
-        for variant in self._variants(recipe):
-            candidate = self._candidate(traced, variant, microbatch)
+        for strategy in ("zero3", "zero2", *(f"hsdp:{n}" for n in self._shard_groups())):
+            variant = dataclasses.replace(recipe, strategy=strategy)
+            candidate = self._derive(traced, variant, microbatch)
             if candidate is None:
-                yield from self._traced(variant.strategy, recipe, workload, microbatch)
+                self._add_traced(strategy, recipe, workload, microbatch)
                 continue
-            yield candidate
-            if variant.strategy == "zero3" and not candidate.fits:
-                yield from self._offloaded(traced, variant, microbatch)
-        num_gpus = self._cluster.num_gpus
-        if num_gpus > (node := self._cluster.hardware.ranks_per_node):
-            yield from self._traced(f"hpz:{node}", recipe, workload, microbatch)
+            self.candidates.append(candidate)
+            if strategy == "zero3" and not candidate.fits:
+                self._add_offloaded(traced, variant, microbatch)
+        if self.cluster.num_gpus > (node := self.cluster.hardware.ranks_per_node):
+            self._add_traced(f"hpz:{node}", recipe, workload, microbatch)
+        # Full parameters, gradients and optimizer state of a replica.
+        replica_bytes = traced.held.params_bytes * (2 + OPTIMIZERS[recipe.optimizer].states)
+        if recipe.dtype != "fp8" and replica_bytes < self.cluster.memory_bytes:
+            self._add_traced("ddp", recipe, workload, microbatch)
+        elif recipe.dtype != "fp8":
+            self.refused.append(
+                f"ddp: parameters, gradients and optimizer need {replica_bytes / GB:.0f} GB"
+            )
+        return any(candidate.fits for candidate in self.candidates[num_before:])
 
-    def _variants(self, recipe: Recipe) -> list[Recipe]:
-        """Return variants of a recipe for the strategies that a trace of ZeRO-3 serves."""
-        hybrid = [f"hsdp:{shards}" for shards in self._shard_groups()]
-        return [dataclasses.replace(recipe, strategy=s) for s in ("zero3", "zero2", *hybrid)]
+    def _shard_groups(self) -> list[int]:
+        """Return the sizes of HSDP's shard groups to try: one, two and four nodes."""
+        num_gpus, node = self.cluster.num_gpus, self.cluster.hardware.ranks_per_node
+        sizes = [node, 2 * node, 4 * node]
+        return [size for size in sizes if size < num_gpus and num_gpus % size == 0]
 
-    def _offloaded(
-        self, traced: Traced, recipe: Recipe, microbatch: int
-    ) -> Iterator[PlannedRecipe]:
-        """Yield the candidate with its shards on the host, if that can be forecast."""
-        if self._cluster.hardware.device_type == "cpu":
+    def _add_offloaded(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> None:
+        """Add the candidate with its shards on the host, if that can be forecast."""
+        if self.cluster.hardware.device_type == "cpu":
             return
         if recipe.dtype == "fp8":
-            self.refused.append("offload with fp8: what its scales take the host is not known")
+            self.refused.append("offload with fp8: the host's time for fp8 scales is not known")
             return
-        offloaded = dataclasses.replace(recipe, offload=True)
-        found = self._candidate(traced, offloaded, microbatch)
-        if found is not None:
-            yield found
+        candidate = self._derive(traced, dataclasses.replace(recipe, offload=True), microbatch)
+        self.candidates += [candidate] if candidate is not None else []
 
-    def add_parts(self, dtype: str) -> None:
+    def add_partial_recomputation(self, dtype: str) -> None:
         """Plan partial recomputation, by the rule in the module docstring."""
-        found = [c for c in self.found if c.recipe.dtype == dtype]
-        without = [c for c in found if not c.recipe.recompute]
+        candidates = [c for c in self.candidates if c.recipe.dtype == dtype]
         too_large = [
             c.microbatch
-            for c in without
-            if c.recipe.strategy == "zero3" and not c.recipe.offload and not c.fits
+            for c in candidates
+            if c.recipe.strategy == "zero3" and not (c.recipe.recompute or c.recipe.offload)
+            if not c.fits
         ]
         if not too_large:
             return
         microbatch = min(too_large)
-        wanted = _that_need_parts([c for c in found if c.microbatch == microbatch])
-        quickest = min((c.step_us for c in self.found if c.fits), default=math.inf)
+        fastest_us = min((c.step_us for c in self.candidates if c.fits), default=math.inf)
         # Partial recomputation is slower than none: skip what is too slow even without any.
-        recipes = [c.recipe for c in wanted if c.step_us < quickest]
-        if recipes:
-            self._add_parts_of(recipes, self._workload_of(microbatch), microbatch)
-
-    def _add_parts_of(self, recipes: Sequence[Recipe], workload: Workload, microbatch: int) -> None:
+        recipes = [
+            c.recipe
+            for c in _fit_if_recomputed([c for c in candidates if c.microbatch == microbatch])
+            if c.step_us < fastest_us
+        ]
+        if not recipes:
+            return
+        workload = self.make_workload(microbatch)
         tried = depths(workload.num_layers or 0, workload.period)
         if not tried:
-            self.refused.append("parts of recomputation: the model has few layers")
+            self.refused.append("partial recomputation: the model has too few layers")
             return
-        self._progress(f"parts of recomputation, {recipes[0].dtype}")
-        found = of_all_depths(workload, recipes[0], self._cluster, self._progress)
-        self.num_traces += sum(map(len, found.steps))
+        self.progress(f"partial recomputation, {dtype}")
+        copies = trace_all_depths(workload, recipes[0], self.cluster, self.progress)
+        self.num_traces += sum(map(len, copies.steps))
         try:
-            parts = [self._least_recomputed(recipe, found, tried, microbatch) for recipe in recipes]
+            partial = [self._least_recomputed(r, copies, tried, microbatch) for r in recipes]
         except NotPeriodicError as error:
-            self.refused.append(f"parts of recomputation: {error}")
+            self.refused.append(f"partial recomputation: {error}")
             return
-        self.found += filter(None, parts)
+        self.candidates += filter(None, partial)
 
     def _least_recomputed(
-        self, recipe: Recipe, found: Repeating, tried: Sequence[Depth], microbatch: int
+        self, recipe: Recipe, copies: ShallowCopies, tried: Sequence[Depth], microbatch: int
     ) -> PlannedRecipe | None:
         """Plan a recipe with as few recomputed layers as fit, leaving ``RESERVED`` free.
 
         Args:
             recipe: recipe without recomputation.
-            found: traced steps, from which the step at any depth is derived.
+            copies: traced steps, from which the step at any depth is derived.
             tried: depths to choose from, those that recompute most layers first.
 
         Returns:
@@ -291,79 +304,56 @@ class _Search:
         def planned(number: int) -> PlannedRecipe | None:
             depth = tried[number - 1]
             partial = dataclasses.replace(recipe, recompute=depth.recomputed / sum(depth))
-            return self._candidate(Traced(found.of_depth(depth), [found.note]), partial, microbatch)
+            return self._derive(copies.at_depth(depth), partial, microbatch)
 
-        def memory_of(number: int) -> int:
+        def memory_at(number: int) -> int:
             candidate = planned(number) if number <= len(tried) else None
             return limit + 1 if candidate is None else candidate.memory_bytes
 
-        limit = int((1 - RESERVED) * self._cluster.memory_bytes)
-        best = largest_that_fits(memory_of, limit, 1)
+        limit = int((1 - RESERVED) * self.cluster.memory_bytes)
+        best = largest_that_fits(memory_at, limit, 1)
         return None if best is None else planned(best)
 
-    def _shard_groups(self) -> list[int]:
-        """Return the sizes of HSDP's shard groups to try: one, two and four nodes."""
-        num_gpus, node = self._cluster.num_gpus, self._cluster.hardware.ranks_per_node
-        sizes = [node, 2 * node, 4 * node]
-        return [size for size in sizes if size < num_gpus and num_gpus % size == 0]
-
-    def _may_replicate(self) -> bool:
-        """Return whether full parameters, gradients and optimizer state could fit on a device."""
-        fits = self._needs_of_replicas < self._cluster.memory_bytes
-        if not fits:
-            needed = self._needs_of_replicas / GB
-            self.refused.append(f"ddp: parameters, gradients and optimizer need {needed:.0f} GB")
-        return fits
-
-    def _traced(
+    def _add_traced(
         self, strategy: str, recipe: Recipe, workload: Workload, microbatch: int
-    ) -> Iterator[PlannedRecipe]:
+    ) -> None:
         recipe = dataclasses.replace(recipe, strategy=strategy)
-        yield self._planned(self._trace(recipe, workload), recipe, microbatch)
+        self.candidates.append(self._plan(self._trace(recipe, workload), recipe, microbatch))
 
-    def _trace(self, recipe: Recipe, workload: Workload) -> Traced:
-        self._progress(f"{recipe.strategy}, {recipe.dtype}, {workload.tokens} {workload.unit}")
+    def _trace(self, recipe: Recipe, workload: Workload) -> TracedStep:
+        self.progress(f"{recipe.strategy}, {recipe.dtype}, {workload.tokens} {workload.unit}")
         self.num_traces += 1
-        traced = traced_step(workload, recipe, self._cluster)
-        states = OPTIMIZERS[recipe.optimizer].states
-        self._needs_of_replicas = traced.step.held.params_bytes * (2 + states)
-        return traced
+        return trace_step(workload, recipe, self.cluster)
 
-    def _candidate(self, traced: Traced, recipe: Recipe, microbatch: int) -> PlannedRecipe | None:
+    def _derive(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> PlannedRecipe | None:
         """Plan a recipe from a trace of ZeRO-3; None if the recipe needs its own trace."""
-        step: TracedStep | None = traced.step
-        if recipe.kind == "hsdp":
-            num_gpus = self._cluster.num_gpus
-            step = on_mesh(traced.step, num_gpus, recipe.ranks(num_gpus))
+        step = for_strategy(traced, recipe, self.cluster.num_gpus)
         if step is None:
             return None
-        if recipe.offload:
-            step = on_host(step)
-        keeps = recipe.kind == "zero2"
-        found = self._planned(traced._replace(step=step), recipe, microbatch, keep_all=keeps)
-        return dataclasses.replace(found, traced=None) if keeps else found
+        step = on_host(step) if recipe.offload else step
+        candidate = self._plan(step, recipe, microbatch)
+        # A forecast of ZeRO-2 has no gathers in backward, which ``step`` has.
+        return dataclasses.replace(candidate, traced=None if recipe.kind == "zero2" else step)
 
-    def _planned(
-        self, traced: Traced, recipe: Recipe, microbatch: int, *, keep_all: bool = False
-    ) -> PlannedRecipe:
-        planned = plan_step(traced.step, recipe, self._cluster, keep_all=keep_all, refine=False)
+    def _plan(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> PlannedRecipe:
+        planned = plan_step(traced, recipe, self.cluster, refine=False)
         memory = planned.memory
         return PlannedRecipe(
             recipe, microbatch, planned.time.step_us, memory.total, memory.fits, traced
         )
 
 
-def _that_need_parts(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
+def _fit_if_recomputed(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
     """Return the candidates that do not fit, but whose variant with full recomputation does."""
 
-    def place(candidate: PlannedRecipe) -> tuple[str, bool]:
+    def key(candidate: PlannedRecipe) -> tuple[str, bool]:
         return candidate.recipe.strategy, candidate.recipe.offload
 
-    fits = {place(c) for c in candidates if c.recipe.recompute == 1 and c.fits}
+    fits = {key(c) for c in candidates if c.recipe.recompute == 1 and c.fits}
     return [
         c
         for c in candidates
         if c.recipe.kind in ("zero3", "zero2", "hsdp")
         and not (c.recipe.recompute or c.fits)
-        and place(c) in fits
+        and key(c) in fits
     ]

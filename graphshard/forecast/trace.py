@@ -3,9 +3,9 @@
     workload ─► model of fake tensors ─► shards of rank 0 in a fake group ─► all passes of Inductor
              ─► each graph as a ``Problem``, priced for the machine and for faster ones
 
-Tensors are on the CPU; only the prices are for the machine. A simulated GPU (``graphshard.check``)
-would need a CPU build of torch, a compiler and its own process. Attention is a single operator on a
-CPU, as on a GPU. The only side effect on the process is that Dynamo's caches are reset.
+Tensors are on the CPU, where attention is a single operator, as on a GPU; only the prices are for
+the machine. A simulated GPU (``graphshard.check``) would need its own process. Dynamo's caches are
+reset.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ MakeModel = Callable[[], tuple[nn.Module, Inputs]]
 It is called with meta as the default device. Its model is copied, never modified.
 """
 
-BASELINE, FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES = "as is", "compute", "memory", "launches"
-"""Machines that kernels are priced for: the given one, and variants with one faster part."""
+BASELINE, FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES = "baseline", "compute", "memory", "launches"
+"""Machines that kernels are priced for: the machine itself, and variants with one faster part."""
 
 
 class UntraceableError(ValueError):
@@ -61,8 +61,8 @@ class StepGraph:
 
     Attributes:
         params: parameters that transfers refer to by position, with their names.
-        problem: scheduling problem, with the compute times of the given machine.
-        compute_us: compute time of every step of ``problem``, by machine.
+        problem: scheduling problem, with the compute times of the machine.
+        compute_us: compute time of every step of ``problem``, by machine (see ``BASELINE``).
         input_bytes: bytes of the shards and replicated parameters that the graph takes.
         num_flops: floating-point operations of its matrix products.
     """
@@ -77,6 +77,10 @@ class StepGraph:
     def kind(self) -> GraphKind:
         return self.problem.graph
 
+    def with_problem(self, problem: Problem) -> StepGraph:
+        """Return the graph with another problem."""
+        return dataclasses.replace(self, problem=problem)
+
 
 @dataclass(frozen=True)
 class HeldMemory:
@@ -85,7 +89,6 @@ class HeldMemory:
     Attributes:
         parameters: bytes of parameter shards, padding included.
         trained: bytes of the shards that have gradients.
-        trained_elements: number of elements in the shards that have gradients.
         buffers: bytes of the model's buffers.
         num_params: number of parameter elements in the full model.
         params_bytes: bytes of the full model's parameters.
@@ -93,7 +96,6 @@ class HeldMemory:
 
     parameters: float
     trained: float
-    trained_elements: float
     buffers: float
     num_params: float
     params_bytes: float
@@ -101,10 +103,17 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """Graphs of a step in compilation order, and the memory held between them."""
+    """A traced training step.
+
+    Attributes:
+        graphs: graphs in compilation order.
+        held: memory that a rank holds between graphs.
+        notes: notes on how the step was traced.
+    """
 
     graphs: tuple[StepGraph, ...]
     held: HeldMemory
+    notes: tuple[str, ...] = ()
 
 
 class Ranks(NamedTuple):
@@ -136,17 +145,17 @@ def trace(
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "a forecast makes a process group of ranks that do not exist, and this process has one "
-            "of its own: call plan before init_process_group, or in another process"
+            "a forecast needs a process group of simulated ranks, but this process already has a "
+            "process group: call plan before init_process_group, or in another process"
         )
     reader = _GraphReader(hardware)
     fake = new_fake_mode()
     with _fake_mesh(ranks) as mesh, warnings.catch_warnings(), _fresh_dynamo():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
-            made = make()
+            real = make()
         with fake:
-            model, inputs = _without_values(*made)
+            model, inputs = _without_values(*real)
             prepare(model)
         # No other rank exists to send its values. ``shard`` exchanges names between ranks, which
         # needs real tensors, so it runs outside of the fake mode.
@@ -157,7 +166,9 @@ def trace(
             _run(torch.compile(model, backend=tracing, dynamic=False), inputs)
             held = _held(model)
     if not any(graph.kind == GraphKind.BACKWARD for graph in reader.graphs):
-        raise UntraceableError("nothing of the model is trained: no parameter requires a gradient")
+        raise UntraceableError(
+            "no parameter of the model requires a gradient: give a model that is trained"
+        )
     return TracedStep(tuple(reader.graphs), held)
 
 
@@ -165,18 +176,18 @@ def _without_values(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs
     """Return copies of a model and its inputs, with new tensors that have no values."""
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        made = _empty_like(tensor)
+        empty = _empty_like(tensor)
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = made
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
     return copy.deepcopy(model, memo), tree_map(_empty_like, inputs)
 
 
 def _empty_like(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-    return made.requires_grad_(value.requires_grad)
+    empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    return empty.requires_grad_(value.requires_grad)
 
 
 def _run(compiled: Callable[..., Any], inputs: Inputs) -> None:
@@ -192,8 +203,7 @@ def _run(compiled: Callable[..., Any], inputs: Inputs) -> None:
         if (reason := _data_dependence(error)) is not None:
             raise UntraceableError(
                 f"the model reads values of tensors, which a forecast does not have ({reason}): "
-                "compute with the tensors instead, or give a model whose shapes follow from those "
-                "of its inputs"
+                "compute with tensors instead, or make all shapes depend only on input shapes"
             ) from error
         raise
 
@@ -212,22 +222,17 @@ def _data_dependence(error: BaseException | None) -> str | None:
 
 def _held(model: nn.Module) -> HeldMemory:
     report = memory_report(model)
-    params = list(model.parameters())
-    trained = [p for p in params if p.requires_grad]
-    elements = sum(p.numel() for p in params)
-    full = report.gradients.unsharded or 1
     return HeldMemory(
         parameters=report.parameters.rank,
         trained=report.gradients.rank,
-        trained_elements=sum(p.numel() for p in trained) * report.gradients.rank / full,
         buffers=report.buffers.rank,
-        num_params=elements,
+        num_params=sum(p.numel() for p in model.parameters()),
         params_bytes=report.parameters.unsharded,
     )
 
 
 class _TracingBackend(Backend):
-    """A backend that passes graphs to a reader instead of compiling them."""
+    """Backend that passes graphs to a reader instead of compiling them."""
 
     def __init__(self, options: Mapping[str, Any], mesh: DeviceMesh, reader: _GraphReader) -> None:
         super().__init__(backend(mesh, **options).options)
@@ -249,9 +254,8 @@ class _GraphReader:
 
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
         """Read a graph at the point where it would be lowered."""
-        num_flops = sum(
-            call_with_fallback(Flops(0.0, ""), flops, node).num_flops for node in _calls(graph)
-        )
+        calls = [node for node in graph.nodes if node.op == "call_function"]
+        counts = [call_with_fallback(Flops(0.0, ""), flops, node) for node in calls]
         models = [CostModel(h, device_type=h.device_type) for h in self._machines.values()]
         params, problems = read_problems(graph, kind, models)
         self.graphs.append(
@@ -260,13 +264,9 @@ class _GraphReader:
                 problem=problems[0],
                 compute_us={n: p.compute_us for n, p in zip(self._machines, problems)},
                 input_bytes=shard_bytes(graph),
-                num_flops=num_flops,
+                num_flops=sum(count.num_flops for count in counts),
             )
         )
-
-
-def _calls(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_function"]
 
 
 def faster_machines(hardware: Hardware) -> dict[str, Hardware]:

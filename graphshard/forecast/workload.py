@@ -1,13 +1,20 @@
-"""Workloads: a model that can be rebuilt, with any number of layers, and its inputs."""
+"""Workloads: a model that can be rebuilt, with any number of layers, and its inputs.
+
+Models from transformers configurations have causal scaled dot product attention without a mask
+tensor, as a flash kernel computes it. In compiled graphs transformers itself materializes a mask of
+all pairs of tokens, unless its attention is ``flash_attention_2`` or similar.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .._torch.tensors import tree_leaves
 from ..scripts import load_function, unpack
-from .configs import config_workload, find_config, is_config
 from .public_models import PUBLIC_MODELS
 from .trace import Inputs
 
@@ -81,7 +87,7 @@ def find_workload(model: str, batch: BatchShape) -> Workload:
     if colon and script.endswith(".py"):
         return _script_workload(script, function)
     if is_config(model):
-        return Workload(*config_workload(find_config(model), model, *batch))
+        return config_workload(find_config(model), model, batch)
     if Path(model).exists():
         raise ValueError(f"{model}: must be a folder with a config.json, or FILE.py:FUNCTION")
     raise ValueError(
@@ -91,15 +97,15 @@ def find_workload(model: str, batch: BatchShape) -> Workload:
 
 
 def _script_workload(script: str, function: str) -> Workload:
-    make = load_function(script, function)
+    call = load_function(script, function)
 
-    def made(num_layers: int | None) -> tuple[nn.Module, Inputs]:
-        model, inputs, _ = unpack(function, make())
+    def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
+        model, inputs, _ = unpack(function, call())
         return model, inputs
 
     with torch.device("meta"):
-        tokens, unit = count_tokens(made(None)[1])
-    return Workload(f"{script}:{function}", made, tokens, unit)
+        tokens, unit = count_tokens(make(None)[1])
+    return Workload(f"{script}:{function}", make, tokens, unit)
 
 
 def module_workload(model: nn.Module, inputs: Inputs, name: str | None = None) -> Workload:
@@ -121,7 +127,9 @@ def count_tokens(inputs: Inputs) -> tuple[int, str]:
     leaves = tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not tensors:
-        raise ValueError("inputs have no tensor with a batch: give those of a step on one rank")
+        raise ValueError(
+            "inputs: no tensor has a batch dimension; give the inputs of a step on one rank"
+        )
     first = tensors[0]
     if first.is_floating_point() or first.dim() < 2:
         return first.shape[0], "samples"
@@ -129,7 +137,7 @@ def count_tokens(inputs: Inputs) -> tuple[int, str]:
 
 
 def num_recomputed(num_layers: int, part: float) -> int:
-    """Return how many layers the fraction ``part`` is; the first ones are recomputed."""
+    """Return the number of layers that backward recomputes: the first ``part`` of them."""
     return round(num_layers * part)
 
 
@@ -139,16 +147,16 @@ def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     Raises:
         ValueError: there is none.
     """
-    found: dict[str, nn.ModuleList] = {}
+    lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        is_inside = any(name.startswith(f"{outer}.") for outer in lists)
         if not is_inside and len({*map(type, module)}) == 1:
-            found[name] = module
-    if not found:
-        raise ValueError("recompute: the model has no nn.ModuleList of layers that are alike")
-    return found
+            lists[name] = module
+    if not lists:
+        raise ValueError("recompute: the model has no nn.ModuleList of layers of one type")
+    return lists
 
 
 def recompute_layers(model: nn.Module, part: float = 1) -> None:
@@ -181,3 +189,181 @@ def recomputed_layers(model: nn.Module, part: float) -> tuple[str, ...]:
         re.sub(r"\.(\d+)\b", r"[\1]", f"model.{name}[:{num_recomputed(len(layers), part)}]")
         for name, layers in layer_lists(model).items()
     )
+
+
+# --- transformers configurations -----------------------------------------------------------------
+
+_ATTENTION = "graphshard_forecast"
+_FLASH = "attention is a flash kernel without a mask, as with attn_implementation=flash_attention_2"
+
+
+def is_config(model: str) -> bool:
+    """Return whether ``model`` names a configuration: a folder, ``FAMILY:..`` or a public model."""
+    family, colon, _ = model.partition(":")
+    return (
+        model.lower() in PUBLIC_MODELS
+        or (Path(model) / "config.json").is_file()
+        or bool(colon and not family.endswith(".py") and family in _families())
+    )
+
+
+def _families() -> Any:
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError as error:
+        raise ValueError(
+            "models by configuration need transformers: pip install transformers"
+        ) from error
+    return CONFIG_MAPPING
+
+
+def find_config(model: str) -> Any:
+    """Return the configuration that ``model`` names.
+
+    Raises:
+        ValueError: it cannot be built.
+    """
+    families = _families()
+    try:
+        if model.lower() in PUBLIC_MODELS:
+            family, sizes = PUBLIC_MODELS[model.lower()]
+            return families[family](**sizes)
+        if (Path(model) / "config.json").is_file():
+            from transformers import AutoConfig
+
+            return AutoConfig.from_pretrained(model, local_files_only=True)
+        family, _, text = model.partition(":")
+        return families[family](**_parse_sizes(text))
+    except Exception as error:  # a configuration may raise anything
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{model}: cannot build this configuration: {reason}") from error
+
+
+def _parse_sizes(text: str) -> dict[str, Any]:
+    sizes: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{part!r}: must be key=value")
+        sizes[name.strip()] = _number(value.strip())
+    return sizes
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
+    """Return the workload of a transformers configuration.
+
+    Args:
+        batch: microbatch; without a length, samples are as long as the model has positions.
+
+    Raises:
+        ValueError: the length is missing or exceeds the model's positions, or the model is neither
+            a causal language model nor an image classifier.
+    """
+    auto, make_inputs = _auto_class(config)
+    is_image = auto.__name__.endswith("ImageClassification")
+    length = batch.length or getattr(config, "max_position_embeddings", None)
+    if not is_image and length is None:
+        raise ValueError(f'{name}: give the tokens of a sample, as in --batch "1x8192"')
+    positions = getattr(config, "n_positions", None)
+    if positions and length and length > positions:
+        raise ValueError(
+            f"batch: {name} has only {positions} positions for {length} tokens: give "
+            f'--batch "{batch.size}x{positions}"'
+        )
+
+    def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
+        _register_attention()
+        shallow = _with_layers(config, num_layers)
+        model = auto.from_config(shallow, attn_implementation=_ATTENTION)
+        return model.train(), make_inputs(config, batch.size, length)
+
+    return Workload(
+        name,
+        make,
+        tokens=batch.size if is_image else batch.size * (length or 1),
+        unit="samples" if is_image else "tokens",
+        num_layers=config.num_hidden_layers,
+        period=_period(config),
+        notes=(_FLASH,),
+    )
+
+
+def _auto_class(config: Any) -> tuple[Any, Any]:
+    """Return the auto class for ``config``, and the function that makes its inputs."""
+    import transformers
+
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM, _text
+    if type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        return transformers.AutoModelForImageClassification, _images
+    raise ValueError(
+        f"{config.model_type}: must be a causal language model or an image classifier; for other "
+        "models give FILE.py:FUNCTION, which returns model and inputs"
+    )
+
+
+def _text(config: Any, size: int, length: int) -> Inputs:
+    ids = torch.zeros((size, length), dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def _images(config: Any, size: int, length: int | None) -> Inputs:
+    pixels = torch.zeros((size, config.num_channels, config.image_size, config.image_size))
+    return {"pixel_values": pixels, "labels": torch.zeros(size, dtype=torch.int64)}
+
+
+def _with_layers(config: Any, num_layers: int | None) -> Any:
+    """Return a copy of ``config`` with ``num_layers`` layers; None: as many as it has."""
+    config = copy.deepcopy(config)
+    if num_layers is not None:
+        config.num_hidden_layers = num_layers
+        if getattr(config, "layer_types", None):
+            times = -(-num_layers // len(config.layer_types))
+            config.layer_types = (config.layer_types * times)[:num_layers]
+    return config
+
+
+def scale_config(config: Any, factor: float) -> Any:
+    """Return a configuration about ``factor`` times as wide and as deep.
+
+    The head size stays the same, so the width is a whole number of heads.
+    """
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads) or heads
+    new_kv_heads = max(1, round(kv_heads * factor))
+    ratio = new_kv_heads / kv_heads
+    bigger = _with_layers(config, max(1, round(config.num_hidden_layers * ratio)))
+    bigger.hidden_size = round(config.hidden_size * ratio)
+    bigger.num_attention_heads = round(heads * ratio)
+    if hasattr(config, "num_key_value_heads"):
+        bigger.num_key_value_heads = new_kv_heads
+    if getattr(config, "intermediate_size", None):
+        bigger.intermediate_size = round(config.intermediate_size * ratio / 128) * 128 or 128
+    return bigger
+
+
+def _period(config: Any) -> int:
+    """Return the number of layers after which the layer types repeat."""
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    periods = range(1, len(types) + 1)
+    return next(p for p in periods if all(a == b for a, b in zip(types, types[p:])))
+
+
+def _register_attention() -> None:
+    """Register an attention without a mask in transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+    AttentionMaskInterface.register(_ATTENTION, _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None

@@ -13,10 +13,15 @@ import torch
 from tabulate import tabulate
 
 from benchmarks import common
-from graphshard.check.counts import Counts, count
-from graphshard.check.launch import call
-from graphshard.check.memory import peak_bytes, peak_bytes_of_step, planned_peak_bytes
-from graphshard.check.order import order_faults
+from graphshard.check.analysis import (
+    Counts,
+    count,
+    order_faults,
+    peak_bytes,
+    peak_bytes_of_step,
+    planned_peak_bytes,
+)
+from graphshard.check.process import call
 from graphshard.check.races import find_races
 from graphshard.check.step import Recording
 from tests.cuda.cases import ALL, DEVICE, NUM_CASES, TARGETS, Case, Outcome
@@ -71,7 +76,7 @@ def main() -> None:
         outcomes = call("tests.cuda.cases:run", DEVICE, chunk, timeout_s=1200)
         rows += [_row(case, outcome) for case, outcome in zip(chunk, outcomes, strict=True)]
     paragraphs = [
-        f"# Steps on a GPU that is not there\n\n`python -m tests.cuda`, torch {torch.__version__}",
+        f"# Steps on a simulated GPU\n\n`python -m tests.cuda`, torch {torch.__version__}",
         NOTE,
         tabulate(rows, HEADERS, tablefmt="github"),
     ]
@@ -85,7 +90,7 @@ def _row(case: Case, outcome: Outcome) -> list[object]:
         return [str(case), outcome.error.splitlines()[-1]]
     counts, theirs = _counts(recording), outcome.unsharded and _counts(outcome.unsharded)
     refused = [k for kernels in outcome.kernels.values() for k in kernels if k.error]
-    faults = [fault for run in recording.runs for fault in order_faults(recording.plans, run)]
+    faults = [fault for run in recording.calls for fault in order_faults(recording.plans, run)]
     return [
         str(case),
         counts.kernels,
@@ -103,13 +108,13 @@ def _row(case: Case, outcome: Outcome) -> list[object]:
 
 
 def _counts(recording: Recording) -> Counts:
-    return count(recording.actions, recording.runs)
+    return count(recording.actions, recording.calls)
 
 
 def _peaks(recording: Recording) -> list[str]:
     """Return peak and planned memory of the last forward graph, then of the last backward graph."""
     texts = []
-    for plan, run in zip(recording.plans[-2:], recording.runs[-2:], strict=True):
+    for plan, run in zip(recording.plans[-2:], recording.calls[-2:], strict=True):
         needed = peak_bytes(recording.actions, run)
         texts += [_megabytes(n) for n in (needed, planned_peak_bytes(plan))]
     return texts

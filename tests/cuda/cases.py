@@ -1,7 +1,7 @@
 """The cases of this tier, models x strategies x ranks, and their steps on a simulated GPU.
 
 Functions that take a ``Recorder`` run in a process that simulates a GPU
-(``graphshard.check.launch``).
+(``graphshard.check.process``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
 from graphshard._torch.tensors import new_fake_mode
-from graphshard.check.gpus import GPUS, has_float8
-from graphshard.check.kernels import CompiledKernel, compile_kernels
+from graphshard.check.gpus import GPUS, CompiledKernel, compile_kernels, has_float8
 from graphshard.check.recorder import Recorder
 from graphshard.check.step import (
     Recording,

@@ -16,7 +16,7 @@ from graphshard.check.step import (
     Recording,
     SimulatedRank,
     Step,
-    recording_of,
+    collect_recording,
     simulated_mesh,
     train,
 )
@@ -44,4 +44,4 @@ def record_fsdp2(
                     fully_shard(layer, mesh=mesh, **options)
             fully_shard(model, mesh=mesh, **options)
         train(recorder, fake, model, model, inputs, step)
-        return recording_of(recorder)
+        return collect_recording(recorder)

@@ -12,10 +12,15 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from graphshard.check.counts import Counts, count
-from graphshard.check.launch import call, obstacle
-from graphshard.check.memory import peak_bytes, peak_bytes_of_step, planned_peak_bytes
-from graphshard.check.order import order_faults
+from graphshard.check.analysis import (
+    Counts,
+    count,
+    order_faults,
+    peak_bytes,
+    peak_bytes_of_step,
+    planned_peak_bytes,
+)
+from graphshard.check.process import call, obstacle
 from graphshard.check.races import find_races
 from graphshard.check.step import Recording
 from graphshard.kinds import GraphKind, TransferKind
@@ -82,8 +87,8 @@ def test_step_has_no_races(case: Case) -> None:
 @cases
 def test_launches_and_waits_follow_the_plan(case: Case) -> None:
     recording = recording_of(case)
-    assert recording.runs
-    for run in recording.runs:
+    assert recording.calls
+    for run in recording.calls:
         assert not order_faults(recording.plans, run)
 
 
@@ -97,7 +102,7 @@ def test_host_waits_only_for_gradients(case: Case) -> None:
         for bucket in plan.buckets
         if bucket.kind == TransferKind.COPY_TO_HOST and plan.params_of(bucket)
     ]
-    counts = count(recording.actions, recording.runs)
+    counts = count(recording.actions, recording.calls)
     assert counts.host_waits == len(copies) and not counts.blocking
     assert bool(copies) == (case.strategy == "CPU offload")
 
@@ -107,8 +112,8 @@ def test_sharding_adds_only_kernels_for_bucket_copies(case: Case) -> None:
     unsharded, recording = _outcome(case).unsharded, recording_of(case)
     if unsharded is None:
         pytest.skip("torch.compile alone computes something else")
-    theirs = count(unsharded.actions, unsharded.runs)
-    ours = count(recording.actions, recording.runs)
+    theirs = count(unsharded.actions, unsharded.calls)
+    ours = count(recording.actions, recording.calls)
     assert not too_many(ours, theirs)
 
 
@@ -126,7 +131,7 @@ def too_many(ours: Counts, theirs: Counts) -> str:
 def test_graphs_need_the_planned_memory(case: Case) -> None:
     recording = recording_of(case)
     assert [plan.graph for plan in recording.plans] == [GraphKind.FORWARD, GraphKind.BACKWARD]
-    for plan, run in zip(recording.plans, recording.runs, strict=True):
+    for plan, run in zip(recording.plans, recording.calls, strict=True):
         needed = peak_bytes(recording.actions, run)
         assert is_planned(plan, needed)
         if case.budget_gb is not None:

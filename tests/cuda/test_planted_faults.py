@@ -9,10 +9,8 @@ import pytest
 
 from graphshard._torch.no_gpu import stand_ins
 from graphshard.check.actions import HOST, Action, Allocate, Record, WaitEvent, Work
-from graphshard.check.counts import count
-from graphshard.check.launch import call, obstacle
-from graphshard.check.memory import peak_bytes
-from graphshard.check.order import order_faults
+from graphshard.check.analysis import count, order_faults, peak_bytes
+from graphshard.check.process import call, obstacle
 from graphshard.check.races import Race, find_races
 from graphshard.check.recorder import COMPUTE
 from tests.cuda import test_cases
@@ -41,7 +39,7 @@ def _last_wait(actions: Sequence[Action], stream: str, on: str) -> WaitEvent:
 
 def test_collective_without_a_wait_is_a_race() -> None:
     recording = recording_of(Case("gpt", "ZeRO-3"))
-    start, stop = recording.runs[0].actions  # the forward graph, which uses its last gather
+    start, stop = recording.calls[0].actions  # the forward graph, which uses its last gather
     wait = _last_wait(recording.actions[start:stop], COMPUTE, "nccl")
     races = _races_without(recording.actions, wait)
     assert any(race.first.name.startswith("_c10d_functional.all_gather") for race in races)
@@ -61,7 +59,7 @@ def test_activation_read_before_its_copy_back_is_a_race() -> None:
 
 def test_early_wait_is_an_order_fault() -> None:
     recording = recording_of(Case("gpt", "ZeRO-3"))
-    run = recording.runs[-1]
+    run = recording.calls[-1]
     last_launch = max(i for i, number in enumerate(run.order) if number >= 0)
     order = [*run.order[: last_launch - 1], run.order[last_launch], run.order[last_launch - 1]]
     planted = dataclasses.replace(run, order=[*order, *run.order[last_launch + 1 :]])
@@ -99,9 +97,9 @@ def test_bucket_copy_of_many_kernels_is_found() -> None:
     recording = recording_of(Case("gpt", "ZeRO-3"))
     outcome = test_cases._outcome(Case("gpt", "ZeRO-3"))
     assert outcome.unsharded
-    theirs = count(outcome.unsharded.actions, outcome.unsharded.runs)
-    ours = count(recording.actions, recording.runs)
-    planted = count([_fallen_apart(action) for action in recording.actions], recording.runs)
+    theirs = count(outcome.unsharded.actions, outcome.unsharded.calls)
+    ours = count(recording.actions, recording.calls)
+    planted = count([_fallen_apart(action) for action in recording.actions], recording.calls)
     assert not test_cases.too_many(ours, theirs)
     assert "copies for" in test_cases.too_many(planted, theirs)
     cast = dataclasses.replace(ours, kernels=ours.kernels + 10)
@@ -110,7 +108,7 @@ def test_bucket_copy_of_many_kernels_is_found() -> None:
 
 def test_unplanned_memory_is_found() -> None:
     recording = recording_of(Case("gpt", "ZeRO-3"))
-    plan, run = recording.plans[0], recording.runs[0]
+    plan, run = recording.plans[0], recording.calls[0]
     needed = peak_bytes(recording.actions, run)
     start, stop = run.actions
     forgotten = Allocate(-1, needed // 20, COMPUTE)
@@ -132,7 +130,7 @@ def test_ranks_with_different_code_are_found() -> None:
 
 def test_cuda_build_of_torch_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    assert "this one is for CUDA 13.0: in an environment of its own, pip install" in obstacle()
+    assert "this one is for CUDA 13.0: in a separate environment, pip install" in obstacle()
 
 
 def test_unknown_torch_version_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

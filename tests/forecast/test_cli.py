@@ -40,7 +40,7 @@ def test_text_json_and_page_have_the_same_numbers(tmp_path: Path) -> None:
     data = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[0])
     assert max(g["predicted"]["peak_bytes"] for g in data["graphs"]) == memory["allocated"]
     shown = {title: rows for title, rows in ((t["title"], t["rows"]) for t in data["tables"])}
-    assert dict(shown["forecast"])["bound by"] == found["binds"]
+    assert dict(shown["forecast"])["bottleneck"] == found["binds"]
     assert len(shown["what would help"]) == len(found["changes"])
     for graph in data["graphs"]:
         alive = map(sum, zip(*(area["bytes"] for area in graph["memory"]["areas"])))

@@ -14,9 +14,9 @@ from graphshard.cost.devices import HARDWARE
 from graphshard.forecast.cli import gigabytes
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.deepen import Layers
-from graphshard.forecast.keep import kept_from_forward
+from graphshard.forecast.estimate import PlannedGraph, bytes_by_kind
 from graphshard.forecast.largest import largest_that_fits
-from graphshard.forecast.peak import PlannedGraph, bytes_by_kind
+from graphshard.forecast.planned_step import keep_unsharded
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.search import PlannedRecipe, microbatches, pareto_front
 from graphshard.forecast.trace import Ranks
@@ -46,7 +46,7 @@ def test_kept_parameters_take_memory_instead_of_a_gather(
     gathers = [i for i, t in enumerate(problem.transfers) if t.kind == TransferKind.ALL_GATHER]
     kept = data.draw(st.lists(st.sampled_from(gathers), unique=True) if gathers else st.just([]))
     pairs = {i: problem.transfers[i] for i in kept}
-    forward, backward = kept_from_forward(problem, problem, pairs)
+    forward, backward = keep_unsharded(problem, problem, pairs)
     assert len(backward.transfers) == len(problem.transfers) - len(kept)
     assert forward.transfers == problem.transfers
     held = sum(t.num_bytes for t in pairs.values())

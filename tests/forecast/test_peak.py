@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.llama import Llama, LlamaSizes
-from graphshard.check import launch
-from graphshard.check.memory import peak_bytes_of_step
+from graphshard.check import process
+from graphshard.check.analysis import peak_bytes_of_step
 from graphshard.check.step import SimulatedRank as Rank
 from graphshard.check.step import record_steps
 from graphshard.forecast.cluster import cluster
@@ -44,9 +44,9 @@ def peaks(recorder: Any) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(bool(launch.obstacle()), reason=launch.obstacle())
+@pytest.mark.skipif(bool(process.obstacle()), reason=process.obstacle())
 def test_forecast_peaks_match_the_compiled_code() -> None:
-    measured = launch.call("tests.forecast.test_peak:peaks", "H100")
+    measured = process.call("tests.forecast.test_peak:peaks", "H100")
     for recipe, needed in zip(RECIPES, measured, strict=True):
         traced = trace(_make, recipe.ranks(8), HARDWARE, recipe.traced_options())
         memory = plan_step(traced, recipe, cluster("H100", 8)).memory

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from graphshard.forecast.derive import on_mesh
 from graphshard.forecast.recipe import Recipe
-from graphshard.forecast.retarget import on_mesh
 from graphshard.forecast.trace import Ranks
 
 from .test_trace import trace_stack

@@ -15,14 +15,12 @@ from torch.utils.checkpoint import checkpoint
 import graphshard
 from graphshard._torch.distributed import fake_ranks
 from graphshard.cost.devices import find_hardware
-from graphshard.forecast.changes import KEPT, find_changes
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.deepen import Layers, NotPeriodicError, deepen
-from graphshard.forecast.planned_step import plan_step
+from graphshard.forecast.derive import on_host, trace_step
+from graphshard.forecast.planned_step import KEPT, find_changes, plan_step
 from graphshard.forecast.recipe import Recipe
-from graphshard.forecast.retarget import on_host
 from graphshard.forecast.search import RESERVED, search
-from graphshard.forecast.shallow import traced_step
 from graphshard.forecast.trace import Ranks, TracedStep, UntraceableError, trace
 from graphshard.forecast.workload import Workload, recompute_layers, recomputed_layers
 from graphshard.kinds import HOST_COPIES
@@ -107,9 +105,10 @@ def test_a_deepened_step_equals_the_traced_one(recipe: Recipe) -> None:
 def test_layers_of_two_kinds_deepen_to_the_traced_step() -> None:
     recipe = Recipe(dtype="fp8", recompute=5 / 11)
     workload = Workload("stack", lambda n: (Stack(n or 11), (_ids(),)), 64, num_layers=11)
-    made, (note,) = traced_step(workload, recipe, cluster("H100", 8))
+    derived = trace_step(workload, recipe, cluster("H100", 8))
+    (note,) = derived.notes
     assert note.startswith("6, 7 and 8 layers were traced")
-    assert_same_step(made, trace_stack(11, recipe))
+    assert_same_step(derived, trace_stack(11, recipe))
 
 
 def test_the_code_of_a_recipe_recomputes_the_same_layers() -> None:
@@ -265,15 +264,15 @@ def test_the_search_recomputes_as_few_layers_as_fit() -> None:
         (c.recipe.strategy, c.recipe.recompute, c.recipe.offload): c for c in found.candidates
     }
     none, every, offloaded = (
-        by_recipe["zero3", *way] for way in ((0, False), (1, False), (0, True))
+        by_recipe["zero3", *key] for key in ((0, False), (1, False), (0, True))
     )
     assert every.fits and not none.fits and none.traced is not None
-    assert none.memory_bytes - offloaded.memory_bytes > none.traced.step.held.trained
+    assert none.memory_bytes - offloaded.memory_bytes > none.traced.held.trained
     assert none.step_us < offloaded.step_us
-    (part,) = (c for way, c in by_recipe.items() if way[0] == "zero3" and 0 < way[1] < 1)
+    (part,) = (c for key, c in by_recipe.items() if key[0] == "zero3" and 0 < key[1] < 1)
     assert part.fits and none.step_us < part.step_us < every.step_us
     number = round(part.recipe.recompute * 24)
     fewer = Recipe(recompute=(number - 1) / 24)
-    step = traced_step(make_workload(1), fewer, machine).step
+    step = trace_step(make_workload(1), fewer, machine)
     needed = plan_step(step, fewer, machine, refine=False).memory.total
     assert needed > (1 - RESERVED) * machine.memory_bytes >= part.memory_bytes

@@ -1,4 +1,4 @@
-"""Predict the peak memory of a training step on a rank, by kind.
+"""Predict the time and the peak memory of a planned step, with the errors of past forecasts.
 
 While a graph runs, its plan counts what the graph itself keeps alive. The rank also holds what the
 graph does not take: other shards, optimizer state, buffers and, with several microbatches,
@@ -8,12 +8,15 @@ accumulated gradients.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..cost.devices import FRAGMENTATION
+from ..cost.hardware import CALIBRATED, DATASHEET, Hardware
 from ..kinds import GraphKind, TransferKind
 from ..planning.live_bytes import (
     Span,
@@ -24,9 +27,12 @@ from ..planning.live_bytes import (
     with_fixed_bytes,
 )
 from ..planning.plan import Bucket, Problem
-from .interval import MEMORY
+from ..show.dump import Dump
 from .recipe import OPTIMIZERS, Recipe
 from .trace import HeldMemory
+
+COVERAGE = 0.9
+"""Fraction of past measurements that an interval covers."""
 
 OUTSIDE_BYTES = {"cuda": 1_300_000_000, "cpu": 500_000_000}
 """Device memory in use outside of tensors, by device type.
@@ -35,6 +41,131 @@ GPU: CUDA context and kernels. Hugging Face's page "Model memory anatomy" measur
 other GPUs are assumed to need the same. CPU: a Python process that has compiled a step
 (benchmarks/results/forecast_cpu.md).
 """
+
+ADDING = 3
+"""Reads and writes per element to add one gradient to another on the host."""
+
+
+# --- errors of past forecasts --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ErrorInterval:
+    """Ratios of measured to modelled values.
+
+    Attributes:
+        low: lower end of the prediction interval.
+        likely: median of past ratios.
+        high: upper end of the prediction interval.
+    """
+
+    low: float
+    likely: float
+    high: float
+
+    def covers(self, ratio: float) -> bool:
+        """Return whether ``ratio``, of a measured to a modelled value, is in the interval."""
+        return self.low <= ratio <= self.high
+
+
+def error_interval(ratios: Iterable[float]) -> ErrorInterval:
+    """Return the median of ratios and the narrowest interval that covers ``COVERAGE`` of them.
+
+    Args:
+        ratios: ratios of measured to modelled values; at least one.
+    """
+    ordered = sorted(ratios)
+    num_covered = math.ceil(COVERAGE * len(ordered))
+    intervals = zip(ordered, ordered[num_covered - 1 :])
+    low, high = min(intervals, key=lambda ends: ends[1] / ends[0])
+    return ErrorInterval(low, statistics.median(ordered), high)
+
+
+STEP_TIME = {
+    # benchmarks/results/forecast_cpu.md: steps of six models on CPU ranks.
+    CALIBRATED: ErrorInterval(1.00, 1.11, 1.64),
+    # benchmarks/results/forecast.md: compiled models on A100, H100 and H200.
+    DATASHEET: ErrorInterval(1.13, 1.30, 1.55),
+}
+"""Ratios of measured to modelled step times, by the source of the machine's rates."""
+
+MEMORY = ErrorInterval(1.00, 1.04, 1.18)
+"""Ratios of allocated to planned bytes of a step: benchmarks/results/forecast_cpu.md."""
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TimeForecast:
+    """Predicted time of a training step, over all its microbatches.
+
+    Attributes:
+        compute_us: time in which a GPU computes or copies.
+        exposed_us: time in which compute waits for communication.
+        lost_us: time by which hidden communication slows down compute.
+        optimizer_us: time of the optimizer. With ``offload`` the host runs it, and also adds up the
+            gradients of microbatches.
+        errors: ratios of measured step times to ``modelled_us``, from past measurements.
+    """
+
+    compute_us: float
+    exposed_us: float
+    lost_us: float
+    optimizer_us: float
+    errors: ErrorInterval
+
+    @property
+    def modelled_us(self) -> float:
+        """Sum of the parts."""
+        return self.compute_us + self.exposed_us + self.lost_us + self.optimizer_us
+
+    @property
+    def step_us(self) -> float:
+        """Expected time: the modelled time multiplied by the median error."""
+        return self.errors.likely * self.modelled_us
+
+    @property
+    def unmodelled_us(self) -> float:
+        """Difference between ``step_us`` and ``modelled_us``."""
+        return self.step_us - self.modelled_us
+
+    @property
+    def low_us(self) -> float:
+        """Lower end of the interval in which a measured step is expected."""
+        return self.errors.low * self.modelled_us
+
+    @property
+    def high_us(self) -> float:
+        """Upper end of the interval in which a measured step is expected."""
+        return self.errors.high * self.modelled_us
+
+
+def time_of_step(
+    dumps: Sequence[Dump], recipe: Recipe, held: HeldMemory, hardware: Hardware
+) -> TimeForecast:
+    """Return the time of a step whose graphs were planned as ``dumps``."""
+    totals = [dump.totals for dump in dumps]
+    exposed_us = sum(t.total_us - t.compute_us for t in totals)
+    return TimeForecast(
+        compute_us=recipe.accumulate * sum(t.compute_us for t in totals),
+        exposed_us=recipe.accumulate * exposed_us,
+        lost_us=recipe.accumulate * sum(t.lost_us for t in totals),
+        optimizer_us=_optimizer_us(recipe, held, hardware),
+        errors=STEP_TIME[hardware.source],
+    )
+
+
+def _optimizer_us(recipe: Recipe, held: HeldMemory, hardware: Hardware) -> float:
+    """Return the time of the optimizer, which is bound by memory bandwidth."""
+    passes = OPTIMIZERS[recipe.optimizer].passes
+    if not recipe.offload:
+        return hardware.memory.us(passes * held.trained) + hardware.launch_us
+    passes += ADDING * (recipe.accumulate - 1)
+    return hardware.host_memory.us(passes * held.trained)
+
+
+# --- memory --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -70,8 +201,8 @@ class MemoryForecast:
     @property
     def kinds(self) -> dict[str, int]:
         """Device memory by kind, without the margin."""
-        apart = ("when", "margin", "device", "host")
-        return {name: value for name, value in vars(self).items() if name not in apart}
+        others = ("when", "margin", "device", "host")
+        return {name: value for name, value in vars(self).items() if name not in others}
 
     @property
     def allocated(self) -> int:
@@ -126,20 +257,17 @@ def peak_of_step(
     """
     earlier = outside.gradients if accumulate > 1 else 0
     candidates = [outside]
-    for graph, beside in zip(graphs, other_graph_bytes(graphs)):
-        gradients = earlier + beside.gradients
-        candidates.append(_most(graph, dataclasses.replace(outside, gradients=gradients), beside))
+    for graph, others in zip(graphs, other_graph_bytes(graphs)):
+        gradients = earlier + others.gradients
+        around = dataclasses.replace(outside, gradients=gradients)
+        candidates.append(_peak_of_graph(graph, around, others.saved))
     peak = max(candidates, key=lambda memory: memory.allocated)
     margin = OUTSIDE_BYTES[device_type] + int(FRAGMENTATION * peak.allocated)
     return dataclasses.replace(peak, margin=margin)
 
 
 def outside_of_graphs(held: HeldMemory, recipe: Recipe, device_bytes: int) -> MemoryForecast:
-    """Return the memory while the optimizer runs; it updates in place.
-
-    Args:
-        device_bytes: memory of the device.
-    """
+    """Return the memory while the optimizer runs; it updates in place."""
     optimizer_bytes = OPTIMIZERS[recipe.optimizer].states * held.trained
     on_device = MemoryForecast(
         when="optimizer",
@@ -180,16 +308,16 @@ def other_graph_bytes(graphs: Sequence[PlannedGraph]) -> list[OtherGraphBytes]:
         graphs: pairs of forward and backward graph, in forward order. A model with graph breaks has
             several pairs, whose backward graphs run in reverse order.
     """
-    saved, own, found = 0, 0, list[OtherGraphBytes]()
+    saved, own, others = 0, 0, list[OtherGraphBytes]()
     for position, graph in enumerate(graphs):
         if graph.problem.graph != GraphKind.BACKWARD:
-            found.append(OtherGraphBytes(saved, 0))
+            others.append(OtherGraphBytes(saved, 0))
             own = graph.problem.fixed_border_bytes[-1] - graph.input_bytes
         else:
             later = graphs[position + 1 :]
-            found.append(OtherGraphBytes(saved, sum(map(_reduced_bytes, later))))
+            others.append(OtherGraphBytes(saved, sum(map(_reduced_bytes, later))))
             saved += own
-    return found
+    return others
 
 
 def _reduced_bytes(graph: PlannedGraph) -> int:
@@ -198,15 +326,16 @@ def _reduced_bytes(graph: PlannedGraph) -> int:
     return sum(t.shard_bytes for t in reductions if not t.host)
 
 
-def _most(graph: PlannedGraph, outside: MemoryForecast, beside: OtherGraphBytes) -> MemoryForecast:
-    """Return the memory at the peak of one graph."""
-    parts = bytes_by_kind(graph)
-    alive = list(map(sum, zip(*parts.values())))
-    point = max(range(len(alive)), key=alive.__getitem__)
-    most = {name: by_point[point] for name, by_point in parts.items()}
-    most["gradients"] += outside.gradients
-    most["activations"] += beside.saved
-    return dataclasses.replace(outside, when=str(graph.problem.graph), **most)
+def _peak_of_graph(
+    graph: PlannedGraph, outside: MemoryForecast, saved_bytes: int
+) -> MemoryForecast:
+    kinds = bytes_by_kind(graph)
+    alive = list(map(sum, zip(*kinds.values())))
+    peak = max(range(len(alive)), key=alive.__getitem__)
+    at_peak = {name: num_bytes[peak] for name, num_bytes in kinds.items()}
+    at_peak["gradients"] += outside.gradients
+    at_peak["activations"] += saved_bytes
+    return dataclasses.replace(outside, when=str(graph.problem.graph), **at_peak)
 
 
 def bytes_by_kind(graph: PlannedGraph) -> dict[str, list[int]]:

@@ -10,30 +10,64 @@ torch. Arguments and results are pickled. The child's stderr, warnings included,
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .._torch.dynamo import describe_error, frames_of
+from .._torch.inductor import cache_dir
 from .._torch.no_gpu.build import build, torch_library
-from .._torch.no_gpu.stand_ins import check_versions
-from .failure import Failure
+from .._torch.no_gpu.stand_ins import DeviceProperties, check_versions, install, listen, replace
+from ..ops import host_copy
+from ..params import checks
+from .gpus import GPUS, has_float8
+from .recorder import Recorder
 
 _BOOT = """
 import ctypes, sys
 for path in sys.argv[1:3]:
     ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-from graphshard.check.child import main
+from graphshard.check.process import main
 main(*sys.argv[2:5])
 """
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that ended a function.
+
+    Attributes:
+        cause: type and message of the error, on one line.
+        where: file, line number and text of the line at fault, in the user's code or in a library;
+            "" if there is none.
+        details: the traceback, or the last lines that the process wrote.
+    """
+
+    cause: str
+    where: str = ""
+    details: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Return value of a function that succeeded."""
+
+    value: Any
 
 
 class CheckError(RuntimeError):
@@ -48,12 +82,15 @@ class CheckError(RuntimeError):
         self.failure = failure
 
 
+# --- this process --------------------------------------------------------------------------------
+
+
 def obstacle() -> str:
     """Return why this machine cannot simulate a GPU; "" if it can."""
     if torch.version.cuda is not None:
         return (
-            f"needs a CPU build of torch, and this one is for CUDA {torch.version.cuda}: in an "
-            "environment of its own, pip install torch==2.13.0 --index-url "
+            f"needs a CPU build of torch, and this one is for CUDA {torch.version.cuda}: in a "
+            "separate environment, pip install torch==2.13.0 --index-url "
             "https://download.pytorch.org/whl/cpu"
         )
     if find_spec("triton") is None:
@@ -133,3 +170,74 @@ def _environment() -> dict[str, str]:
     # The child must find modules where this process does. An empty entry, the working folder, is
     # left out: a folder in it may have the name of a module.
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+# --- the child -----------------------------------------------------------------------------------
+
+
+def main(library: str, request: str, answer: str) -> None:
+    """Call the function that ``request`` names and write its result or error to ``answer``."""
+    sys.path[:], *request_args = pickle.loads(Path(request).read_bytes())
+    # Expected here: fake tensors have no data, and caches are off.
+    warnings.filterwarnings("ignore", "dynamo_pgo force disabled|Accessing the data pointer")
+    try:
+        written = pickle.dumps(Result(_call(library, *request_args)))
+    except (Exception, SystemExit) as error:
+        written = pickle.dumps(describe_failure(error))
+    Path(answer).write_bytes(written)
+
+
+def _call(library: str, function: str, device: str, args: Sequence[Any]) -> Any:
+    """Install the stand-ins, call the function and return its result."""
+    recorder = Recorder()
+    install(GPUS[device], recorder)
+    listener = listen(ctypes.CDLL(library), recorder.stream_asked)
+    replace(host_copy, register_work=recorder.register)
+    replace(checks, device_fault=_device_fault(GPUS[device]))
+    module, _, name = function.partition(":")
+    result = getattr(import_module(module), name)(recorder, *args)
+    del listener
+    return result
+
+
+def _device_fault(device: DeviceProperties) -> Callable[[str, str], str | None]:
+    """Return a ``device_fault`` that looks up fp8 support instead of trying it on the device."""
+    fault = None if has_float8(device) else f"{device.name} has no fp8 matrix products"
+    return lambda device_type, recipe: fault
+
+
+_TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+"""Path prefixes of torch, of graphshard, and of code without a file or from a frozen module."""
+
+
+def describe_failure(error: BaseException) -> Failure:
+    """Return the description of an error for the user."""
+    cause = describe_error(error)
+    if isinstance(error, SystemExit):
+        cause = f"the script ended the process: sys.exit({error.code!r}); return the model instead"
+    details = "".join(traceback.format_exception(error))
+    return Failure(cause, _where(error), details)
+
+
+def _where(error: BaseException) -> str:
+    """Return file, line number and text of the innermost line of the user's code.
+
+    If no line is the user's, return the innermost line of a library such as transformers.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    frames = [f for f in reversed(frames_of(error)) if not _is_torch_or_ours(f.filename)]
+    users = [frame for frame in frames if not _is_installed(frame.filename)]
+    for frame in users or frames:
+        return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
+
+
+def _is_torch_or_ours(file: str) -> bool:
+    """Return whether a file belongs to torch, Inductor's output, graphshard or the stdlib."""
+    is_pythons = file.startswith(sysconfig.get_path("stdlib")) and not _is_installed(file)
+    return file.startswith((*_TORCH_AND_OURS, cache_dir())) or is_pythons
+
+
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)

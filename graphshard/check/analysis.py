@@ -1,0 +1,180 @@
+"""What a recorded step does: its kernels and waits, its memory, and its order against the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, zip_longest
+
+from ..kinds import TransferKind
+from ..planning import live_bytes
+from ..planning.plan import Bucket, Plan, events_by_step
+from .actions import HOST, Action, Allocate, Free, GraphCall, WaitEvent, Work
+
+# --- counts --------------------------------------------------------------------------------------
+
+_BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_sizes_copy")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Kernels, copies and waits of a step; waits over the whole step, the rest within its graphs.
+
+    Attributes:
+        kernels: number of kernels, including ``bucket_copies``.
+        bucket_copies: number of kernels that copy into and out of packed buffers.
+        collectives: number of launches.
+        host_copies: number of tensors copied between host and device.
+        host_waits: number of times that the host waits for the device, to read gradients or in
+            one of ``blocking``.
+        blocking: names of the copies and synchronisations that block the host.
+    """
+
+    kernels: int
+    bucket_copies: int
+    collectives: int
+    host_copies: int
+    host_waits: int
+    blocking: tuple[str, ...]
+
+
+def count(actions: Sequence[Action], calls: Iterable[GraphCall]) -> Counts:
+    """Count the actions of a step.
+
+    Args:
+        actions: all actions of the step; each call holds its positions in this list.
+    """
+    in_graphs = [action for call in calls for action in actions[slice(*call.actions)]]
+    work = [action for action in in_graphs if isinstance(action, Work)]
+    return Counts(
+        kernels=sum(action.kernels for action in work),
+        bucket_copies=sum(w.kernels for w in work if w.name.startswith(_BUCKET_COPIES)),
+        collectives=sum(w.name.startswith("_c10d_functional.") for w in work),
+        host_copies=sum(w.name.startswith("aten.copy_") and not w.kernels for w in work),
+        host_waits=sum(isinstance(a, WaitEvent) and a.stream == HOST for a in actions),
+        blocking=tuple(a.name for a in actions if isinstance(a, Work) and a.blocks_host),
+    )
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+ROUNDING = 512
+"""Allocation granularity of the caching allocator (c10/cuda/CUDACachingAllocator.cpp)."""
+
+
+def peak_bytes(actions: Sequence[Action], call: GraphCall) -> int:
+    """Return the peak of live device memory during a graph call, its arguments included.
+
+    Args:
+        actions: all actions of the step; ``call.actions`` holds positions in this list.
+    """
+    sizes = _sizes(actions)
+    arguments = {block for block in call.arguments if block in sizes}
+    # Only arguments and new blocks count: other older blocks may be freed during the call, too.
+    during = actions[slice(*call.actions)]
+    counted = arguments | {a.block for a in during if isinstance(a, Allocate)}
+    total = sum(sizes[block] for block in arguments)
+    known = {block: size for block, size in sizes.items() if block in counted}
+    return max(chain([total], _alive_bytes(during, total, known)))
+
+
+def peak_bytes_of_step(actions: Sequence[Action]) -> int:
+    """Return the peak of live device memory during a step, with the memory it starts with."""
+    return max(_alive_bytes(actions, 0, _sizes(actions)), default=0)
+
+
+def planned_peak_bytes(plan: Plan) -> int:
+    """Return the peak of live device memory that a plan predicts for its graph."""
+    return max(live_bytes.alive_bytes(plan.problem, plan.buckets), default=0)
+
+
+def _sizes(actions: Sequence[Action]) -> dict[int, int]:
+    """Return the size of each device block, rounded as the allocator does."""
+    return {
+        action.block: -(-action.num_bytes // ROUNDING) * ROUNDING
+        for action in actions
+        if isinstance(action, Allocate) and action.stream != HOST
+    }
+
+
+def _alive_bytes(actions: Sequence[Action], total: int, sizes: Mapping[int, int]) -> Iterator[int]:
+    """Yield ``total``, updated by the blocks in ``sizes``, after each action."""
+    for action in actions:
+        if isinstance(action, Allocate):
+            total += sizes.get(action.block, 0)
+        elif isinstance(action, Free):
+            total -= sizes.get(action.block, 0)
+        yield total
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+_OPS = {
+    TransferKind.ALL_GATHER: "all_gather_into_tensor",
+    TransferKind.REDUCE_SCATTER: "reduce_scatter_tensor",
+    TransferKind.ALL_REDUCE: "all_reduce",
+    TransferKind.ALL_REDUCE_MAX: "all_reduce",
+    TransferKind.ALL_REDUCE_SHARDS: "all_reduce",
+    TransferKind.COPY_TO_DEVICE: "copy_to_device",
+    TransferKind.COPY_TO_HOST: "copy_to_host",
+}
+
+
+def find_plan(plans: Sequence[Plan], call: GraphCall) -> Plan | None:
+    """Return the plan that a call most likely followed.
+
+    It is the plan with as many launches from which the call differs least; None if no plan has as
+    many launches.
+    """
+    same = [plan for plan in plans if len(plan.buckets) == len(call.launches)]
+    return min(same, key=lambda plan: len(_differences(plan, call)), default=None)
+
+
+def order_faults(plans: Sequence[Plan], call: GraphCall) -> list[str]:
+    """Return one sentence for each difference between a call and its plan.
+
+    Args:
+        plans: plans of all graphs.
+    """
+    if plan := find_plan(plans, call):
+        return _differences(plan, call)
+    counts = " or ".join(f"{len(plan.buckets)} ({plan.graph})" for plan in plans)
+    return [f"{len(call.launches)} launches instead of {counts}"]
+
+
+def _differences(plan: Plan, call: GraphCall) -> list[str]:
+    events = list(chain.from_iterable(events_by_step(plan.problem.num_steps, plan.buckets)))
+    planned = [event.bucket for event in events if not event.is_wait]
+    number_of = {bucket: number for number, bucket in enumerate(planned)}
+    differences = []
+    for number, launch in enumerate(call.launches):
+        bucket = plan.buckets[planned[number]]
+        if not _launches(launch.op, launch.group, bucket):
+            differences.append(
+                f"{plan.graph}: launch {number} is {launch.op} in group {launch.group!r} instead "
+                f"of {bucket.kind} in {bucket.group!r}"
+            )
+    expected = [~number_of[b] if is_wait else number_of[b] for b, is_wait in events]
+    differences += [
+        f"{plan.graph}: {_describe(ours)} instead of {_describe(theirs)}"
+        for ours, theirs in zip_longest(_sort_waits(call.order), _sort_waits(expected))
+        if ours != theirs
+    ]
+    return differences
+
+
+def _sort_waits(order: Sequence[int]) -> list[int]:
+    """Sort each series of adjacent waits by number, because Inductor may swap adjacent waits."""
+    by_kind = groupby(order, key=lambda number: number < 0)
+    return [number for is_wait, run in by_kind for number in (sorted(run) if is_wait else run)]
+
+
+def _launches(op: str, group: str, bucket: Bucket) -> bool:
+    name = op.split(".")[1].removesuffix("_").removesuffix("_coalesced")
+    return name == _OPS[bucket.kind] and (group == bucket.group or not group)
+
+
+def _describe(number: int | None) -> str:
+    if number is None:
+        return "the end"
+    return f"launch {number}" if number >= 0 else f"the wait for launch {~number}"
