@@ -5,9 +5,7 @@
 
 A kernel reads its ``in_ptr`` and writes its ``out_ptr`` arguments; an operator writes what its
 schema says. A block is a tensor's storage. It ends when its last reference is gone or its size
-changes, which is checked before every action. Collectives behave as in
-``torch/csrc/distributed/c10d``: the group's stream waits for the current stream, and inputs and
-outputs stay alive until the first wait.
+changes, which is checked before every action.
 
 [Note: lifetimes] What keeps a collective's memory alive while it runs. Line numbers: comments of
 ProcessGroupNCCL.hpp in torch 2.13 (2.11 in parentheses). Functional.cpp: main branch.
@@ -21,9 +19,9 @@ ProcessGroupNCCL.hpp in torch 2.13 (2.11 in parentheses). Functional.cpp: main b
 - The work is registered for each output. ``wait_tensor`` makes the stream that is current by then
   wait for the end of the work, and empties the stash. After the wait, the allocator may reuse the
   memory, and the result is safe to use on that stream only.
-- If nobody waits for a work, the watchdog moves its stash to a shelf once the work is done, and the
-  group's next call empties the shelf: ``shelvesToUnstash_``, 1426-1432 (1430-1436). Such memory is
-  freed later than recorded here, but never before the work ends.
+- Without a wait, the watchdog moves the stash to a shelf once the work is done, and the group's
+  next call empties the shelf: ``shelvesToUnstash_``, 1426-1432 (1430-1436). Such memory is freed
+  later than recorded here.
 - Host copies keep their tensors alive in the same way (``graphshard.ops.host_copy``).
 """
 
@@ -214,7 +212,7 @@ class Recorder(Hooks):
         kernels: int = 0,
         blocks_host: bool = False,
     ) -> None:
-        """Record a piece of work on ``stream``; None means the current stream."""
+        """Record work on ``stream``, or on the current stream."""
         self._free()
         read, written = (tuple(dict.fromkeys(map(self._block, side))) for side in (reads, writes))
         stream = stream or current_stream()

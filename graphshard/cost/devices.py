@@ -49,10 +49,9 @@ def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
 
 
 def _bus_rate(line: float, full_fraction: float, fractions: Sequence[Sequence[float]]) -> Rate:
-    """Return the rate of collectives on a link.
+    """Return the rate of collectives on a link with the given line rate in bytes/s.
 
     Args:
-        line: line rate in bytes/s.
         full_fraction: fraction of the line rate that the largest buffers achieve.
         fractions: fractions of the rate of the largest buffers, by size in MiB.
     """

@@ -271,7 +271,7 @@ def _kernel_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
 def _needs_new_kernel(
     source: fx.Node, node: fx.Node, values: GraphValues, column_nodes: Container[fx.Node]
 ) -> bool:
-    """Return whether ``node`` cannot share a kernel with ``source``, which it reads."""
+    """Return whether ``node`` cannot share a kernel with its input ``source``."""
     if values.kinds[source] not in FUSED:
         return False  # the stage of ``source`` already counts its kernel
     if values.kinds[source] == NodeKind.UPDATE or values.updated(node) is source:

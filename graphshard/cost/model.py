@@ -82,7 +82,6 @@ class CostModel:
         ``size_hint``.
 
         Args:
-            graph: graph whose nodes have ``meta["val"]``.
             values: values of the graph; None: read them here.
 
         Raises:
@@ -110,10 +109,9 @@ class CostModel:
         cross the network, which then also sets latency and bandwidth.
 
         Args:
-            kind: any kind; host copies do not depend on ``world`` and ``stride``.
             num_bytes: bytes of the full buffer: the gathered result, or the input that each rank
                 reduces.
-            world: number of ranks; a single rank only copies.
+            world: number of ranks; a single rank only copies. Ignored for host copies.
             stride: difference between the global ranks of neighbours.
 
         Raises:

@@ -47,7 +47,7 @@ class Layers:
     def shifted(self, fqn: str, num_layers: int) -> str:
         """Return the name of the same parameter, ``num_layers`` layers later."""
         pattern = rf"^({re.escape(self.path)}\.)(\d+)(?=\.)"
-        return re.sub(pattern, lambda found: f"{found[1]}{int(found[2]) + num_layers}", fqn)
+        return re.sub(pattern, lambda match: f"{match[1]}{int(match[2]) + num_layers}", fqn)
 
 
 def deepen(short: TracedStep, longer: TracedStep, periods: int, layers: Layers) -> TracedStep:
@@ -128,12 +128,12 @@ class _Segment:
         for start in _likely_starts(short.problem, longer.problem, length):
             # Layers may run in order, as in forward, or in reverse, as in backward.
             for shifts in ((0, layers.period), (layers.period, 0)):
-                transfers = _of_segment(longer.problem.transfers, start, length)
+                transfers = _segment_transfers(longer.problem.transfers, start, length)
                 if transfers is None:
                     continue
-                found = cls(short, longer, layers, start, length, transfers, *shifts)
-                if found._is_even() and found._makes_longer():
-                    return found
+                segment = cls(short, longer, layers, start, length, transfers, *shifts)
+                if segment._is_even() and segment._makes_longer():
+                    return segment
         raise NotPeriodicError(f"the {short.kind} graph does not repeat layer by layer")
 
     def _is_even(self) -> bool:
@@ -144,12 +144,12 @@ class _Segment:
         )
 
     def _makes_longer(self) -> bool:
-        made, seen = self.deepened(1), self.longer
+        derived, longer = self.deepened(1), self.longer
         return (
-            _named_transfers(made) == _named_transfers(seen)
-            and made.problem.fixed_bytes == seen.problem.fixed_bytes
-            and made.problem.fixed_border_bytes == seen.problem.fixed_border_bytes
-            and all(_alike(made.compute_us[n], seen.compute_us[n]) for n in seen.compute_us)
+            _named_transfers(derived) == _named_transfers(longer)
+            and derived.problem.fixed_bytes == longer.problem.fixed_bytes
+            and derived.problem.fixed_border_bytes == longer.problem.fixed_border_bytes
+            and all(_alike(derived.compute_us[n], us) for n, us in longer.compute_us.items())
         )
 
     def deepened(self, periods: int) -> StepGraph:
@@ -320,8 +320,8 @@ def _alive(short: Problem, longer: Problem) -> tuple[tuple[Sequence[int], Sequen
 def _num_growths(short: Sequence[int], longer: Sequence[int], length: int) -> list[int]:
     """Return, for each start, the number of distinct growths of bytes before and after it."""
     front = _num_distinct([b - a for a, b in zip(short, longer)])
-    behind = _num_distinct([b - a for a, b in zip(short, longer[length:])][::-1])
-    return list(map(add, front, behind[::-1]))
+    back = _num_distinct([b - a for a, b in zip(short, longer[length:])][::-1])
+    return list(map(add, front, back[::-1]))
 
 
 def _num_distinct(values: Sequence[int]) -> list[int]:
@@ -343,9 +343,9 @@ def _is_alike_around(
         return False
     if not _alike(short[start : start + length], longer[stop : stop + length]):
         return False
-    segment, behind = longer[start:stop], longer[stop : stop + length]
-    before = longer[start - length : start] if start >= length else behind
-    return _alike(segment, before) or _alike(segment, behind)
+    segment, after = longer[start:stop], longer[stop : stop + length]
+    before = longer[start - length : start] if start >= length else after
+    return _alike(segment, before) or _alike(segment, after)
 
 
 def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
@@ -353,7 +353,7 @@ def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
     return len(a) == len(b) and all(abs(x - y) <= 1e-6 * (1 + abs(x)) for x, y in zip(a, b))
 
 
-def _of_segment(transfers: Sequence[Transfer], start: int, length: int) -> range | None:
+def _segment_transfers(transfers: Sequence[Transfer], start: int, length: int) -> range | None:
     """Return the positions of a segment's transfers; None if it has none or they are scattered."""
     stop = start + length
     own = [

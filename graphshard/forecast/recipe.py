@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,21 +91,11 @@ class Recipe:
                 f"recompute={self.recompute!r}: must be a number from 0 (no layer is recomputed in "
                 "backward) to 1 (all are)"
             )
-        self._check_offload()
-
-    def _check_offload(self) -> None:
-        """Check that ``offload`` works with the strategy and the dtype.
-
-        Raises:
-            ValueError: it does not.
-        """
-        if not self.offload:
-            return
-        if self.kind == "ddp":
+        if self.offload and self.kind == "ddp":
             raise ValueError(
                 "offload with ddp: replicated parameters stay on the GPU; use zero3, or hsdp:N"
             )
-        if self.dtype == "fp8":
+        if self.offload and self.dtype == "fp8":
             raise ValueError(
                 'offload with dtype="fp8": how long the host takes to find the scales of its '
                 "shards is not known; use bf16"
@@ -130,28 +120,31 @@ class Recipe:
         if num_gpus % max(self.num_ranks, 1):
             raise ValueError(
                 f"strategy={self.strategy!r}: {self.num_ranks} does not divide {num_gpus} GPUs; "
-                "name a number of ranks that does"
+                "use a number of ranks that does"
             )
         if self.kind == "hsdp":
             return Ranks(num_gpus // self.num_ranks, self.num_ranks)
         return Ranks(1, num_gpus)
 
+    def _arguments(self) -> Iterator[tuple[str, Any, str]]:
+        """Yield arguments of ``graphshard.backend``: name, value, and Python code of the value."""
+        if self.kind == "zero2":
+            yield "reshard_after_forward", False, "False"
+        if self.kind == "hpz":
+            yield "reshard_after_forward", self.num_ranks, str(self.num_ranks)
+        if self.kind == "ddp":
+            yield "overrides", {"*": {"shard": False}}, '{"*": {"shard": False}}'
+        if self.dtype != "float32":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            yield "mp_policy", policy, "MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
+        if self.dtype == "fp8":
+            yield "fp8", Float8Policy(), "graphshard.Float8Policy()"
+        if self.offload:
+            yield "offload_policy", CPUOffloadPolicy(), "CPUOffloadPolicy()"
+
     def options(self) -> dict[str, Any]:
         """Return the arguments of ``graphshard.backend``, except mesh and schedule."""
-        options: dict[str, Any] = {"reshard_after_forward": True}
-        if self.kind == "zero2":
-            options["reshard_after_forward"] = False
-        if self.kind == "hpz":
-            options["reshard_after_forward"] = self.num_ranks
-        if self.kind == "ddp":
-            options["overrides"] = {"*": {"shard": False}}
-        if self.dtype != "float32":
-            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        if self.dtype == "fp8":
-            options["fp8"] = Float8Policy()
-        if self.offload:
-            options["offload_policy"] = CPUOffloadPolicy()
-        return options
+        return {name: value for name, value, _ in self._arguments()}
 
     def traced_options(self) -> dict[str, Any]:
         """Return the arguments for tracing a step, which schedules nothing."""
@@ -175,37 +168,19 @@ class Recipe:
         is_2d = replicas > 1
         mesh = f"{(replicas, shards)}" if is_2d else f"({shards},)"
         names = ', mesh_dim_names=("replicate", "shard")' if is_2d else ""
-        arguments = ["mesh"]
-        arguments += {
-            "zero2": ["reshard_after_forward=False"],
-            "hpz": [f"reshard_after_forward={self.num_ranks}"],
-            "ddp": ['overrides={"*": {"shard": False}}'],
-        }.get(self.kind, [])
-        if self.dtype != "float32":
-            arguments.append("mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)")
-        if self.dtype == "fp8":
-            arguments.append("fp8=graphshard.Float8Policy()")
-        if self.offload:
-            arguments.append("offload_policy=CPUOffloadPolicy()")
+        arguments = ["mesh", *(f"{name}={code}" for name, _, code in self._arguments())]
         if memory_budget_gb is not None:
             arguments.append(
                 f"schedule=graphshard.SchedulePolicy(memory_budget_gb={memory_budget_gb:.1f})"
             )
         lines = [f'mesh = init_device_mesh("{device_type}", {mesh}{names})']
-        lines += self._recomputing(recomputed)
+        if self.recompute == 1:
+            lines.append("model.gradient_checkpointing_enable()  # or checkpoint() of each layer")
+        for layers in recomputed if self.recompute < 1 else ():
+            recomputing = "functools.partial(checkpoint, layer.forward, use_reentrant=False)"
+            lines += [f"for layer in {layers}:", f"    layer.forward = {recomputing}"]
         lines.append(
             f"model = torch.compile(model, backend=graphshard.backend({', '.join(arguments)}))"
         )
         lines.append(f"optimizer = {OPTIMIZERS[self.optimizer].code}")
         return "\n".join(lines)
-
-    def _recomputing(self, recomputed: Sequence[str]) -> list[str]:
-        """Return the lines that enable recomputation."""
-        if self.recompute == 1:
-            return ["model.gradient_checkpointing_enable()  # or checkpoint() of each layer"]
-        recomputing = "functools.partial(checkpoint, layer.forward, use_reentrant=False)"
-        return [
-            line
-            for layers in recomputed
-            for line in (f"for layer in {layers}:", f"    layer.forward = {recomputing}")
-        ]

@@ -71,6 +71,14 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
         "peak memory",
         f"{memory.total / GB:.1f} of {memory.device / GB:.1f} GB, in {memory.when}: {verdict}",
     )
+    if memory.activations:
+        # Activations have as many bytes for each token: traces with symbolic sizes show it.
+        tokens = forecast.tokens // (recipe.accumulate * forecast.cluster.num_gpus)
+        yield (
+            "activations",
+            f"{memory.activations / tokens / 1e3:,.1f} KB x {tokens:,} {forecast.unit} of a "
+            f"microbatch = {memory.activations / GB:.2f} GB",
+        )
     if recipe.offload:
         yield "host", f"{forecast.host_bytes / GB:.1f} GB of each node's memory"
     if padding := forecast.padding:

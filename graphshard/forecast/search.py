@@ -292,8 +292,6 @@ class _Search:
         """Plan a recipe with as few recomputed layers as fit, leaving ``RESERVED`` free.
 
         Args:
-            recipe: recipe without recomputation.
-            copies: traced steps, from which the step at any depth is derived.
             tried: depths to choose from, those that recompute most layers first.
 
         Returns:

@@ -41,6 +41,8 @@ def test_text_json_and_page_have_the_same_numbers(tmp_path: Path) -> None:
     assert max(g["predicted"]["peak_bytes"] for g in data["graphs"]) == memory["allocated"]
     shown = {title: rows for title, rows in ((t["title"], t["rows"]) for t in data["tables"])}
     assert dict(shown["forecast"])["bottleneck"] == found["binds"]
+    activations = dict(shown["forecast"]).get("activations", "0.00 GB")
+    assert activations.endswith(f"{memory['activations'] / 1e9:.2f} GB")
     assert len(shown["what would help"]) == len(found["changes"])
     for graph in data["graphs"]:
         alive = map(sum, zip(*(area["bytes"] for area in graph["memory"]["areas"])))
