@@ -133,31 +133,6 @@ def simulated_mesh(cluster: SimulatedRank) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cuda", cluster.mesh, mesh_dim_names=names)
 
 
-def record_unsharded(
-    recorder: Recorder,
-    make_model: MakeModel,
-    dtype: torch.dtype,
-    *,
-    step: Step = forward_backward,
-    dynamic: bool | None = None,
-) -> Recording:
-    """Train a model with plain ``torch.compile`` for a few steps and record the last one.
-
-    Args:
-        dtype: default dtype while ``make_model`` is called.
-    """
-    recorder.clear()
-    fake, before = new_fake_mode(), torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with fake, torch.device("cuda:0"):
-            model, inputs = make_model()
-    finally:
-        torch.set_default_dtype(before)
-    train(recorder, fake, model, torch.compile(model, dynamic=dynamic), inputs, step)
-    return collect_recording(recorder)
-
-
 def train(
     recorder: Recorder,
     fake: AbstractContextManager[Any],

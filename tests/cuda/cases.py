@@ -21,12 +21,14 @@ from graphshard._torch.tensors import new_fake_mode
 from graphshard.check.gpus import GPUS, CompiledKernel, compile_kernels, has_float8
 from graphshard.check.recorder import Recorder
 from graphshard.check.step import (
+    MakeModel,
     Recording,
     SimulatedRank,
     Step,
+    collect_recording,
     forward_backward,
     record_steps,
-    record_unsharded,
+    train,
 )
 from tests.cuda import models
 from tests.cuda.fsdp2 import record_fsdp2
@@ -186,6 +188,31 @@ def run(
         targets: names of the GPUs for which kernels are compiled.
     """
     return [_run(recorder, case, targets) for case in cases]
+
+
+def record_unsharded(
+    recorder: Recorder,
+    make_model: MakeModel,
+    dtype: torch.dtype,
+    *,
+    step: Step = forward_backward,
+    dynamic: bool | None = None,
+) -> Recording:
+    """Train a model with plain ``torch.compile`` for a few steps and record the last one.
+
+    Args:
+        dtype: default dtype while ``make_model`` is called.
+    """
+    recorder.clear()
+    fake, before = new_fake_mode(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with fake, torch.device("cuda:0"):
+            model, inputs = make_model()
+    finally:
+        torch.set_default_dtype(before)
+    train(recorder, fake, model, torch.compile(model, dynamic=dynamic), inputs, step)
+    return collect_recording(recorder)
 
 
 def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
