@@ -45,7 +45,8 @@ from torch.utils.checkpoint import (
 
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.estimate import error_interval
-from graphshard.forecast.forecast import Forecast, forecast
+from graphshard.forecast.forecast import Forecast
+from graphshard.forecast.plan import forecast
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.trace import Inputs
 from graphshard.forecast.workload import Workload

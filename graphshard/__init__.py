@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .forecast.cluster import Cluster as Cluster
     from .forecast.cluster import cluster as cluster
     from .forecast.forecast import Forecast as Forecast
-    from .forecast.forecast import plan as plan
+    from .forecast.plan import plan as plan
     from .options.float8_policy import Float8Policy as Float8Policy
     from .options.schedule_policy import SchedulePolicy as SchedulePolicy
     from .params.grad_sync import no_sync as no_sync
@@ -52,7 +52,7 @@ _MODULES = {
     "memory_report": "params.memory_report",
     "no_sync": "params.grad_sync",
     "optim": "optim",
-    "plan": "forecast.forecast",
+    "plan": "forecast.plan",
     "save_compiled": "pipeline.cache_files",
     "set_gradient_divide_factor": "params.grad_sync",
     "set_requires_all_reduce": "params.grad_sync",

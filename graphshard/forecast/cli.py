@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ..files import write_whole
 from .cluster import Cluster, cluster
-from .forecast import forecast
 from .largest import largest
+from .plan import forecast
 from .public_models import PUBLIC_MODELS
 from .recipe import OPTIMIZERS, STRATEGIES, Recipe
 from .report import forecast_page

@@ -1,27 +1,24 @@
-"""Forecast a training step of a model: trace it, or shallow copies of it, and plan."""
+"""The forecast of a training step, shown as text or JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch import nn
+from tabulate import tabulate
 
-from ..kinds import GraphKind
+from ..cost.hardware import CALIBRATED, DATASHEET
 from ..params.param_spec import find_padding
 from ..show.dump import Dump
-from ..show.table import exposed_reason, is_notable
 from .cluster import Cluster
-from .derive import Progress, trace_step
 from .estimate import MemoryForecast, PlannedGraph, TimeForecast
-from .planned_step import Change, find_bottleneck, find_changes, plan_step
+from .planned_step import Change
 from .recipe import Recipe
-from .report import forecast_text
-from .trace import HeldMemory, Inputs, TracedStep
-from .workload import Workload, module_workload, recomputed_layers
+from .trace import HeldMemory
+
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -154,157 +151,108 @@ def _with_properties(part: TimeForecast | MemoryForecast, *names: str) -> dict[s
     return {**dataclasses.asdict(part), **{name: getattr(part, name) for name in names}}
 
 
-def plan(
-    model: nn.Module,
-    inputs: Inputs,
-    cluster: Cluster,
-    *,
-    strategy: str = "zero3",
-    dtype: str = "bf16",
-    optimizer: str = "adamw",
-    recompute: float = False,
-    accumulate: int = 1,
-    budget_gb: float | None = None,
-    offload: bool = False,
-) -> Forecast:
-    """Forecast a training step of a model on a cluster, which need not exist.
-
-    Nothing is computed, and the model is not modified: its graphs are traced with fake tensors and
-    fake ranks, planned as ``graphshard.backend`` plans them, and simulated. Dynamo's caches are
-    reset, so functions that this process compiled before are compiled again at their next call.
-
-    Args:
-        model: unsharded model on any device, including meta. The loss is the ``loss`` of its
-            outputs, or their first tensor (summed, unless it is a scalar).
-        inputs: inputs of one microbatch on one rank: a tuple of positional arguments, or a
-            dictionary of keyword arguments. Values do not matter.
-        cluster: cluster from :func:`graphshard.cluster`.
-        strategy: "zero3", "zero2", "hsdp:N", "hpz:N" or "ddp", where N is a number of ranks.
-        dtype: "float32"; "bf16": parameters gathered and used in bfloat16, gradients reduced in
-            float32; "fp8": as "bf16", with inner linears in fp8.
-        optimizer: "adamw", "adam", "momentum" or "sgd"; fused.
-        recompute: fraction of the layers that backward recomputes, starting with the first: from 0
-            to 1; True: all.
-        accumulate: number of microbatches in a step; each reduces its gradients.
-        budget_gb: memory that the schedule may use, in GB (1e9 bytes); None: no limit.
-        offload: whether the host keeps shards, gradients and optimizer state, as with
-            ``CPUOffloadPolicy()``.
-
-    Raises:
-        ValueError: an argument is invalid, the strategy's N does not divide the number of GPUs, or
-            the model reads values of tensors.
-        BackendError: no schedule stays within ``budget_gb``.
-        RuntimeError: this process already has a process group.
-    """
-    recipe = Recipe(strategy, dtype, optimizer, recompute, accumulate, budget_gb, offload)
-    return forecast(module_workload(model, inputs), recipe, cluster)
+# --- as text -------------------------------------------------------------------------------------
 
 
-def forecast(
-    workload: Workload,
-    recipe: Recipe,
-    cluster: Cluster,
-    progress: Progress = lambda text: None,
-    traced: TracedStep | None = None,
-) -> Forecast:
-    """Forecast a step of a workload; see ``plan``.
+def forecast_text(forecast: Forecast) -> str:
+    """Return a forecast as text."""
+    rows = list(summary_rows(forecast))
+    width = max(len(name) for name, _ in rows)
+    exposed = [[one.us / 1e3, one.what, one.why] for one in forecast.exposed]
+    headers = ["exposed ms", "collective", "reason"]
+    parts = [
+        "\n".join(f"{name:{width}}  {value}" for name, value in rows),
+        tabulate(memory_rows(forecast), ["memory", "GB"], floatfmt=".2f"),
+        tabulate(exposed, headers, floatfmt=".2f") if exposed else "",
+        tabulate(change_rows(forecast), ["what would help", *CHANGE_HEADERS], floatfmt=".1f"),
+        "Code:\n\n" + "\n".join(f"    {line}" for line in forecast.code().splitlines()),
+        *(f"Assumed: {note}." for note in forecast.notes),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
-    Args:
-        traced: traced step, if there is one already.
-    """
-    traced = traced or trace_step(workload, recipe, cluster, progress)
-    progress("planning")
-    recomputed: tuple[str, ...] = ()
-    if 0 < recipe.recompute < 1:
-        with torch.device("meta"):
-            model, _ = workload.make(None)
-        recomputed = recomputed_layers(model, recipe.recompute)
-    return make_forecast(
-        traced,
-        recipe,
-        cluster,
-        model=workload.name,
-        tokens=workload.tokens,
-        unit=workload.unit,
-        notes=[*workload.notes, *traced.notes, *_notes(recipe, cluster)],
-        recomputed=recomputed,
+
+_INTERVALS = {
+    DATASHEET: "measured steps of compiled models were within it",
+    CALIBRATED: "measured steps on calibrated machines were within it",
+}
+
+
+def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    """Yield the most important results, as pairs of name and text."""
+    recipe, time, memory = forecast.recipe, forecast.time, forecast.memory
+    yield "model", f"{forecast.model}, {forecast.num_params / 1e9:.2f} billion parameters"
+    yield "cluster", f"{forecast.cluster}, {memory.device / GB:.1f} GB each"
+    yield "recipe", _recipe_text(forecast)
+    per_gpu = forecast.tokens_per_s / forecast.cluster.num_gpus
+    yield (
+        "step",
+        f"{time.step_us / 1e3:,.1f} ms for {forecast.tokens:,} {forecast.unit}: "
+        f"{forecast.tokens_per_s:,.0f} a second, {per_gpu:,.0f} on each GPU; "
+        f"MFU {forecast.mfu:.1%}",
     )
-
-
-def _notes(recipe: Recipe, cluster: Cluster) -> list[str]:
-    notes = []
-    if recipe.dtype == "float32" and cluster.hardware.device_type == "cuda":
-        notes.append(
-            "attention in float32, if there is any, is a flash kernel: CUDA's takes more memory"
+    yield (
+        "interval",
+        f"{time.low_us / 1e3:,.1f} to {time.high_us / 1e3:,.1f} ms, "
+        f"{memory.low / GB:.1f} to {memory.high / GB:.1f} GB: nine of ten "
+        f"{_INTERVALS[forecast.cluster.hardware.source]}",
+    )
+    yield (
+        "breakdown",
+        f"compute {time.compute_us / 1e3:,.1f} ms, exposed communication "
+        f"{time.exposed_us / 1e3:,.1f} ms, slowdown by hidden communication "
+        f"{time.lost_us / 1e3:,.1f} ms, optimizer {time.optimizer_us / 1e3:,.1f} ms, "
+        f"not modelled {time.unmodelled_us / 1e3:,.1f} ms",
+    )
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    yield (
+        "peak memory",
+        f"{memory.total / GB:.1f} of {memory.device / GB:.1f} GB, in {memory.when}: {verdict}",
+    )
+    if memory.activations:
+        # Activations have as many bytes for each token: traces with symbolic sizes show it.
+        tokens = forecast.tokens // (recipe.accumulate * forecast.cluster.num_gpus)
+        yield (
+            "activations",
+            f"{memory.activations / tokens / 1e3:,.1f} KB x {tokens:,} {forecast.unit} of a "
+            f"microbatch = {memory.activations / GB:.2f} GB",
         )
     if recipe.offload:
-        per_s = cluster.hardware.host_memory.largest / 1e9
-        notes.append(
-            f"the host's optimizer reads and writes {per_s:.0f} GB/s for each GPU, for which each "
-            "rank needs its share of the cores: set OMP_NUM_THREADS, because torchrun gives each "
-            "rank one core"
+        yield "host", f"{forecast.host_bytes / GB:.1f} GB of each node's memory"
+    if padding := forecast.padding:
+        yield "padding", padding
+    yield "bottleneck", forecast.binds
+
+
+def _recipe_text(forecast: Forecast) -> str:
+    recipe = forecast.recipe
+    parts = [recipe.strategy, recipe.dtype, recipe.optimizer]
+    if recipe.offload:
+        parts.append("offloaded to the host")
+    if recipe.recompute == 1:
+        parts.append("all layers recomputed")
+    elif forecast.recomputed:
+        parts.append(f"{' and '.join(forecast.recomputed)} recomputed")
+    if recipe.accumulate > 1:
+        parts.append(f"{recipe.accumulate} microbatches")
+    return ", ".join(parts)
+
+
+def memory_rows(forecast: Forecast) -> list[tuple[str, float]]:
+    memory = forecast.memory
+    kinds = {**memory.kinds, "margin": memory.margin, "total": memory.total}
+    return [(name, num_bytes / GB) for name, num_bytes in kinds.items()]
+
+
+CHANGE_HEADERS = ["saves", "GB", ""]
+
+
+def change_rows(forecast: Forecast) -> list[tuple[str, str, float, str]]:
+    return [
+        (
+            change.what,
+            f"{change.gain:+.1%}",
+            change.memory_bytes / GB,
+            "" if change.fits else "does not fit",
         )
-    return notes
-
-
-def make_forecast(
-    traced: TracedStep,
-    recipe: Recipe,
-    cluster: Cluster,
-    *,
-    model: str,
-    tokens: int,
-    unit: str = "tokens",
-    notes: Sequence[str] = (),
-    recomputed: Sequence[str] = (),
-) -> Forecast:
-    """Return the forecast of a traced step.
-
-    Args:
-        model: name of the model.
-        tokens: number of tokens, or samples, in a microbatch of one rank.
-        unit: unit of ``tokens``: "tokens" or "samples".
-        recomputed: recomputed layers; see ``Forecast``.
-
-    Raises:
-        BackendError: no schedule stays within the budget.
-        ValueError: parameters and optimizer state alone exceed the budget.
-    """
-    step = plan_step(traced, recipe, cluster)
-    changes = find_changes(traced, recipe, cluster)
-    forward = sum(g.num_flops for g in traced.graphs if g.kind == GraphKind.FORWARD)
-    peak = cluster.hardware.flops_of("float32" if recipe.dtype == "float32" else "bfloat16").peak
-    return Forecast(
-        model=model,
-        num_params=int(traced.held.num_params),
-        cluster=cluster,
-        recipe=recipe,
-        tokens=tokens * recipe.accumulate * cluster.num_gpus,
-        unit=unit,
-        time=step.time,
-        memory=step.memory,
-        mfu=3 * forward * recipe.accumulate / (step.time.step_us * 1e-6) / peak,
-        exposed=tuple(_exposed(step.dumps)),
-        binds=find_bottleneck(step.memory, changes),
-        changes=tuple(sorted(changes, key=lambda change: -change.gain)),
-        dumps=step.dumps,
-        graphs=step.graphs,
-        held=traced.held,
-        notes=tuple(notes),
-        recomputed=tuple(recomputed),
-    )
-
-
-def _exposed(dumps: Sequence[Dump], most: int = 8) -> list[Exposed]:
-    """Return the ``most`` collectives with the longest exposed time, longest first."""
-    exposed = [
-        Exposed(
-            f"{dump.plan.graph} {bucket.kind} of {dump.bucket_label(bucket)}",
-            us,
-            exposed_reason(dump, i),
-        )
-        for dump in dumps
-        for i, (bucket, us) in enumerate(zip(dump.plan.buckets, dump.timeline.exposed_us))
-        if is_notable(us)
+        for change in forecast.changes
     ]
-    return sorted(exposed, key=lambda one: -one.us)[:most]

@@ -16,9 +16,10 @@ from tabulate import tabulate
 from ..show.page import BarData, BarsData, page, page_data
 from .cluster import Cluster
 from .derive import LEAST_PERIODS, Depth, Progress, for_strategy, trace_copies
+from .forecast import GB
 from .planned_step import PlannedStep, plan_step
 from .recipe import Recipe
-from .report import GB, text_table
+from .report import text_table
 from .trace import TracedStep
 from .workload import Workload
 

@@ -36,10 +36,11 @@ from .derive import (
     trace_all_depths,
     trace_step,
 )
+from .forecast import GB
 from .largest import largest_that_fits
 from .planned_step import plan_step
 from .recipe import OPTIMIZERS, Recipe
-from .report import GB, text_table
+from .report import text_table
 from .trace import TracedStep
 from .workload import MakeWorkload, Workload
 

@@ -18,7 +18,8 @@ from graphshard.cost.hardware import CALIBRATED, DATASHEET, Hardware
 from graphshard.cost.model import CostModel
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.estimate import MEMORY, STEP_TIME, error_interval
-from graphshard.forecast.forecast import forecast_text, make_forecast
+from graphshard.forecast.forecast import forecast_text
+from graphshard.forecast.plan import make_forecast
 from graphshard.forecast.recipe import Recipe
 from graphshard.kinds import TransferKind
 

@@ -1,0 +1,175 @@
+"""Forecast a training step of a model: trace it, or shallow copies of it, and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..kinds import GraphKind
+from ..show.dump import Dump
+from ..show.table import exposed_reason, is_notable
+from .cluster import Cluster
+from .derive import Progress, trace_step
+from .forecast import Exposed, Forecast
+from .planned_step import find_bottleneck, find_changes, plan_step
+from .recipe import Recipe
+from .trace import Inputs, TracedStep
+from .workload import Workload, module_workload, recomputed_layers
+
+
+def plan(
+    model: nn.Module,
+    inputs: Inputs,
+    cluster: Cluster,
+    *,
+    strategy: str = "zero3",
+    dtype: str = "bf16",
+    optimizer: str = "adamw",
+    recompute: float = False,
+    accumulate: int = 1,
+    budget_gb: float | None = None,
+    offload: bool = False,
+) -> Forecast:
+    """Forecast a training step of a model on a cluster, which need not exist.
+
+    Nothing is computed, and the model is not modified: its graphs are traced with fake tensors and
+    fake ranks, planned as ``graphshard.backend`` plans them, and simulated. Dynamo's caches are
+    reset, so functions that this process compiled before are compiled again at their next call.
+
+    Args:
+        model: unsharded model on any device, including meta. The loss is the ``loss`` of its
+            outputs, or their first tensor (summed, unless it is a scalar).
+        inputs: inputs of one microbatch on one rank: a tuple of positional arguments, or a
+            dictionary of keyword arguments. Values do not matter.
+        cluster: cluster from :func:`graphshard.cluster`.
+        strategy: "zero3", "zero2", "hsdp:N", "hpz:N" or "ddp", where N is a number of ranks.
+        dtype: "float32"; "bf16": parameters gathered and used in bfloat16, gradients reduced in
+            float32; "fp8": as "bf16", with inner linears in fp8.
+        optimizer: "adamw", "adam", "momentum" or "sgd"; fused.
+        recompute: fraction of the layers that backward recomputes, starting with the first: from 0
+            to 1; True: all.
+        accumulate: number of microbatches in a step; each reduces its gradients.
+        budget_gb: memory that the schedule may use, in GB (1e9 bytes); None: no limit.
+        offload: whether the host keeps shards, gradients and optimizer state, as with
+            ``CPUOffloadPolicy()``.
+
+    Raises:
+        ValueError: an argument is invalid, the strategy's N does not divide the number of GPUs, or
+            the model reads values of tensors.
+        BackendError: no schedule stays within ``budget_gb``.
+        RuntimeError: this process already has a process group.
+    """
+    recipe = Recipe(strategy, dtype, optimizer, recompute, accumulate, budget_gb, offload)
+    return forecast(module_workload(model, inputs), recipe, cluster)
+
+
+def forecast(
+    workload: Workload,
+    recipe: Recipe,
+    cluster: Cluster,
+    progress: Progress = lambda text: None,
+    traced: TracedStep | None = None,
+) -> Forecast:
+    """Forecast a step of a workload; see ``plan``.
+
+    Args:
+        traced: traced step, if there is one already.
+    """
+    traced = traced or trace_step(workload, recipe, cluster, progress)
+    progress("planning")
+    recomputed: tuple[str, ...] = ()
+    if 0 < recipe.recompute < 1:
+        with torch.device("meta"):
+            model, _ = workload.make(None)
+        recomputed = recomputed_layers(model, recipe.recompute)
+    return make_forecast(
+        traced,
+        recipe,
+        cluster,
+        model=workload.name,
+        tokens=workload.tokens,
+        unit=workload.unit,
+        notes=[*workload.notes, *traced.notes, *_notes(recipe, cluster)],
+        recomputed=recomputed,
+    )
+
+
+def _notes(recipe: Recipe, cluster: Cluster) -> list[str]:
+    notes = []
+    if recipe.dtype == "float32" and cluster.hardware.device_type == "cuda":
+        notes.append(
+            "attention in float32, if there is any, is a flash kernel: CUDA's takes more memory"
+        )
+    if recipe.offload:
+        per_s = cluster.hardware.host_memory.largest / 1e9
+        notes.append(
+            f"the host's optimizer reads and writes {per_s:.0f} GB/s for each GPU, for which each "
+            "rank needs its share of the cores: set OMP_NUM_THREADS, because torchrun gives each "
+            "rank one core"
+        )
+    return notes
+
+
+def make_forecast(
+    traced: TracedStep,
+    recipe: Recipe,
+    cluster: Cluster,
+    *,
+    model: str,
+    tokens: int,
+    unit: str = "tokens",
+    notes: Sequence[str] = (),
+    recomputed: Sequence[str] = (),
+) -> Forecast:
+    """Return the forecast of a traced step.
+
+    Args:
+        model: name of the model.
+        tokens: number of tokens, or samples, in a microbatch of one rank.
+        unit: unit of ``tokens``: "tokens" or "samples".
+        recomputed: recomputed layers; see ``Forecast``.
+
+    Raises:
+        BackendError: no schedule stays within the budget.
+        ValueError: parameters and optimizer state alone exceed the budget.
+    """
+    step = plan_step(traced, recipe, cluster)
+    changes = find_changes(traced, recipe, cluster)
+    forward = sum(g.num_flops for g in traced.graphs if g.kind == GraphKind.FORWARD)
+    peak = cluster.hardware.flops_of("float32" if recipe.dtype == "float32" else "bfloat16").peak
+    return Forecast(
+        model=model,
+        num_params=int(traced.held.num_params),
+        cluster=cluster,
+        recipe=recipe,
+        tokens=tokens * recipe.accumulate * cluster.num_gpus,
+        unit=unit,
+        time=step.time,
+        memory=step.memory,
+        mfu=3 * forward * recipe.accumulate / (step.time.step_us * 1e-6) / peak,
+        exposed=tuple(_exposed(step.dumps)),
+        binds=find_bottleneck(step.memory, changes),
+        changes=tuple(sorted(changes, key=lambda change: -change.gain)),
+        dumps=step.dumps,
+        graphs=step.graphs,
+        held=traced.held,
+        notes=tuple(notes),
+        recomputed=tuple(recomputed),
+    )
+
+
+def _exposed(dumps: Sequence[Dump], most: int = 8) -> list[Exposed]:
+    """Return the ``most`` collectives with the longest exposed time, longest first."""
+    exposed = [
+        Exposed(
+            f"{dump.plan.graph} {bucket.kind} of {dump.bucket_label(bucket)}",
+            us,
+            exposed_reason(dump, i),
+        )
+        for dump in dumps
+        for i, (bucket, us) in enumerate(zip(dump.plan.buckets, dump.timeline.exposed_us))
+        if is_notable(us)
+    ]
+    return sorted(exposed, key=lambda one: -one.us)[:most]
