@@ -92,7 +92,8 @@ def run(
         fn: function at the top level of a module.
         timeout_s: time after which ranks that have not replied fail.
         env: variables to set during the call. Other variables have the values that they had when
-            the first rank was started. Variables that torch reads on import need `run_fresh`.
+            the first rank was started. Variables that torch reads on import need `import_env` of
+            `run_fresh`.
 
     Raises:
         RankError: if a rank raises, dies or does not reply in time.
@@ -149,16 +150,17 @@ def run_fresh(
     backend: str = "gloo",
     timeout_s: float = 240.0,
     env: Mapping[str, str] | None = None,
+    import_env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[T]:
     """Call `run` in new processes that end afterwards, to measure memory or start without caches.
 
-    If env is given, even if it is empty, each rank imports torch itself with env set, rather than
-    being forked from a server that has imported it. This takes seconds.
+    If import_env is given, even if it is empty, each rank imports torch itself with import_env set,
+    rather than being forked from a server that has imported it. This takes seconds.
     """
     __tracebackhide__ = True
-    task = pack_task(fn, args, kwargs, {})
-    pool = _Pool(world_size, backend, env)
+    task = pack_task(fn, args, kwargs, env or {})
+    pool = _Pool(world_size, backend, import_env)
     results = pool.call(task, timeout_s)
     pool.close()
     return results

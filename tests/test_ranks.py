@@ -124,9 +124,9 @@ def _max_autotune() -> tuple[str | None, str]:
     return os.environ.get("TORCHINDUCTOR_MAX_AUTOTUNE"), str(config.max_autotune)
 
 
-def test_env_of_run_fresh_is_set_before_torch_import() -> None:
+def test_import_env_of_run_fresh_is_set_before_torch_import() -> None:
     env = {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}
-    assert ranks.run_fresh(1, _max_autotune, env=env) == [("1", "True")]
+    assert ranks.run_fresh(1, _max_autotune, import_env=env) == [("1", "True")]
 
 
 def test_at_most_two_pools_are_alive() -> None:

@@ -87,7 +87,7 @@ def test_a_start_with_saved_code_compiles_nothing(tmp_path: Path) -> None:
 
     def run(folder: str, function: Callable[..., Any]) -> Any:
         env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / folder)}
-        [found] = ranks.run_fresh(1, function, "cuda", path, backend="nccl", env=env)
+        [found] = ranks.run_fresh(1, function, "cuda", path, backend="nccl", import_env=env)
         return found
 
     saved = run("here", claims.save)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -58,12 +57,8 @@ def _load(path: Path) -> list[float]:
 
 
 def _run(folder: Path, function: Any, *args: Any) -> list[Any]:
-    return ranks.run_fresh(2, _call_with_caches, str(folder), function, args)
-
-
-def _call_with_caches(folder: str, function: Any, args: Any) -> Any:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    return function(*args)
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    return ranks.run_fresh(2, function, *args, env=env)
 
 
 def _load_for_others(path: Path) -> None:

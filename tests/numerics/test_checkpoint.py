@@ -104,7 +104,8 @@ def test_checkpoint_from_four_ranks_to_two_to_three(tmp_path: Path, in_backgroun
     of_four, of_two, of_three = (tmp_path / name for name in ("four", "two", "three"))
     values = ranks.run(4, _train_and_save, of_four, in_background)[0]
     ranks.run(2, _load_and_save, of_four, of_two, "graphshard", values)
-    ranks.run(3, _load_and_save, of_two, of_three, "graphshard", values)
+    if not in_background:
+        ranks.run(3, _load_and_save, of_two, of_three, "graphshard", values)
 
 
 def test_checkpoint_to_fsdp2_and_back(tmp_path: Path) -> None:
