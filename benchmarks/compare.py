@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,13 +101,6 @@ class Job:
         return GPT.seeded(torch.device("cpu"), **sizes, head_dim=HEAD_DIM, vocab=VOCAB)
 
 
-class Prediction(NamedTuple):
-    """The planner's prediction for a step, without the optimizer."""
-
-    total_us: float
-    exposed_us: float
-
-
 @dataclass(frozen=True)
 class Result:
     """Measurements of one training variant on one rank.
@@ -117,14 +109,15 @@ class Result:
         steps_s: seconds of each step, optimizer included.
         unwired_s: seconds of each step without the modelled wire.
         first_s: seconds of the first step, which compiles.
-        predicted: prediction for the step; None for other variants than graphshard.
+        predicted_us: predicted total and exposed time of a step, without the optimizer; None for
+            other variants than graphshard.
         peak_bytes: peak GPU memory of a step, minus what was allocated before; None on a CPU.
     """
 
     steps_s: list[float]
     unwired_s: list[float]
     first_s: float
-    predicted: Prediction | None = None
+    predicted_us: tuple[float, float] | None = None
     peak_bytes: int | None = None
 
 
@@ -200,19 +193,17 @@ def measure(job: Job, device_type: str) -> dict[str, Result]:
             steps_s=steps_s[name],
             unwired_s=unwired_s[name][job.warm_up :],
             first_s=first_s[name],
-            predicted=_predict(backend.plans, cost_model) if name == GRAPHSHARD else None,
+            predicted_us=_predict(backend.plans, cost_model) if name == GRAPHSHARD else None,
             peak_bytes=_peak(training) if device_type == "cuda" else None,
         )
         for name, training in trainings.items()
     }
 
 
-def _predict(plans: Sequence[Plan], cost_model: CostModel) -> Prediction:
+def _predict(plans: Sequence[Plan], cost_model: CostModel) -> tuple[float, float]:
     timelines = [simulate(plan.problem, plan.buckets, cost_model) for plan in plans]
-    return Prediction(
-        total_us=sum(timeline.total_us + timeline.slowdown_us for timeline in timelines),
-        exposed_us=sum(sum(timeline.exposed_us) for timeline in timelines),
-    )
+    total_us = sum(timeline.total_us + timeline.slowdown_us for timeline in timelines)
+    return total_us, sum(sum(timeline.exposed_us) for timeline in timelines)
 
 
 def _peak(training: _Training) -> int:
@@ -345,9 +336,9 @@ def paragraphs(
         "GPU what a step adds."
     )
     parts = [common.table(rows), note]
-    predicted = results[GRAPHSHARD].predicted
-    if predicted is not None:
-        total, exposed = (f"{us / 1e3:.1f} ms" for us in predicted)
+    predicted_us = results[GRAPHSHARD].predicted_us
+    if predicted_us is not None:
+        total, exposed = (f"{us / 1e3:.1f} ms" for us in predicted_us)
         parts.append(f"predicted: forward and backward {total}, including {exposed} exposed")
     ratios = [
         f"{name} {medians[name] / medians[best]:.2f} × {best}, "
