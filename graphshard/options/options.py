@@ -92,8 +92,8 @@ class ParamOptions:
             return num_shards if reshard else None
         if num_shards % reshard:
             raise ValueError(
-                f"reshard_after_forward={reshard}: must be a number that divides the {num_shards} "
-                "ranks of the mesh's shard axis, from so many of which backward gathers"
+                f"reshard_after_forward={reshard}: must divide the {num_shards} ranks of the "
+                "mesh's shard axis, since backward gathers from groups of that size"
             )
         return reshard if reshard > 1 else None
 
