@@ -291,7 +291,7 @@ def test_parameters_in_different_order_keep_their_values() -> None:
 @on_ranks(2)
 def test_options_that_differ_between_ranks_are_refused(options: list[dict[str, Any]]) -> None:
     name, mine = next(iter(options[0])), options[dist.get_rank()]
-    match = f"'arguments of graphshard' differs between ranks.*{name}.*give the same"
+    match = f"'arguments of graphshard' differs between ranks.*{name}.*Pass the same"
     assert_refused(MLP(), lambda m: graphshard.shard(m, world_mesh(), **mine), match)
     mine = {"compiler": "aot_eager", **mine}
     assert_refused(MLP(), lambda m: compile_sharded(m, **mine)(X), match)

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ from tests.numerics.compare import (
 from tests.ranks import on_ranks
 
 SIZE = Size(layers=2, heads=2, dim=64, context=32, batch=4, steps=0)
-SHALLOW = replace(SIZE, layers=1)  # for tests that compile slowly
+SHALLOW = SIZE._replace(layers=1)  # for tests that compile slowly
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 MIN_COSINE = 1 - torch.finfo(torch.float8_e5m2).eps ** 2 / 2
 """Cosine between a gradient and the exact one for an orthogonal error of one e5m2 step."""
