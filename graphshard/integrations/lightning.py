@@ -65,7 +65,7 @@ def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
         _shard_on(strategy.root_device, model, owner.device_mesh, options)
 
 
-class _AllShareTheData:
+class _DataParallel:
     """Mixin, placed before a Lightning strategy, that makes all ranks data parallel."""
 
     _data_parallel_size: Any
@@ -78,7 +78,7 @@ class _AllShareTheData:
         super().setup_environment()  # type: ignore[misc]
 
 
-class ShardedStrategy(_AllShareTheData, ModelParallelStrategy):
+class ShardedStrategy(_DataParallel, ModelParallelStrategy):
     """Strategy for ``lightning.Trainer``: data parallel, accumulation without communication.
 
     Args:
@@ -96,7 +96,7 @@ class ShardedStrategy(_AllShareTheData, ModelParallelStrategy):
             yield
 
 
-class ShardedFabricStrategy(_AllShareTheData, FabricStrategy):
+class ShardedFabricStrategy(_DataParallel, FabricStrategy):
     """Strategy for ``lightning.Fabric``: ``fabric.setup(model)`` shards and compiles in place.
 
     Args:

@@ -166,9 +166,9 @@ def _bytes_read(folder: Path) -> tuple[int, int, int]:
 
     read, num_bytes = pretrained._read_rows, 0
 
-    def counted(file: Any, name: str, rows: slice | None) -> Tensor:
+    def counted(*args: Any) -> Tensor:
         nonlocal num_bytes
-        tensor = read(file, name, rows)
+        tensor = read(*args)
         num_bytes += tensor.nbytes
         return tensor
 
