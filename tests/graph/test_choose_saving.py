@@ -102,13 +102,13 @@ def test_explicit_settings_are_not_overridden(mesh: DeviceMesh) -> None:
     )
     summary = backend.summary()
     assert "an activation_memory_budget other than 1, as set" in summary
-    assert "4 parameters for which overrides say reshard_after_forward" in summary
+    assert "4 parameters whose overrides set reshard_after_forward" in summary
     assert _taken(backend) == ["100%", "all"]
     assert _gathered(backend, GraphKind.BACKWARD) == {"layers.1.weight": 8, "layers.2.weight": 2}
 
 
 def test_a_cpu_needs_a_budget(mesh: DeviceMesh) -> None:
-    with pytest.raises(Exception, match=r"auto=True without memory_budget_gb: .* set schedule"):
+    with pytest.raises(Exception, match=r"auto=True: a cpu does not report .* set schedule"):
         _train(mesh)
 
 
