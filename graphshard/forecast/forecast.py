@@ -209,7 +209,7 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
         f"{memory.total / GB:.1f} of {memory.device / GB:.1f} GB, in {memory.when}: {verdict}",
     )
     if memory.activations:
-        # Activations have as many bytes for each token: traces with symbolic sizes show it.
+        # With flash attention, activations are proportional to batch and sequence.
         tokens = forecast.tokens // (recipe.accumulate * forecast.cluster.num_gpus)
         yield (
             "activations",
