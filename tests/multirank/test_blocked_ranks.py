@@ -15,25 +15,29 @@ import torch.distributed as dist
 from graphshard.ranks.call_log import CallLog
 from graphshard.ranks.watcher import BLOCKED_S
 
-from .test_call_log import PLAN, Group, assert_same, call, gather, message, run
+from .test_call_log import PLAN, Group, assert_same, call, choose, gather, message, run
 
 pytestmark = pytest.mark.alone
 
 
-def _meet_elsewhere(group: Group, call_log: CallLog, alone: int) -> str:
+def _meet_elsewhere(group: Group, call_log: CallLog, alone: int, chooses: bool) -> str:
     """Return this rank's error if rank `alone` makes a call while its peers run a collective."""
     gather(group)
     if group.rank() == alone:
         began = time.monotonic()
-        text = message(call_log.first_run, "plan", PLAN)
+        text = message(choose, group, PLAN) if chooses else message(call_log.first_run, "p", PLAN)
         assert time.monotonic() < began + 3 * BLOCKED_S
         return text
     return message(call, call_log, dist.barrier, group)  # the fault releases the barrier
 
 
-@pytest.mark.parametrize(("world", "alone"), [(2, 0), (2, 1), (4, 2)])
-def test_call_while_peers_are_blocked_raises_on_all_ranks(world: int, alone: int) -> None:
-    messages = run(world, _meet_elsewhere, alone)
+@pytest.mark.parametrize(
+    ("world", "alone", "chooses"), [(2, 0, False), (2, 1, False), (4, 2, False), (2, 1, True)]
+)
+def test_call_while_peers_are_blocked_raises_on_all_ranks(
+    world: int, alone: int, chooses: bool
+) -> None:
+    messages = run(world, _meet_elsewhere, alone, chooses)
     assert_same(messages, f"rank {alone} waits in call 0 (forward)", "torch.distributed.barrier()")
     assert f"which rank {alone} has not called yet" in messages[0]
     assert "test_call_log.py:" in messages[0]  # the line in `call` that launches the collective
