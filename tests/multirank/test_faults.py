@@ -135,7 +135,7 @@ class _Faulty:
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         """Call :meth:`at` for the points that lie within graphshard and torch."""
         targets: list[tuple[Any, str, str]] = [
-            (sys.modules["graphshard.backend"], "compile_traced", "compile"),
+            (sys.modules["graphshard.dynamo_backend"], "compile_traced", "compile"),
             (sys.modules["graphshard.ranks.plan_consensus"], "choose_on_first_rank", "plans"),
             (dcp.FileSystemWriter, "write_data", "save"),
         ]
