@@ -284,7 +284,7 @@ def test_model_that_makes_a_constant_runs(script: str, capsys: pytest.CaptureFix
         ("no_model", "ValueError: no_model returned int: must be (model, inputs)"),
         ("reads_a_value", "the model reads a value of a tensor (aten._local_scalar_dense.default)"),
         ("branches_in_a_graph", "the model reads a value of a tensor (aten._local_scalar_dense"),
-        ("takes_some_rows", "the size of a tensor follows from values (aten.nonzero.default)"),
+        ("takes_some_rows", "the size of a tensor depends on values (aten.nonzero.default)"),
         ("inputs_are_elsewhere", "found at least two devices, cuda:0 and cpu"),
         ("nothing_is_trained", "the loss depends on no parameter that requires a gradient"),
         ("returns_nothing", "the model returned NoneType without a tensor"),
@@ -350,7 +350,7 @@ def test_warning_about_cuda_graphs_is_shown(
     [
         (["script.py"], "'script.py': must be SCRIPT:FUNCTION"),
         (["a.py:f", "--device", "H1"], "--device H1: must be one of A100-40GB"),
-        (["a.py:f", "--world", "6", "--replicas", "4"], "ranks must divide into replicas"),
+        (["a.py:f", "--world", "6", "--replicas", "4"], "replicas must divide the ranks"),
         (["a.py:f", "--rank", "8"], "--rank 8: must be from 0 to 7"),
     ],
 )
