@@ -15,8 +15,10 @@ direction:
 
 from __future__ import annotations
 
+import math
+import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -108,6 +110,27 @@ class Scenario(NamedTuple):
 AS_PREDICTED = Scenario()
 
 
+class Noise(NamedTuple):
+    """Random factors on predicted times, one for each step and each bucket.
+
+    Attributes:
+        seed: seed of the random numbers; equal seeds give equal factors.
+        spread: standard deviation of a factor's logarithm; 0.2 is about 20 %.
+    """
+
+    seed: int = 0
+    spread: float = 0.0
+
+    def factors(self) -> Iterator[float]:
+        """Yield factors without end; their median is 1."""
+        drawn = random.Random(self.seed)
+        while True:
+            yield math.exp(drawn.gauss(0.0, self.spread))
+
+
+NO_NOISE = Noise()
+
+
 @dataclass(frozen=True)
 class Slot:
     """One piece of work on a lane.
@@ -165,9 +188,13 @@ def simulate(
     problem: Problem,
     buckets: Sequence[Bucket],
     cost_model: TransferCostModel,
+    noise: Noise = NO_NOISE,
 ) -> Timeline:
     """Return the predicted timeline of ``problem`` with ``buckets``, which are in launch order."""
-    costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
+    factors = noise.factors()
+    compute_us = [us * factor for us, factor in zip(problem.compute_us, factors)]
+    predicted = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
+    costs = [c._replace(lane_us=c.lane_us * factor) for c, factor in zip(predicted, factors)]
     run = _Run()
     collectives: dict[int, Slot] = {}
     exposed_us = [0.0] * len(buckets)
@@ -181,7 +208,7 @@ def simulate(
                 copy_in = run.add(COMPUTE, COPY_IN, i, cost.copy_in_us)
                 collectives[i] = run.add(cost.lane, COLLECTIVE, i, cost.lane_us, after=copy_in)
         if step < problem.num_steps:
-            run.add(COMPUTE, STEP, step, problem.compute_us[step])
+            run.add(COMPUTE, STEP, step, compute_us[step])
     hidden_us = [
         max(0.0, collectives[i].duration_us - exposed) for i, exposed in enumerate(exposed_us)
     ]
