@@ -349,7 +349,7 @@ def test_warning_about_cuda_graphs_is_shown(
     ("arguments", "error"),
     [
         (["script.py"], "'script.py': must be SCRIPT:FUNCTION"),
-        (["a.py:f", "--device", "H1"], "--device H1: must be one of A100-40GB"),
+        (["a.py:f", "--device", "H1"], "--device H1: must be one of H100, H200"),
         (["a.py:f", "--world", "6", "--replicas", "4"], "replicas must divide the ranks"),
         (["a.py:f", "--rank", "8"], "--rank 8: must be from 0 to 7"),
     ],
