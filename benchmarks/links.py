@@ -285,7 +285,6 @@ def modelled_group(wire: Wire, num_ranks: int, device: torch.device) -> Iterator
 
     It is registered as "fake", so graphshard knows that there are no other ranks to agree with.
     """
-
     if device.type == "cpu":
         torch.set_num_threads(1)
     link: Link = _GpuLink(wire) if device.type == "cuda" else _CpuLink(wire)

@@ -71,5 +71,6 @@ def link_from_docs(app: Sphinx, path: Path, parent: str, content: list[str]) -> 
 
 
 def setup(app: Sphinx) -> None:
+    """Register the directive and the links, when Sphinx loads this file."""
     app.add_directive("command-help", CommandHelp)
     app.connect("include-read", link_from_docs)

@@ -1,7 +1,7 @@
-"""Pretrain a byte-level GPT, sharded and compiled, on the bytes of any file.
+r"""Pretrain a byte-level GPT, sharded and compiled, on the bytes of any file.
 
     torchrun --nproc_per_node 8 examples/pretrain.py --text book.txt            # one node
-    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d \\
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d \
         --rdzv_endpoint HOST:29400 examples/pretrain.py --text book.txt        # on two nodes
 
 It accumulates microbatches, clips, follows a cosine schedule, evaluates, saves, resumes where it

@@ -238,6 +238,7 @@ def _recipe_text(forecast: Forecast) -> str:
 
 
 def memory_rows(forecast: Forecast) -> list[tuple[str, float]]:
+    """Return each kind of memory with its GB."""
     memory = forecast.memory
     kinds = {**memory.kinds, "margin": memory.margin, "total": memory.total}
     return [(name, num_bytes / GB) for name, num_bytes in kinds.items()]
@@ -247,6 +248,7 @@ CHANGE_HEADERS = ["saves", "GB", ""]
 
 
 def change_rows(forecast: Forecast) -> list[tuple[str, str, float, str]]:
+    """Return the table of changes, below ``CHANGE_HEADERS``."""
     return [
         (
             change.what,

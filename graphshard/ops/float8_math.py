@@ -210,4 +210,5 @@ def _contiguous(call: Call, x: _Value) -> _Value:
 
 
 def as_dtype(call: Call, x: _Value, dtype: torch.dtype) -> _Value:
+    """Convert ``x`` to ``dtype``, unless it has that dtype."""
     return x if value_of(x).dtype == dtype else call(convert, x, dtype)

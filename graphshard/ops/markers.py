@@ -95,6 +95,7 @@ _Tensor = torch.Tensor | None
 
 
 def is_marker(node: fx.Node) -> bool:
+    """Return whether ``node`` calls a marker op."""
     return node.target in SPECS
 
 

@@ -14,6 +14,8 @@ from .simulate import BucketCost, TransferCostModel, bucket_cost
 
 
 class CostedBucket(NamedTuple):
+    """A bucket with its predicted times and memory."""
+
     bucket: Bucket
     cost: BucketCost
     footprint: Footprint

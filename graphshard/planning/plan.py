@@ -175,6 +175,7 @@ def bucket_of(
 
 
 def is_copied_in(buffer: Sequence[Transfer]) -> bool:
+    """Return whether the transfers of one packed buffer have to be copied into it."""
     return len(buffer) > 1 or buffer[0].copied_in
 
 
@@ -260,6 +261,7 @@ def next_in_chain(buckets: Sequence[Bucket]) -> dict[int, int]:
 
 
 def in_launch_order(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Return ``buckets``, sorted by the step at which they are launched."""
     return tuple(sorted(buckets, key=lambda bucket: bucket.launch))
 
 

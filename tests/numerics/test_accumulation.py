@@ -1,5 +1,8 @@
-"""Gradient accumulation in which only the last microbatch communicates: compared with FSDP2 and
-with the whole batch at once; what is sent, and how often anything is compiled."""
+"""Gradient accumulation in which only the last microbatch communicates.
+
+Compared with FSDP2 and with the whole batch at once; what is sent, and how often anything is
+compiled.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""``p.data = x`` on a sharded parameter: `x` is split like the parameter, and the optimizer, the
-state dict and the next forward see it, as in a plain model."""
+"""``p.data = x`` on a sharded parameter.
+
+`x` is split like the parameter, and the optimizer, the state dict and the next forward see it, as
+in a plain model.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""``torch.optim.swa_utils`` on a sharded model, compared with an unsharded one: weight averages
-stay sharded, ``update_bn`` computes their statistics, and they can be saved and loaded."""
+"""``torch.optim.swa_utils`` on a sharded model, compared with an unsharded one.
+
+Weight averages stay sharded, ``update_bn`` computes their statistics, and they can be saved and
+loaded.
+"""
 
 from __future__ import annotations
 

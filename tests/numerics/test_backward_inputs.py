@@ -1,5 +1,7 @@
-"""``torch.autograd.grad(loss, params)`` and ``loss.backward(inputs=params)`` with sharded
-parameters: gradients match those of plain parameters, averaged over the ranks."""
+"""Gradients of chosen parameters match those of plain ones, averaged over the ranks.
+
+By ``torch.autograd.grad(loss, params)`` and ``loss.backward(inputs=params)``.
+"""
 
 from __future__ import annotations
 

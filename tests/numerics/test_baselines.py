@@ -1,5 +1,7 @@
-"""SGD steps of graphshard, DDP and eager FSDP2 on the same batches: all losses and gradients
-agree. SGD, because Adam would hide a wrong gradient scale."""
+"""SGD steps of graphshard, DDP and eager FSDP2 on the same batches.
+
+All losses and gradients agree. SGD, because Adam would hide a wrong gradient scale.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Models with graph breaks: they train like their unsharded copies from the first step on, and
-warn once about where they break."""
+"""Models with graph breaks.
+
+They train like their unsharded copies from the first step on, and warn once about where they break.
+"""
 
 from __future__ import annotations
 

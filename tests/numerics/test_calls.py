@@ -1,5 +1,7 @@
-"""How a model is called: outputs, several forwards before one backward, evaluation, checkpointed
-parts, and changing sizes."""
+"""How a model is called.
+
+Outputs, several forwards before one backward, evaluation, checkpointed parts, and changing sizes.
+"""
 
 from __future__ import annotations
 

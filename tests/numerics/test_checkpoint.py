@@ -1,5 +1,8 @@
-"""Checkpoints by `torch.distributed.checkpoint`, with optimizer state and bitwise: moved from four
-ranks to two to three, saved while training continues, and after an interrupted save."""
+"""Checkpoints by `torch.distributed.checkpoint`, with optimizer state and bitwise.
+
+Moved from four ranks to two to three, saved while training continues, and after an interrupted
+save.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""``SchedulePolicy(auto=True)``: all ranks save what the first rank chooses, and train exactly as
-with the same settings given by hand."""
+"""``SchedulePolicy(auto=True)``.
+
+All ranks save what the first rank chooses, and train exactly as with the same settings given by
+hand.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Copies of a sharded model keep working; pickling one raises with advice. Also averages and
-optimizers that were made before the model was sharded."""
+"""Copies of a sharded model keep working; pickling one raises with advice.
+
+Also averages and optimizers that were made before the model was sharded.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Eager parts whose parameter reads depend on a rank's data: every rank still issues the same
-collectives, and gradients match those of the unsharded model."""
+"""Eager parts whose parameter reads depend on a rank's data.
+
+Every rank still issues the same collectives, and gradients match those of the unsharded model.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""fp8 on real ranks: training compared with FSDP2 and torchao's linears (bitwise with aot_eager);
-bytes sent; scales and values equal to those of unsharded weights; models converted by torchao."""
+"""fp8 on real ranks.
+
+Training compared with FSDP2 and torchao's linears (bitwise with aot_eager); bytes sent; scales and
+values equal to those of unsharded weights; models converted by torchao.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Parameters that are frozen and unfrozen between steps, like those of a GAN's discriminator:
-results match an unsharded copy, with no more graphs than plain ``torch.compile`` makes."""
+"""Parameters that are frozen and unfrozen between steps, like those of a GAN's discriminator.
+
+Results match an unsharded copy, with no more graphs than plain ``torch.compile`` makes.
+"""
 
 from __future__ import annotations
 

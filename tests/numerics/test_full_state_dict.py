@@ -1,5 +1,8 @@
-"""`full_state_dict` and `load_full_state_dict`: the first rank gets bitwise the state of a plain
-model and its optimizer, and what it loads reaches all ranks."""
+"""`full_state_dict` and `load_full_state_dict`.
+
+The first rank gets bitwise the state of a plain model and its optimizer, and what it loads reaches
+all ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Random models under random strategies, precisions, schedules and training loops agree with plain
-copies: a minute of `tests.numerics.fuzz`, and the cases that failed before."""
+"""Random models under random options and training loops agree with plain copies.
+
+A minute of `tests.numerics.fuzz`, and the cases that failed before.
+"""
 
 from __future__ import annotations
 

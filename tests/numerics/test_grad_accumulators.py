@@ -1,6 +1,8 @@
-"""Sums of unreduced gradients in unusual situations: a backward that does not reach the parameters,
-hooks that copy saved tensors, one backward of reduced and unreduced forwards, errors, and frozen
-parameters."""
+"""Sums of unreduced gradients in unusual situations.
+
+A backward that does not reach the parameters, hooks that copy saved tensors, one backward of
+reduced and unreduced forwards, errors, and frozen parameters.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ def _plain(twins: Twins, batches: list[Tensor]) -> None:
 
 
 def _of_an_input() -> None:
-    """Call ``torch.autograd.grad`` for an input, which runs the whole compiled backward and drops
-    the gradients of the parameters."""
+    """Call ``torch.autograd.grad`` for an input.
+
+    It runs the whole compiled backward and drops the gradients of the parameters.
+    """
     twins = Twins(MLP())
     batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
     with graphshard.no_sync(twins.model):

@@ -1,5 +1,7 @@
-"""Parameters read inside a higher-order operator or under a ``torch.func`` transform: all ranks
-gather the same, whatever their data and sizes, and gradients are right."""
+"""Parameters read inside a higher-order operator or under a ``torch.func`` transform.
+
+All ranks gather the same, whatever their data and sizes, and gradients are right.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Hooks on parameters fire with sharded gradients, whenever they were registered, and may run an
-optimizer step in backward; hooks on modules are traced into the graph."""
+"""Hooks on parameters fire with sharded gradients, whenever they were registered.
+
+They may run an optimizer step in backward. Hooks on modules are traced into the graph.
+"""
 
 from __future__ import annotations
 

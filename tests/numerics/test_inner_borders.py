@@ -1,5 +1,7 @@
-"""`mp_policy` of an inner module, compared with eager FSDP2 that wraps this module: inputs and
-outputs are cast at its border. Bitwise, on two ranks."""
+"""`mp_policy` of an inner module, compared with eager FSDP2 that wraps this module.
+
+Inputs and outputs are cast at its border. Bitwise, on two ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""`load_state_dict` of a sharded model: it accepts full tensors and the rank's own shards, refuses
-shards of other ranks and wrong shapes, and communicates nothing."""
+"""`load_state_dict` of a sharded model.
+
+It accepts full tensors and the rank's own shards, refuses shards of other ranks and wrong shapes,
+and communicates nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""`graphshard.materialize`: the shards of a meta-device model get the values of its own
-initialisation, whatever the number of ranks."""
+"""`graphshard.materialize`.
+
+The shards of a meta-device model get the values of its own initialisation, whatever the number of
+ranks.
+"""
 
 from __future__ import annotations
 

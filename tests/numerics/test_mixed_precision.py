@@ -1,5 +1,8 @@
-"""`mp_policy` on two ranks compared with eager FSDP2: bitwise, except in float16 and under
-Inductor. Also the dtypes of collectives, parameters that are not cast, overrides and errors."""
+"""`mp_policy` on two ranks compared with eager FSDP2.
+
+Bitwise, except in float16 and under Inductor. Also the dtypes of collectives, parameters that are
+not cast, overrides and errors.
+"""
 
 from __future__ import annotations
 

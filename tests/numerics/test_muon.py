@@ -1,5 +1,7 @@
-"""`graphshard.optim.Muon` compared with unsharded `torch.optim.Muon` on the same gradients, bitwise
-on a CPU; its state in checkpoints; its errors."""
+"""`graphshard.optim.Muon` compared with unsharded `torch.optim.Muon` on the same gradients.
+
+Bitwise on a CPU; also its state in checkpoints, and its errors.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Ops with misleading names or arguments: an `argmax` saved for backward is not a graph input such
-as `arg0_1`, and the second argument of a norm is not a dimension."""
+"""Ops with misleading names or arguments.
+
+An `argmax` saved for backward is not a graph input such as `arg0_1`, and the second argument of a
+norm is not a dimension.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""CPU offload of shards, gradients and optimizer state: values equal those of FSDP2 with the same
-policy and of graphshard without it, and shards are copied where the plan says. Also activations
-offloaded to stay within a memory budget."""
+"""CPU offload of shards, gradients and optimizer state.
+
+Values equal those of FSDP2 with the same policy and of graphshard without it, and shards are copied
+where the plan says. Also activations offloaded to stay within a memory budget.
+"""
 
 from __future__ import annotations
 

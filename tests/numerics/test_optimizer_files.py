@@ -1,5 +1,8 @@
-"""Optimizer state dicts in files. As with models, each rank loads its own file; a file saved by one
-rank alone is refused by the others."""
+"""Optimizer state dicts in files.
+
+As with models, each rank loads its own file; a file saved by one rank alone is refused by the
+others.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Optimizers of torch and transformers on sharded parameters: each works as on an unsharded copy,
-also after saving and loading its state, or raises the error that the table has."""
+"""Optimizers of torch and transformers on sharded parameters.
+
+Each works as on an unsharded copy, also after saving and loading its state, or raises the error
+that the table has.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Optimizers built before the first step are re-pointed, with their state and groups; those built
-after it, schedulers, gradient clipping and accumulation work as on a plain model."""
+"""Optimizers built before the first step are re-pointed, with their state and groups.
+
+Those built after it, schedulers, gradient clipping and accumulation work as on a plain model.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Overlap moves collectives and changes no value: under `aot_eager`, results are bitwise those of
-unscheduled graphs, also with parameters kept unsharded or a tight memory budget."""
+"""Overlap moves collectives and changes no value.
+
+Under `aot_eager`, results are bitwise those of unscheduled graphs, also with parameters kept
+unsharded or a tight memory budget.
+"""
 
 from __future__ import annotations
 

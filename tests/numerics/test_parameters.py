@@ -1,5 +1,8 @@
-"""Parameters of every kind: with fewer rows than ranks, scalar, empty, strided, frozen, integer,
-half precision, unused, ignored, tied, used twice; and changes of `requires_grad`."""
+"""Parameters of every kind.
+
+With fewer rows than ranks, scalar, empty, strided, frozen, integer, half precision, unused,
+ignored, tied, used twice; and changes of `requires_grad`.
+"""
 
 from __future__ import annotations
 
@@ -307,8 +310,10 @@ def test_unused_output_gives_zero_gradients() -> None:
 
 
 class Sliced(nn.Module):
-    """Model whose input width is symbolic until a later layer fixes it, so that the gradient of an
-    earlier parameter is traced with a symbolic size."""
+    """Model whose input width is symbolic until a later layer fixes it.
+
+    So the gradient of an earlier parameter is traced with a symbolic size.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""Regions (repeated layers that are compiled once) match an unsharded copy, and graphs without
-regions: bit by bit under `aot_eager`, random numbers included."""
+"""Regions (repeated layers that are compiled once) match an unsharded copy.
+
+They also match graphs without regions, bit by bit under `aot_eager`, random numbers included.
+"""
 
 from __future__ import annotations
 

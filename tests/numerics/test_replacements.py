@@ -1,5 +1,8 @@
-"""Replaced parameters: training continues if the new one is a DTensor of the same layout, as under
-FSDP2; otherwise an error names the parameter."""
+"""Replaced parameters.
+
+Training continues if the new one is a DTensor of the same layout, as under FSDP2; otherwise an
+error names the parameter.
+"""
 
 from __future__ import annotations
 

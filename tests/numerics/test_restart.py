@@ -1,5 +1,8 @@
-"""Restarts with warm compile caches. Gradients match the unsharded model whatever has changed in
-between; if nothing has, nothing is compiled again."""
+"""Restarts with warm compile caches.
+
+Gradients match the unsharded model whatever has changed in between; if nothing has, nothing is
+compiled again.
+"""
 
 from __future__ import annotations
 

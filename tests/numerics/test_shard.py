@@ -1,5 +1,7 @@
-"""`graphshard.shard` of materialised and meta-device models; conversions, loading and plain calls
-of a sharded model; errors."""
+"""`graphshard.shard` of materialised and meta-device models.
+
+Conversions, loading and plain calls of a sharded model; errors.
+"""
 
 from __future__ import annotations
 

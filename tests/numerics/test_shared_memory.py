@@ -1,5 +1,7 @@
-"""Parameters that share elements are refused before anything is changed; those that lie side by
-side in one buffer are sharded separately."""
+"""Parameters that share elements are refused before anything is changed.
+
+Those that lie side by side in one buffer are sharded separately.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""One rank: nothing is sent or copied, gradients are bitwise those without sharding, and gradients
-and outputs have their own memory."""
+"""One rank.
+
+Nothing is sent or copied, gradients are bitwise those without sharding, and gradients and outputs
+have their own memory.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,10 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 class _Odd(nn.Module):
-    """Model with tied weights, a convolution and two parameters with one gradient; it returns a
-    parameter and a view of another."""
+    """Model with tied weights, a convolution and two parameters with one gradient.
+
+    It returns a parameter and a view of another.
+    """
 
     def __init__(self) -> None:
         super().__init__()

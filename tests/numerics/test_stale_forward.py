@@ -1,6 +1,8 @@
-"""Parameters that change between forward and backward: as in a plain model, backward raises if it
-would gather them again; if they were kept unsharded, gradients are those of the forward. Sharding
-in between changes no gradient."""
+"""Parameters that change between forward and backward.
+
+As in a plain model, backward raises if it would gather them again; if they were kept unsharded,
+gradients are those of the forward. Sharding in between changes no gradient.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""State dicts and checkpoints: names are those of the plain model, `state_dict()` communicates
-nothing, and `torch.distributed.checkpoint` loads them on another number of ranks, into a plain
-model, into FSDP2 and back."""
+"""State dicts and checkpoints.
+
+Names are those of the plain model, `state_dict()` communicates nothing, and
+`torch.distributed.checkpoint` loads them on another number of ranks, into a plain model, into FSDP2
+and back.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Every sharding strategy compared with its peer in FSDP2 or DDP: losses and gradients of SGD
-steps, and the bytes that each group sends. The model is a GPT with tied weights, and none of its
-sizes is divisible by the number of ranks."""
+"""Every sharding strategy compared with its peer in FSDP2 or DDP.
+
+Losses and gradients of SGD steps, and the bytes that each group sends. The model is a GPT with tied
+weights, and none of its sizes is divisible by the number of ranks.
+"""
 
 from __future__ import annotations
 

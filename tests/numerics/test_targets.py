@@ -1,5 +1,8 @@
-"""Targets of `torch.compile`: a module, a function or method that uses one, several models, part of
-a model, a model on some of the ranks. The first step already shards, and its result is right."""
+"""Targets of `torch.compile`.
+
+A module, a function or method that uses one, several models, part of a model, a model on some of
+the ranks. The first step already shards, and its result is right.
+"""
 
 from __future__ import annotations
 

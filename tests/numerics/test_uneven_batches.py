@@ -1,5 +1,8 @@
-"""Ranks whose batches differ so much that they trace different graphs: a last batch of one sample
-on one rank, lists of different lengths. Results match the unsharded model."""
+"""Ranks whose batches differ so much that they trace different graphs.
+
+A last batch of one sample on one rank, lists of different lengths. Results match the unsharded
+model.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""FSDP2's own tests of mixed precision in wrapped modules, with `overrides` that name the same
-modules: results are those of FSDP2, bitwise except in float16, on two ranks."""
+"""FSDP2's own tests of mixed precision in wrapped modules.
+
+`overrides` name the same modules, and results are those of FSDP2, bitwise except in float16, on two
+ranks.
+"""
 
 from __future__ import annotations
 

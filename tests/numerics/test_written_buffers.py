@@ -1,5 +1,7 @@
 """Forwards that read a buffer and then write it: recomputation in backward reads the old value.
-Plain ``torch.compile`` silently reads the new one (2.11 to 2.13)."""
+
+Plain ``torch.compile`` silently reads the new one (2.11 to 2.13).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """torchtitan's Llama3 configurations, trained with graphshard.
 
-    torchrun --nproc_per_node=8 -m torchtitan.train \
-        --module graphshard.integrations.torchtitan.llama3 --config llama3_8b
+Use: ``torchrun --nproc_per_node=8 -m torchtitan.train
+--module graphshard.integrations.torchtitan.llama3 --config llama3_8b``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torchtitan's Qwen3 configurations, trained with graphshard.
 
-    torchrun --nproc_per_node=8 -m torchtitan.train \
-        --module graphshard.integrations.torchtitan.qwen3 --config qwen3_14b
+Use: ``torchrun --nproc_per_node=8 -m torchtitan.train
+--module graphshard.integrations.torchtitan.qwen3 --config qwen3_14b``.
 """
 
 from __future__ import annotations

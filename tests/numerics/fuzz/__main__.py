@@ -1,6 +1,8 @@
-"""``python -m tests.numerics.fuzz --seed 123``, or ``--seeds 0:500``: run random cases and print
-those that fail, one per line. With ``--shrink``, also print the smallest case that fails in the
-same way."""
+"""``python -m tests.numerics.fuzz --seed 123``, or ``--seeds 0:500``.
+
+Run random cases and print those that fail, one per line. With ``--shrink``, also print the smallest
+case that fails in the same way.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Random cases for the fuzz tests, as plain data: a model, graphshard's options, and a training
-loop. `draw(seed)` returns the same case on every machine."""
+"""Random cases for the fuzz tests, as plain data.
+
+A model, graphshard's options, and a training loop. `draw(seed)` returns the same case on every
+machine.
+"""
 
 from __future__ import annotations
 

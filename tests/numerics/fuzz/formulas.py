@@ -1,5 +1,8 @@
-"""Formulas that the leaves of a fuzzed model compute from an activation `x` `[rows, length, dim]`
-and some parameters. Each uses another parameter shape, view, index or in-place op."""
+"""Formulas that the leaves of a fuzzed model compute.
+
+Each maps an activation `x` `[rows, length, dim]` and some parameters, and uses another parameter
+shape, view, index or in-place op.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What users do with a model besides training it: read parameters in all the ways that Python
-allows, register hooks, and change ``p.data`` between steps."""
+"""What users do with a model besides training it.
+
+Read parameters in all the ways that Python allows, register hooks, and change ``p.data`` between
+steps.
+"""
 
 from __future__ import annotations
 

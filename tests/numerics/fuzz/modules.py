@@ -1,5 +1,8 @@
-"""Blocks of a fuzzed model: leaves, and wrappers that call other blocks twice, in a checkpoint,
-outside of the graph, or only sometimes. All map `[rows, length, dim]` to the same shape."""
+"""Blocks of a fuzzed model.
+
+Leaves, and wrappers that call other blocks twice, in a checkpoint, outside of the graph, or only
+sometimes. All map `[rows, length, dim]` to the same shape.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Train one case: a sharded model next to one plain copy per rank, whose gradients are averaged as
-in DDP. Every rank calls `run_trial`."""
+"""Train one case.
+
+A sharded model next to one plain copy per rank, whose gradients are averaged as in DDP. Every rank
+calls `run_trial`.
+"""
 
 from __future__ import annotations
 
