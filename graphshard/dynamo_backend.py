@@ -344,7 +344,7 @@ def shard(
     arguments = dict(locals())
     root = arguments.pop("model")
     if not isinstance(root, nn.Module):
-        raise BackendError(f"model is a {type(root).__name__}: give the module to be sharded")
+        raise BackendError(f"model is a {type(root).__name__}: pass the module to be sharded")
     options = Options.from_arguments(arguments)
     mesh = mesh_for(options, root.parameters())
     shard_module(root, mesh, options, in_use=False, allow_meta=True)
@@ -411,9 +411,12 @@ _named: dict[Hashable, Backend] = {}
 
 def _backend_for(options: Mapping[str, Any]) -> Backend:
     known = inspect.signature(backend).parameters
-    for name, value in options.items():
+    for name in options:
         if name not in known:
-            raise BackendError(f"options[{name!r}]={value!r}: must be one of {list(known)}")
+            raise BackendError(
+                f"options has {name!r}, which is no argument of graphshard.backend: use some of "
+                f"{list(known)}"
+            )
     key = hashable(options)
     if key not in _named:
         _named[key] = backend(**options)

@@ -45,7 +45,7 @@ def _set_attributes(unpickler: Any) -> None:
     """
     made = unpickler.stack[-2]
     if isinstance(made, type) or not dataclasses.is_dataclass(made):
-        raise pickle.UnpicklingError(f"changes {made!r}, which no metadata does")
+        raise pickle.UnpicklingError(f"the file changes {made!r}, which metadata never does")
     pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
 
 
@@ -65,7 +65,8 @@ class _Unpickler(pickle._Unpickler):
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"names {module}.{name}, which no metadata of torch.distributed.checkpoint has"
+            f"the file names {module}.{name}, which metadata of torch.distributed.checkpoint never "
+            "does"
         )
 
 

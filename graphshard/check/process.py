@@ -139,8 +139,8 @@ def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProces
     except subprocess.TimeoutExpired as error:
         raise CheckError(
             Failure(
-                f"no result after {timeout_s:.0f} s: try a model with fewer layers of the same "
-                "kind, or allow more time"
+                f"the check did not finish within {timeout_s:.0f} s: use fewer layers of the same "
+                "kind, or raise --timeout"
             )
         ) from error
 

@@ -53,7 +53,7 @@ class Rate:
     def __post_init__(self) -> None:
         _check_positive("peak", self.peak)
         if not self.achieved:
-            raise ValueError("achieved=(): give at least one (amount, fraction of the peak)")
+            raise ValueError("achieved=(): pass at least one (amount, fraction of the peak)")
         for amount, fraction in self.achieved:
             _check_positive("achieved", amount)
             _check_positive("achieved", fraction)
@@ -117,7 +117,7 @@ class Interconnect:
         for kind in COLLECTIVE_KINDS:
             if kind not in self.bus:
                 raise ValueError(
-                    f"bus has no {kind!r}: give the bandwidth of each of {COLLECTIVE_KINDS}"
+                    f"bus has no {kind!r}: pass the bandwidth of each of {COLLECTIVE_KINDS}"
                 )
 
 

@@ -92,7 +92,7 @@ def _plan(args: argparse.Namespace) -> int:
         tables, traced = [], None
         if args.search:
             if args.model.rpartition(":")[0].endswith(".py"):
-                raise ValueError("--search varies the batch, which a function fixes: give a config")
+                raise ValueError("--search varies the batch, which a function fixes: pass a config")
 
             def make_workload(size: int) -> Workload:
                 return find_workload(args.model, batch._replace(size=size))
@@ -121,7 +121,7 @@ def _print_largest(
         ValueError: the model cannot grow, or ``--json`` is given.
     """
     if not is_config(args.model):
-        raise ValueError(f"--largest: cannot scale {args.model}: give a config, not a function")
+        raise ValueError(f"--largest: cannot scale {args.model}: pass a config, not a function")
     if args.json is not None:
         raise ValueError("--largest does not write --json: leave one of them out")
     config = find_config(args.model)

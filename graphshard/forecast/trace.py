@@ -167,7 +167,7 @@ def trace(
             held = _held(model)
     if not any(graph.kind == GraphKind.BACKWARD for graph in reader.graphs):
         raise UntraceableError(
-            "no parameter of the model requires a gradient: give a model that is trained"
+            "no parameter of the model requires a gradient: pass a model that is trained"
         )
     return TracedStep(tuple(reader.graphs), held)
 

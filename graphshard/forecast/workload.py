@@ -91,7 +91,7 @@ def find_workload(model: str, batch: BatchShape) -> Workload:
     if Path(model).exists():
         raise ValueError(f"{model}: must be a folder with a config.json, or FILE.py:FUNCTION")
     raise ValueError(
-        f"model {model!r} is not known: give FILE.py:FUNCTION, the folder of a transformers "
+        f"model {model!r} is not known: pass FILE.py:FUNCTION, the folder of a transformers "
         f"config, FAMILY:key=value,.. or one of {', '.join(PUBLIC_MODELS)}"
     )
 
@@ -128,7 +128,7 @@ def count_tokens(inputs: Inputs) -> tuple[int, str]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not tensors:
         raise ValueError(
-            "inputs: no tensor has a batch dimension; give the inputs of a step on one rank"
+            "inputs: no tensor has a batch dimension; pass the inputs of a step on one rank"
         )
     first = tensors[0]
     if first.is_floating_point() or first.dim() < 2:
@@ -270,11 +270,11 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
     is_image = auto.__name__.endswith("ImageClassification")
     length = batch.length or getattr(config, "max_position_embeddings", None)
     if not is_image and length is None:
-        raise ValueError(f'{name}: give the tokens of a sample, as in --batch "1x8192"')
+        raise ValueError(f'{name}: add the tokens of a sample, as in --batch "1x8192"')
     positions = getattr(config, "n_positions", None)
     if positions and length and length > positions:
         raise ValueError(
-            f"batch: {name} has only {positions} positions for {length} tokens: give "
+            f"batch: {name} has only {positions} positions for {length} tokens: pass "
             f'--batch "{batch.size}x{positions}"'
         )
 

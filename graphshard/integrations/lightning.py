@@ -52,14 +52,14 @@ def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
     """
     if model is owner:
         raise ValueError(
-            "Lightning calls training_step instead of the LightningModule's forward: give "
+            "Lightning calls training_step instead of the LightningModule's forward: pass "
             "configure() the module that training_step calls, such as self.net"
         )
     if not is_sharded(model):
         strategy = owner.trainer.strategy
         if owner.device_mesh is None:
             raise ValueError(
-                f"the Trainer has {type(strategy).__name__}: give the Trainer "
+                f"the Trainer has {type(strategy).__name__}: pass the Trainer "
                 "strategy=ShardedStrategy() of graphshard.integrations.lightning"
             )
         _shard_on(strategy.root_device, model, owner.device_mesh, options)

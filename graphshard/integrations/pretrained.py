@@ -44,16 +44,20 @@ logger = logging.getLogger(__name__)
 Values: TypeAlias = dict[str, torch.Tensor]
 """Full tensors, possibly still in files, by parameter name."""
 
+_QUANTIZED = (
+    "quantized parameters cannot be sharded: load the model with transformers, then call "
+    "graphshard.shard with these parameters in ignored_params"
+)
 _REFUSED = {
     "device_map": "the mesh says where shards are",
     "max_memory": "the mesh says where shards are",
-    "offload_folder": 'to keep shards on the host give sharding={"offload_policy": ...}',
+    "offload_folder": 'to keep shards on the host, pass sharding={"offload_policy": ...}',
     "distributed_config": "graphshard shards the model",
     "device_mesh": "give it as mesh",
     "tp_plan": "graphshard shards the model",
     "tp_size": "graphshard shards the model",
-    "quantization_config": "quantized parameters cannot be sharded",
-    "gguf_file": "quantized parameters cannot be sharded",
+    "quantization_config": _QUANTIZED,
+    "gguf_file": _QUANTIZED,
 }
 """Arguments of ``from_pretrained`` that contradict sharding, and what to do instead."""
 _INITIALISED = "_is_hf_initialized"
@@ -126,7 +130,7 @@ def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, 
     """Raise ValueError if an argument contradicts sharding, or ``cls`` is not a model class."""
     if not (isinstance(cls, type) and issubclass(cls, (PreTrainedModel, _BaseAutoModelClass))):
         raise ValueError(
-            f"cls={cls!r}: give a model class of transformers, or one of its AutoModelFor... "
+            f"cls={cls!r}: pass a model class of transformers, or one of its AutoModelFor... "
             "classes. Load models of others with their own method, then call graphshard.shard"
         )
     for name, advice in _REFUSED.items():
@@ -134,7 +138,7 @@ def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, 
             raise ValueError(f"{name}={kwargs[name]!r}: leave it out: {advice}")
     if options.get("ignored_params") is not None:
         raise ValueError(
-            "ignored_params: the model has no parameters yet; to replicate some, give "
+            "ignored_params: the model has no parameters yet; to replicate some, set "
             'overrides={glob: {"shard": False}}'
         )
 
@@ -147,7 +151,7 @@ def _check_complete(report: Mapping[str, Any]) -> None:
             faults.append(f"{what} {_first_ten(map(repr, sorted(report[key])))}")
     if faults:
         raise ValueError(
-            f"strict=True, and {'; '.join(faults)}: give the class that was saved, or strict=False"
+            f"strict=True, and {'; '.join(faults)}: pass the class that was saved, or strict=False"
         )
 
 
@@ -197,7 +201,7 @@ class _Outline:
         if threading.get_ident() != self._thread:
             return self._load(model, state_dict, checkpoint_files, load_config, expected_keys)
         if load_config.is_quantized:
-            raise ValueError(f"{type(model).__name__}: quantized parameters cannot be sharded")
+            raise ValueError(f"{type(model).__name__}: {_QUANTIZED}")
         if self._has_loaded:
             raise ValueError(
                 "the checkpoint has adapters, or a model within the model: load the base model "
@@ -256,7 +260,8 @@ def _stored_state(
         stored |= {name: _from_tensor(tensor) for name, tensor in loaded.items()}
     if extra := [name for name in stored if name.endswith("_extra_state")]:
         raise ValueError(
-            f"{extra[0]!r} is neither a parameter nor a buffer, and cannot be read in rows"
+            f"the checkpoint has {extra[0]!r}, which is neither a parameter nor a buffer: load the "
+            "model with its own from_pretrained, then call graphshard.shard"
         )
     return stored
 

@@ -283,13 +283,13 @@ def _parameter_set(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parame
         return frozenset()
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         raise ValueError(
-            f"ignored_params is a {type(params).__name__}: give a set of nn.Parameter objects"
+            f"ignored_params is a {type(params).__name__}: pass a set of nn.Parameter objects"
         )
     unique = frozenset(params)
     for param in unique:
         if not isinstance(param, nn.Parameter):
             raise ValueError(
-                f"ignored_params holds a {type(param).__name__}: give the nn.Parameter objects"
+                f"ignored_params holds a {type(param).__name__}: pass the nn.Parameter objects"
             )
     return unique
 
@@ -311,7 +311,7 @@ def _writable_folder(dump: object) -> Path | None:
             return path
     except OSError as error:
         raise ValueError(
-            f"dump={str(dump)!r}: {error.strerror}; give a folder that can be written"
+            f"dump={str(dump)!r}: {error.strerror}: choose a folder that can be written"
         ) from error
 
 
@@ -327,7 +327,7 @@ def check_mesh(mesh: object) -> None:
         )
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}: give one axis "
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}: use one axis "
             "to shard over, or two, of replicas and shards (HSDP), as in "
             "mesh['replicate', 'shard']"
         )

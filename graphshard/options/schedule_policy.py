@@ -101,7 +101,9 @@ class SchedulePolicy:
                 "overlaps: set schedule.overlap=True, or leave them out"
             )
         if self.node_cost is not None and not callable(self.node_cost):
-            raise ValueError(f"node_cost={self.node_cost!r}: must be a function of a node, or None")
+            raise ValueError(
+                f"schedule.node_cost={self.node_cost!r}: must be a function of an fx.Node, or None"
+            )
         if self.hardware != "auto":
             _hardware(self.hardware)
 

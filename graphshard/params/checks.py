@@ -147,7 +147,7 @@ def _fault_of_modules(root: nn.Module) -> str | None:
         if wrapper is not None:
             return (
                 f"module {name or type(root).__name__!r} is already wrapped by "
-                f"{wrapper.__name__}: give graphshard the plain module"
+                f"{wrapper.__name__}: pass graphshard the plain module"
             )
     return None
 
@@ -205,7 +205,7 @@ def _fault_of_ddp(plain_params: Sequence[PlainParam]) -> str | None:
     return (
         f"parameter {plain.fqn!r} is reduced by DistributedDataParallel around the model: leave "
         "that out, and call what torch.compile(model, backend=graphshard.backend(mesh)) returns; "
-        'to replicate parameters as it does, give overrides={"*": {"shard": False}}'
+        'to replicate parameters as it does, set overrides={"*": {"shard": False}}'
     )
 
 
@@ -213,7 +213,7 @@ def _fault_of_tensor(param: nn.Parameter, all_meta: bool) -> str | None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         return "is lazy: run one forward, or give its shape, before sharding"
     if isinstance(param, DTensor):
-        return f"is a DTensor of {param.placements} already: give graphshard the plain module"
+        return f"is a DTensor of {param.placements} already: pass graphshard the plain module"
     if is_traceable_wrapper_subclass(param.data):
         return (
             f"is a {type(param.data).__name__}: only plain tensors can be sharded"
@@ -233,7 +233,7 @@ def _instead_of_subclass(param: nn.Parameter) -> str:
     if param.requires_grad:
         return ""  # if ignored, its gradient would not be reduced
     return (
-        ". It is frozen: to keep it whole on every rank, as the quantised base of QLoRA, give "
+        ". It is frozen: to keep it whole on every rank, as the quantised base of QLoRA, set "
         "ignored_params=[p for p in model.parameters() if isinstance(p.data, "
         f"{type(param.data).__name__})]"
     )
@@ -330,7 +330,7 @@ def _fault_of_fp8(
     for name, module in root.named_modules():
         if is_of_torchao(module):
             return (
-                f"module {name!r} is torchao's {type(module).__name__} already: give graphshard "
+                f"module {name!r} is torchao's {type(module).__name__} already: pass graphshard "
                 "the plain module, or leave fp8 out"
             )
     recipes = {

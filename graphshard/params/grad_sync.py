@@ -103,6 +103,6 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
 
 def _check(model: object, flag: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: give the module that is trained")
+        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
     if not isinstance(flag, bool):
         raise ValueError(f"the flag is {flag!r}: must be True or False")

@@ -67,9 +67,9 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         ValueError: ``model`` is not a module, or ``optimizer`` is not an optimizer.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: give the module that is trained")
+        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer")
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
     state = {} if optimizer is None else optimizer.state
     params = list(model.parameters())
     sharded_params = [p for p in map(sharded_param_of, params) if p is not None]

@@ -145,7 +145,7 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
     """
     root: Any = uncompiled(model)
     if not is_peft_model(root):
-        raise ValueError(f"model is a {type(root).__name__}: give the PeftModel")
+        raise ValueError(f"model is a {type(root).__name__}: pass the PeftModel")
     refuse_prompt_learning(root)
     groups = mesh_groups_of(root)
     if groups is None:

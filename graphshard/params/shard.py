@@ -397,7 +397,7 @@ def sync_buffers(model: nn.Module) -> None:
     """
     root = uncompiled(model)
     if not isinstance(root, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: give the module that is trained")
+        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
     groups = mesh_groups_of(root)
     named = sorted(root.named_buffers())
     facts = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in named]

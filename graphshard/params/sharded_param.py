@@ -495,7 +495,7 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
         fault = f"the value is on {value.device_mesh} instead of {spec.mesh}"
     if fault is not None:
         raise BackendError(
-            f"the data of parameter {spec.fqn!r} cannot be assigned: {fault}. Give a full "
+            f"the data of parameter {spec.fqn!r} cannot be assigned: {fault}. Assign a full "
             "tensor that is equal on all ranks, or a DTensor on the parameter's mesh"
         )
     if isinstance(value, DTensor):
@@ -641,7 +641,7 @@ class ShardedModel:
             self.warned_of_options = True
             warnings.warn(
                 f"graphshard: {', '.join(ignored)} of the backend has no effect: {self.name} was "
-                "sharded before, with other arguments. Give graphshard.shard the same",
+                "sharded before, with other arguments. Pass the same to graphshard.shard",
                 stacklevel=2,
             )
 

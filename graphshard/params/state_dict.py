@@ -150,9 +150,9 @@ def checked_module(
     """Check the arguments; return ``model`` without the wrapper of ``torch.compile``."""
     root = uncompiled(model)
     if not isinstance(root, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: give the module that is trained")
+        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
     if optim is not None and not isinstance(optim, torch.optim.Optimizer):
-        raise ValueError(f"optim is a {type(optim).__name__}: give a torch.optim.Optimizer")
+        raise ValueError(f"optim is a {type(optim).__name__}: pass a torch.optim.Optimizer")
     for name, param in root.named_parameters():
         if param.is_meta and not allow_meta:
             raise ValueError(
@@ -190,7 +190,7 @@ def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list
     groups = [group["params"] for group in optim.param_groups]
     if any(param not in names for group in groups for param in group):
         raise ValueError(
-            "optim has a parameter that model does not have: give this model's optimizer"
+            "optim has a parameter that model does not have: pass this model's optimizer"
         )
     return [[names[param] for param in group] for group in groups]
 
@@ -307,17 +307,17 @@ def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: Mesh
 def _model_fault(state: object) -> str | None:
     """Return why the first rank's state dict of the model cannot be loaded, or None."""
     if not isinstance(state, Mapping):
-        return f"state_dict is a {type(state).__name__}: give full tensors by name"
+        return f"state_dict is a {type(state).__name__}: pass full tensors by name"
     for name, value in state.items():
         if isinstance(value, DTensor):
-            return f"{name!r} is a DTensor: give full tensors, or call model.load_state_dict"
+            return f"{name!r} is a DTensor: pass full tensors, or call model.load_state_dict"
     return None
 
 
 def _optimizer_fault(state: object, names: list[list[str]]) -> str | None:
     """Return why the first rank's state dict of the optimizer cannot be loaded, or None."""
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-        return "optim_state_dict is not an optimizer's state dict: give that of full_state_dict"
+        return "optim_state_dict is not an optimizer's state dict: pass that of full_state_dict"
     own = {name for group in names for name in group}
     saved = {name: number for number, g in enumerate(state["param_groups"]) for name in g["params"]}
     if any(isinstance(name, int) for name in saved):

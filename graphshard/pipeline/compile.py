@@ -113,7 +113,7 @@ def _warn_over_budget(compiled: CompiledGraph) -> None:
             warnings.warn(
                 f"graphshard: memory_budget_gb={budget / 1e9:.3g}: the {dump.plan.graph} graph of "
                 f"this rank needs {needed / 1e9:.3g} GB, since it gathers as planned for the first "
-                "rank's smaller batch: give ranks batches of about one size, or a smaller budget",
+                "rank's smaller batch: use batches of about one size, or a smaller budget",
                 stacklevel=2,
             )
 

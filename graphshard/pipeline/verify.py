@@ -143,9 +143,9 @@ def _launch_kind(node: fx.Node) -> TransferKind:
 
 
 def _verify_one_wait(buffer: fx.Node) -> None:
-    waits = [user for user in buffer.users if user.target is _c10d.wait_tensor.default]
-    if len(waits) != 1 or len(buffer.users) != 1:
-        raise AssertionError(f"{buffer.name} is waited for {len(waits)} times")
+    users = list(buffer.users)
+    if [user.target for user in users] != [_c10d.wait_tensor.default]:
+        raise AssertionError(f"{buffer.name} must have one user, its wait, and has {users}")
 
 
 def _full_bytes(node: fx.Node) -> int:

@@ -169,7 +169,7 @@ class DumpWriter:
             self._write(self._folder, f"{stage}.{when}.py", code.strip() + "\n")
 
     def write_plan(self, dump: Dump) -> None:
-        """Write the dump, its trace and its table, and log them to ``TORCH_TRACE``."""
+        """Write the dump, its trace and its table; log dump and table to ``TORCH_TRACE``."""
         kind = dump.plan.graph
         if self._logged.get(kind) != dump:  # unchanged if compiled again for its code
             self._logged[kind] = dump

@@ -335,7 +335,7 @@ def test_script_with_a_syntax_error_is_reported(
 
 def test_script_that_hangs_is_stopped(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:hangs", "--timeout", "12"]) == 1
-    assert "error  no result after 12 s" in capsys.readouterr().out
+    assert "error  the check did not finish within 12 s" in capsys.readouterr().out
 
 
 def test_warning_about_cuda_graphs_is_shown(

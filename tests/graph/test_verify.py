@@ -93,8 +93,8 @@ def _out_of_order(graph: fx.Graph, plan: Plan) -> Plan:
     ("break_it", "match"),
     [
         (_leave_marker, "were not lowered"),
-        (_forget_to_wait, "is waited for 0 times"),
-        (_wait_twice, "is waited for 2 times"),
+        (_forget_to_wait, "must have one user, its wait"),
+        (_wait_twice, "must have one user, its wait"),
         (_use_before_waiting, "waited for"),
         (_other_order, "planned .* but the graph does"),
         (_one_more, "planned .* but the graph does"),

@@ -49,7 +49,7 @@ def test_equal_options_share_a_backend(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_wrong_options_raise_in_torch_compile() -> None:
-    with pytest.raises(ValueError, match="options\\['shards'\\]=4: must be one of"):
+    with pytest.raises(ValueError, match="options has 'shards'"):
         torch.compile(MLP(), backend="graphshard", options={"shards": 4})
 
 

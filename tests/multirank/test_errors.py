@@ -348,7 +348,7 @@ def test_invalid_option_is_refused(name: str, value: Any) -> None:
 
 
 def test_shard_refuses_an_optimizer() -> None:
-    with pytest.raises(ValueError, match="model is a SGD: give the module"):
+    with pytest.raises(ValueError, match="model is a SGD: pass the module"):
         graphshard.shard(torch.optim.SGD(MLP().parameters()))  # type: ignore[arg-type]
 
 
@@ -361,7 +361,7 @@ def test_unknown_option_is_refused(make: Callable[..., object]) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"bucket_size": 3}, r"'bucket_size'.*must be one of.*reshard_after_forward"),
+        ({"bucket_size": 3}, r"'bucket_size'.*use some of.*reshard_after_forward"),
         ({"compiler": "nvcc"}, r"compiler='nvcc'.*inductor"),
         ({"reshard_after_forward": "yes"}, "reshard_after_forward='yes'"),
     ],

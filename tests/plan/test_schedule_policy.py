@@ -19,7 +19,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"overlap": False, "memory_budget_gb": 1}, r"limit what overlaps: set schedule\.overlap=True"),
     ({"auto": "yes"}, r"schedule\.auto='yes': must be True or False"),
     ({"overlap": False, "auto": True}, r"auto=True with overlap=False: .* or leave auto out"),
-    ({"node_cost": 3.0}, r"node_cost=3\.0: must be a function of a node, or None"),
+    ({"node_cost": 3.0}, r"node_cost=3\.0: must be a function of an fx.Node"),
     ({"hardware": "abacus"}, r"abacus"),
 ]
 

@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"n_positions": 16},
         "'transformer.wpe.weight' (32, 32), not (16, 32)",
     ),
-    "no model": ("GPT2Config", {}, "give a model class of transformers"),
+    "no model": ("GPT2Config", {}, "pass a model class of transformers"),
     "device_map": ("GPT2LMHeadModel", {"device_map": "auto"}, "device_map='auto': leave it out"),
     "ignored_params": (
         "GPT2LMHeadModel",
