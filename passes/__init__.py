@@ -7,7 +7,6 @@ passes on each part. ``graphshard.pipeline.run_passes`` runs a stage.
 
 from __future__ import annotations
 
-from graphshard.kinds import GraphKind
 from graphshard.passes.casts import cast_before_gather
 from graphshard.passes.contract import Fact, Pass, PassContext, Stage, ordered
 from graphshard.passes.dedup import merge_markers
@@ -42,11 +41,6 @@ __all__ = [
     "param_derived",
     "read_partition",
 ]
-
-
-def _infers(context: PassContext) -> bool:
-    """Return whether the graph is for inference: such a graph had no joint graph."""
-    return context.kind == GraphKind.INFERENCE
 
 
 PIPELINE = ordered(
@@ -94,9 +88,20 @@ PIPELINE = ordered(
     Pass(clone_mutated_inputs, Stage.PARTITIONED, requires=(Fact.KEPT,)),
     #
     Pass(merge_markers, Stage.FINAL, provides=(Fact.ONE_MARKER,)),
-    Pass(cast_before_gather, Stage.FINAL, requires=(Fact.ONE_MARKER,), when=_infers),
-    Pass(gather_float8, Stage.FINAL, requires=(Fact.ONE_MARKER,), when=_infers),
-    Pass(elide_single_rank_collectives, Stage.FINAL, requires=(Fact.WIRE_DTYPES,), when=_infers),
+    Pass(cast_before_gather, Stage.FINAL, requires=(Fact.ONE_MARKER,), inference_only=True),
+    Pass(
+        gather_float8,
+        Stage.FINAL,
+        requires=(Fact.ONE_MARKER,),
+        provides=(Fact.WIRE_DTYPES,),
+        inference_only=True,
+    ),
+    Pass(
+        elide_single_rank_collectives,
+        Stage.FINAL,
+        requires=(Fact.WIRE_DTYPES,),
+        inference_only=True,
+    ),
     Pass(normalise, Stage.FINAL, provides=(Fact.NORMALISED,)),
     Pass(
         lower,

@@ -7,6 +7,7 @@ context, which knows the planner and the user's options.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -103,6 +104,7 @@ class Pass:
         requires: facts that earlier passes must have established.
         provides: facts that it establishes.
         when: whether the pass runs.
+        inference_only: whether it runs on graphs for inference alone, which had no joint graph.
         dump: name of the dumped code, with "{kind}" for the kind of graph; "": the stage's name.
             Consecutive passes with one name are dumped together.
     """
@@ -112,32 +114,44 @@ class Pass:
     requires: tuple[Fact, ...] = ()
     provides: tuple[Fact, ...] = ()
     when: Callable[[PassContext], bool] = _always
+    inference_only: bool = False
     dump: str = ""
 
     @property
     def name(self) -> str:
         return self.run.__name__
 
+    def runs(self, context: PassContext) -> bool:
+        """Return whether the pass runs on the graphs of ``context``, in its stage."""
+        infers = context.kind == GraphKind.INFERENCE
+        return (infers or not self.inference_only) and self.when(context)
+
 
 def ordered(*passes: Pass) -> tuple[Pass, ...]:
-    """Return ``passes``, whose order has been checked.
+    """Check the order of ``passes`` and return them.
 
     Raises:
         ValueError: a pass comes after one of a later stage, or before one that it relies on.
     """
-    stages, established = list(Stage), set[Fact]()
-    latest = stages[0]
-    for one in passes:
-        name = one.name
-        if stages.index(one.stage) < stages.index(latest):
+    stages = list(Stage)
+    for one, following in itertools.pairwise(passes):
+        if stages.index(following.stage) < stages.index(one.stage):
             raise ValueError(
-                f"pass {name} is of stage {one.stage}, and comes after one of {latest}: move it up"
+                f"pass {following.name} is of stage {following.stage}, and comes after one of "
+                f"{one.stage}: move it up"
             )
+    _check_facts([one for one in passes if not one.inference_only])
+    # A graph for inference had no joint graph.
+    _check_facts([one for one in passes if one.stage not in (Stage.JOINT, Stage.PARTITIONED)])
+    return passes
+
+
+def _check_facts(passes: Sequence[Pass]) -> None:
+    established = set[Fact]()
+    for one in passes:
         missing = [str(fact) for fact in one.requires if fact not in established]
         if missing:
             raise ValueError(
-                f"pass {name} requires {missing}, which no earlier pass provides: move it down"
+                f"pass {one.name} requires {missing}, which no earlier pass provides: move it down"
             )
-        latest = one.stage
         established.update(one.provides)
-    return passes

@@ -29,7 +29,7 @@ from ..params.full_tensor import spec_of
 from ..params.mesh import MeshGroups, agreed_exchange
 from ..params.sharded_param import sharded_param_of
 from ..ranks.calls import OPTIMIZER_STEP
-from .row_exchange import WIRE_DTYPE, Bucket, InFlight, RowExchange, plan_buckets
+from .row_exchange import WIRE_DTYPE, InFlight, MatrixBatch, RowExchange, assign_matrices
 
 Group = dict[str, Any]
 BUCKET_BYTES = 8 * 2**20
@@ -48,7 +48,7 @@ class _MeshPlan(NamedTuple):
 
     groups: MeshGroups
     matrices: list[_Stepped]
-    buckets: list[Bucket]
+    buckets: list[MatrixBatch]
     exchange: RowExchange
     text: str  # what ranks have to agree on
     plan_id: str  # hash of ``text``
@@ -209,7 +209,7 @@ def _plan_mesh(
     groups = MeshGroups(mesh)
     exchange = RowExchange(groups)
     shapes = [(param.shape[0], param.shape[1]) for param, _ in matrices]
-    buckets = plan_buckets(shapes, exchange.num_ranks, BUCKET_BYTES)
+    buckets = assign_matrices(shapes, exchange.num_ranks, BUCKET_BYTES)
     lines = [
         f"{names[param]} {tuple(param.shape)} in group {numbers[id(group)]}"
         for param, group in matrices

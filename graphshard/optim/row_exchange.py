@@ -37,20 +37,20 @@ class Owned(NamedTuple):
     shape: Shape
 
 
-Bucket = tuple[Owned, ...]
+MatrixBatch = tuple[Owned, ...]
 """The matrices of one exchange, ordered by owner."""
 
 
-def plan_buckets(
+def assign_matrices(
     shapes: Sequence[Shape], num_ranks: int, max_bytes_per_rank: float
-) -> list[Bucket]:
+) -> list[MatrixBatch]:
     """Return the buckets in the order of their exchange; every matrix is in exactly one. Pure.
 
     Args:
         max_bytes_per_rank: largest size of a bucket's matrices in bytes, divided by the number of
             ranks. A bucket may have one matrix per rank, whatever its size.
     """
-    buckets: list[Bucket] = []
+    buckets: list[MatrixBatch] = []
     pending: list[Owned] = []
     work, num_bytes = [0] * num_ranks, 0
     for i in sorted(range(len(shapes)), key=lambda i: (-cost(shapes[i]), shapes[i], i)):
@@ -104,7 +104,7 @@ class RowExchange:
             rank for rank in range(len(ranks)) if replicas[rank] == replicas[self.rank]
         ]
 
-    def to_owners(self, bucket: Bucket, rows_of: Callable[[int], torch.Tensor]) -> InFlight:
+    def to_owners(self, bucket: MatrixBatch, rows_of: Callable[[int], torch.Tensor]) -> InFlight:
         """Send this rank's rows of each matrix to the matrix's owner.
 
         Args:
@@ -120,7 +120,7 @@ class RowExchange:
         ]
         return self._launch(sends, receives)
 
-    def whole(self, bucket: Bucket, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def whole(self, bucket: MatrixBatch, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the matrices that this rank owns, from what :meth:`to_owners` received."""
         owned = self.owned(bucket)
         matrices = [self._empty(*one.shape) for one in owned]
@@ -130,7 +130,7 @@ class RowExchange:
                 matrix[self._rows(one, rank)] = next(rows)
         return matrices
 
-    def to_all(self, bucket: Bucket, results: Sequence[torch.Tensor]) -> InFlight:
+    def to_all(self, bucket: MatrixBatch, results: Sequence[torch.Tensor]) -> InFlight:
         """Send each rank its rows of the owned matrices' results, in the order of ``bucket``."""
         sends = [
             (rank, result[self._rows(owned, rank)])
@@ -139,7 +139,7 @@ class RowExchange:
         ]
         return self._launch(sends, [(one.rank, self._shape(one, self.rank)) for one in bucket])
 
-    def owned(self, bucket: Bucket) -> list[Owned]:
+    def owned(self, bucket: MatrixBatch) -> list[Owned]:
         """Return the matrices of a bucket that this rank owns."""
         return [owned for owned in bucket if owned.rank == self.rank]
 

@@ -35,7 +35,7 @@ def run_stage(
         writer: writer of the code before and after; None: nothing is dumped.
     """
     writer = writer or DumpWriter()
-    due = [one for one in passes.PIPELINE if one.stage == stage and one.when(context)]
+    due = [one for one in passes.PIPELINE if one.stage == stage and one.runs(context)]
     for dump, group in itertools.groupby(due, lambda one: one.dump or _DUMPS.get(stage, "")):
         parts = _parts(stage, gm, context)
         for kind, part in parts.items() if dump else ():

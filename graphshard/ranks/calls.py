@@ -100,10 +100,9 @@ class CallHistory:
 
     def entry(self, call: int) -> LoggedCall:
         """Return a call that this rank has made; ``FORGOTTEN`` if it is too old."""
-        age = self.num_calls - call
-        return LoggedCall(
-            *(self._calls[call % NUM_LOGGED] if age <= NUM_LOGGED else ("forgotten", 0))
-        )
+        if self.num_calls - call > NUM_LOGGED:
+            return FORGOTTEN
+        return LoggedCall(*self._calls[call % NUM_LOGGED])
 
     def remember_text(self, plan_id: str, text: str) -> None:
         """Remember the text that errors show for the plan."""

@@ -28,5 +28,11 @@ def test_a_pass_after_a_later_stage_is_refused() -> None:
 
 
 def test_a_graph_for_training_has_its_dtypes_from_the_joint_graph() -> None:
-    final = [one.name for one in PIPELINE if one.stage == Stage.FINAL and one.when(CONTEXT)]
+    final = [one.name for one in PIPELINE if one.stage == Stage.FINAL and one.runs(CONTEXT)]
     assert final == ["merge_markers", "normalise"]
+
+
+def test_an_inference_graph_gets_no_facts_from_the_joint_graph() -> None:
+    passes = [one for one in PIPELINE if one.stage != Stage.FINAL or one.name != "gather_float8"]
+    with pytest.raises(ValueError, match=r"pass elide_single_rank_collectives requires .*dtype"):
+        ordered(*passes)

@@ -95,7 +95,7 @@ def _out_of_order(graph: fx.Graph, plan: Plan) -> Plan:
         (_leave_marker, "were not lowered"),
         (_forget_to_wait, "must have one user, its wait"),
         (_wait_twice, "must have one user, its wait"),
-        (_use_before_waiting, "waited for"),
+        (_use_before_waiting, "must have one user, its wait"),
         (_other_order, "planned .* but the graph does"),
         (_one_more, "planned .* but the graph does"),
         (_one_less, "planned .* but the graph does"),
