@@ -116,12 +116,7 @@ class Backend:
         params: Sequence[ShardedParam | None],
         inductor_options: Mapping[str, Any],
     ) -> Runnable:
-        """Compile a graph whose parameters are all shards.
-
-        Args:
-            params: parameter of each input that is a shard; None for other inputs.
-        """
-        sharded = [param for param in params if param is not None]
+        sharded = [param for param in params if param is not None]  # None for other inputs
         specs = [param.spec for param in sharded]
         by_input = [None if i is None else params[i] for i in flat_inputs(gm)]
         fqns = [param.fqn if param else "" for param in by_input]
@@ -166,11 +161,8 @@ class Backend:
 
     @property
     def __name__(self) -> str:
-        """Prepare for the first forward, and return the name of the backend.
-
-        ``torch.compile`` reads the name while it is given a module: see [Note: first forward] in
-        graphshard/params/first_forward.py.
-        """
+        # torch.compile reads it when it is given a module: see [Note: first forward] in
+        # graphshard/params/first_forward.py.
         request = compile_request()
         if request is not None:
             self.given_to_compile(request)
@@ -201,11 +193,7 @@ class Backend:
         return [p for p in plain if p not in self.options.ignored_params]
 
     def shard_now(self, root: nn.Module, in_use: bool = False) -> None:
-        """Shard ``root`` in place.
-
-        Args:
-            in_use: whether its forward is already running, and may hold full parameters.
-        """
+        """Shard ``root`` in place; ``in_use``: its forward runs, and may hold full parameters."""
         mesh = mesh_for(self.options, self.plain_parameters(root))
         shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
         stop_watching(self)
@@ -235,7 +223,7 @@ class Backend:
         return "\n\n\n".join([tables, *tried, *filter(None, self._padding)])
 
     def _dump_writer(self) -> DumpWriter:
-        """Return the dump writer of the next graph; only the mesh's first rank writes files."""
+        # Only the mesh's first rank writes files.
         mesh, rank = self.options.mesh, dist.get_rank() if dist.is_initialized() else 0
         first_rank = 0 if mesh is None else int(mesh.mesh.min())
         folder = self.options.dump if rank == first_rank else None
@@ -367,12 +355,9 @@ def from_string(
 
 
 def _shard_before_trace(_: object) -> None:
-    """Shard the module that is about to be traced, if its backend is one of ours.
-
-    If a function or method is compiled and Dynamo left a module's call to Python, the module to
-    shard is the one that the function calls, or the one that has the method. Dynamo may find no
-    parameter in what it can compile of such a call.
-    """
+    # If a function or method is compiled, and Dynamo left a module's call to Python, the root is
+    # the module that the function calls, or that has the method: what Dynamo can compile of such a
+    # call may have no parameter.
     on_compile_error(advise)
     if is_capturing():
         return
@@ -383,30 +368,27 @@ def _shard_before_trace(_: object) -> None:
 
 
 def _backend_of(call: CompiledCall) -> Backend | None:
-    """Return the backend of a call of compiled code if it is one of ours, otherwise None."""
     if call.backend is from_string:
         return _backend_for(call.options)
     return call.backend if isinstance(call.backend, Backend) else None
 
 
 def _given_by_name() -> None:
-    """Prepare for the first forward when ``torch.compile`` looks our backend up by name."""
     request = compile_request()
     if request is not None:
         _backend_for(request.options).given_to_compile(request)
 
 
 def _is_read_full(value: DTensor) -> bool:
-    """Return whether ``value`` is a sharded parameter that code compiled by us reads."""
     return sharded_param_of(value) is not None and _backend_of(compiled_call()) is not None
 
 
 on_compile_start(_shard_before_trace)
-on_lookup("graphshard", _given_by_name)
+on_lookup("graphshard", _given_by_name)  # torch.compile(..., backend="graphshard")
 
 
+# Backends that were requested by name, keyed by their options.
 _named: dict[Hashable, Backend] = {}
-"""Backends that were requested by name, keyed by their options."""
 
 
 def _backend_for(options: Mapping[str, Any]) -> Backend:

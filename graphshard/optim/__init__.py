@@ -1,8 +1,8 @@
 """Optimizers that need more of a parameter than its shard.
 
-Most of torch's optimizers work element by element, so each rank steps its own rows without
-communication. Muon orthogonalises whole matrices: ``row_exchange`` assigns them to ranks and sends
-their rows there and back. May import ``ranks``, ``ops`` and ``params``.
+Most of torch's optimizers work element by element: each rank steps its rows. Muon orthogonalises
+whole matrices: ``row_exchange`` sends their rows to one rank each, and the results back. May import
+``ranks``, ``ops`` and ``params``.
 """
 
 from .muon import Muon

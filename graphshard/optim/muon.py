@@ -1,15 +1,15 @@
 """Muon whose orthogonalisation is spread over the ranks that hold the matrices.
 
-``torch.optim.Muon`` on DTensors gathers every matrix on every rank, one after the other, and each
-rank orthogonalises all of them. Here each rank orthogonalises only its share:
+``torch.optim.Muon`` on DTensors gathers and orthogonalises every matrix on every rank. Here each
+rank orthogonalises only its share:
 
     rows of each rank   momentum ─► all-to-all ─► whole matrices ─► results ─► all-to-all ─► step
     bucket i + 1                    launched ····│ bucket i is computed │···· waited for
     bucket i                                       launched ····│ i + 1 is computed │···· applied
 
-Both directions send bfloat16, in which Muon orthogonalises anyway. Since every rank orthogonalises
-different matrices, all ranks must step the same ones. So ranks log what they step, and if that has
-changed since the last step, they agree before anything is sent.
+Both directions send bfloat16, in which Muon orthogonalises anyway. All ranks must step the same
+matrices. So ranks log what they step, and if that has changed since the last step, they agree
+before anything is sent.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ..ranks.calls import OPTIMIZER_STEP
 from .row_exchange import WIRE_DTYPE, InFlight, MatrixBatch, RowExchange, assign_matrices
 
 Group = dict[str, Any]
+# Bytes of a bucket's matrices per rank. Up to three buckets are in memory at a time.
 BUCKET_BYTES = 8 * 2**20
-"""Bytes of a bucket's matrices per rank. Up to three buckets are in memory at a time."""
 
 
 class _Stepped(NamedTuple):
@@ -55,11 +55,11 @@ class _MeshPlan(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """All matrices of a step: ``alone`` needs no other rank, ``by_mesh`` has one entry per mesh."""
+    """All matrices of a step."""
 
     matrices: list[_Stepped]
-    alone: list[_Stepped]
-    by_mesh: list[_MeshPlan]
+    alone: list[_Stepped]  # need no other rank
+    by_mesh: list[_MeshPlan]  # one for each mesh
 
 
 class Muon(torch.optim.Muon):
@@ -75,15 +75,9 @@ class Muon(torch.optim.Muon):
         BackendError: in a step, on all ranks: they do not step the same matrices.
     """
 
-    _plan: _Plan | None = None
-    """Plan of the last step; a copied optimizer makes a new one."""
+    _plan: _Plan | None = None  # of the last step; a copied optimizer makes a new one
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group of parameters.
-
-        Raises:
-            ValueError: a parameter is not a matrix.
-        """
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         for i, param in enumerate(self.param_groups[number]["params"]):
@@ -98,11 +92,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one optimization step.
-
-        Args:
-            closure: function that recomputes and returns the loss.
-        """
+        """Perform one optimization step; ``closure`` recomputes and returns the loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -133,7 +123,6 @@ class Muon(torch.optim.Muon):
         return self._plan, True
 
     def _step_mesh(self, mesh_plan: _MeshPlan) -> None:
-        """Step the matrices of one mesh, bucket by bucket."""
         exchange, buckets = mesh_plan.exchange, mesh_plan.buckets
 
         def launch(number: int) -> InFlight | None:
@@ -150,7 +139,7 @@ class Muon(torch.optim.Muon):
         coming, leaving = launch(0), None
         for number, bucket in enumerate(buckets):
             assert coming is not None
-            current, coming = coming, launch(number + 1)
+            current, coming = coming, launch(number + 1)  # in flight while this one is computed
             groups = [mesh_plan.matrices[owned.matrix].group for owned in exchange.owned(bucket)]
             whole = exchange.whole(bucket, current.wait())
             results = [_orthogonalized(full, group) for full, group in zip(whole, groups)]
@@ -161,7 +150,6 @@ class Muon(torch.optim.Muon):
             apply(len(buckets) - 1, leaving)
 
     def _direction(self, param: Tensor, group: Group) -> Tensor:
-        """Update the momentum with the gradient, and return this rank's rows to orthogonalise."""
         assert param.grad is not None
         state, momentum = self.state[param], group["momentum"]
         if "momentum_buffer" not in state:
@@ -171,14 +159,13 @@ class Muon(torch.optim.Muon):
         grad, buffer = _local(param.grad), _local(state["momentum_buffer"])
         buffer.lerp_(grad, 1 - momentum)
         direction = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
-        return direction.to(WIRE_DTYPE)
+        return direction.to(WIRE_DTYPE)  # this rank's rows, to be orthogonalised
 
 
 # --- plans ---------------------------------------------------------------------------------------
 
 
 def _are_same(ours: Sequence[_Stepped], theirs: Sequence[_Stepped]) -> bool:
-    """Return whether both have the same parameters in the same parameter groups."""
     return len(ours) == len(theirs) and all(
         a.param is b.param and a.group is b.group for a, b in zip(ours, theirs)
     )
@@ -220,11 +207,7 @@ def _plan_mesh(
 
 
 def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
-    """Return the mesh that splits the rows of a matrix; None if this rank has all of them.
-
-    Raises:
-        ValueError: Muon cannot step the matrix.
-    """
+    """Return the mesh that splits the rows of a matrix; None if this rank has all of them."""
     assert param.grad is not None
     if param.is_complex() or param.grad.is_sparse:
         what = "is complex" if param.is_complex() else "has a sparse gradient"

@@ -8,8 +8,8 @@
                                    rows of each rank ◄── all_to_all ◄── its results
 
 Equal shapes are adjacent, so a bucket gives each rank about the same work. With replicas (HSDP), an
-owner takes rows from the ranks of its own replica and sends results to all ranks: the work is
-spread over all ranks, and replicas stay bitwise equal.
+owner takes rows from its own replica and sends results to all ranks: the work is spread over all
+ranks, and replicas stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .._torch.distributed import process_group
 from ..ops.groups import rows_of_rank
 from ..params.mesh import MeshGroups
 
+# Dtype in which Muon orthogonalises, so sending rows in it loses nothing.
 WIRE_DTYPE = torch.bfloat16
-"""Dtype in which Muon orthogonalises, so sending rows in it loses nothing."""
 Shape = tuple[int, int]
 
 
@@ -37,17 +37,17 @@ class Owned(NamedTuple):
     shape: Shape
 
 
+# The matrices of one exchange, ordered by owner.
 MatrixBatch = tuple[Owned, ...]
-"""The matrices of one exchange, ordered by owner."""
 
 
 def assign_matrices(
     shapes: Sequence[Shape], num_ranks: int, max_bytes_per_rank: float
 ) -> list[MatrixBatch]:
-    """Return the buckets in the order of their exchange; every matrix is in exactly one. Pure.
+    """Return the buckets in the order of their exchange; every matrix is in exactly one.
 
     Args:
-        max_bytes_per_rank: largest size of a bucket's matrices in bytes, divided by the number of
+        max_bytes_per_rank: limit for the bytes of a bucket's matrices, divided by the number of
             ranks. A bucket may have one matrix per rank, whatever its size.
     """
     buckets: list[MatrixBatch] = []
@@ -79,7 +79,6 @@ class InFlight(NamedTuple):
     sent: torch.Tensor  # read until the wait, so it must stay alive
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait, and return what was received."""
         self.work.wait()
         parts = self.received.split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes)]
@@ -105,12 +104,8 @@ class RowExchange:
         ]
 
     def to_owners(self, bucket: MatrixBatch, rows_of: Callable[[int], torch.Tensor]) -> InFlight:
-        """Send this rank's rows of each matrix to the matrix's owner.
-
-        Args:
-            rows_of: function that returns this rank's rows of a matrix, given its number; called
-                once per matrix, in the order of ``bucket``.
-        """
+        """Send this rank's rows of each matrix to the matrix's owner."""
+        # Call rows_of once for each matrix: Muon's updates the momentum.
         rows = [(owned.rank, rows_of(owned.matrix)) for owned in bucket]
         sends = [(owner, own) for owner, own in rows if owner in self._replica_ranks]
         receives = [
@@ -140,11 +135,9 @@ class RowExchange:
         return self._launch(sends, [(one.rank, self._shape(one, self.rank)) for one in bucket])
 
     def owned(self, bucket: MatrixBatch) -> list[Owned]:
-        """Return the matrices of a bucket that this rank owns."""
         return [owned for owned in bucket if owned.rank == self.rank]
 
     def _rows(self, owned: Owned, rank: int) -> slice:
-        """Return the rows of a matrix that a rank holds."""
         return rows_of_rank(owned.shape[0], self._num_shards, self._shards[rank])
 
     def _shape(self, owned: Owned, rank: int) -> torch.Size:

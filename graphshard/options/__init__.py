@@ -1,4 +1,4 @@
-"""The arguments that users give: frozen, and checked once before anything is changed.
+"""The arguments that users give; frozen, and checked before anything changes.
 
 May import ``planning``, ``cost`` and ``ops``.
 """

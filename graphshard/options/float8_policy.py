@@ -62,15 +62,7 @@ class Float8Policy:
 
 
 def check_fp8(fp8: object, param_dtype: torch.dtype | None) -> None:
-    """Check the type of ``fp8``, and whether it goes with ``param_dtype``.
-
-    Args:
-        fp8: policy; None: no linear computes in fp8.
-        param_dtype: dtype in which parameters are used; None: their own.
-
-    Raises:
-        ValueError: ``fp8`` is not a policy, or contradicts ``param_dtype``.
-    """
+    """Raise ValueError if ``fp8`` is neither a policy nor None, or contradicts ``param_dtype``."""
     if fp8 is None:
         return
     if not isinstance(fp8, Float8Policy):

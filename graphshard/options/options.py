@@ -37,11 +37,7 @@ _MAY_DIFFER_BETWEEN_RANKS = ("mesh", "ignored_params", "dump")
 
 @dataclass(frozen=True)
 class ParamOptions:
-    """The arguments that apply to one parameter; see ``Options.for_parameter``.
-
-    Raises:
-        ValueError: an argument has a wrong type or value.
-    """
+    """The arguments that apply to one parameter, checked; see ``Options.for_parameter``."""
 
     reshard_after_forward: bool | int = True
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -66,26 +62,17 @@ class ParamOptions:
         check_fp8(self.fp8, param_dtype=None)
 
     def host_memory(self, device_type: str) -> str | None:
-        """Return the kind of host memory that keeps the shards (see ``graphshard.ops.host_copy``).
-
-        None if the device keeps them.
-        """
+        """Return the kind of host memory for shards (``ops.host_copy``); None: on the device."""
         if not self.shard or not isinstance(self.offload_policy, CPUOffloadPolicy):
             return None
         pins = self.offload_policy.pin_memory and device_type != "cpu"
         return PINNED if pins else PAGEABLE
 
     def num_backward_ranks(self, num_shards: int) -> int | None:
-        """Return the number of ranks from which backward gathers this parameter.
-
-        Args:
-            num_shards: number of ranks that hold the shards of one replica.
-
-        Returns:
-            None if backward does not gather, because the parameter is kept unsharded.
+        """Return the number of ranks that backward gathers from; None: it is kept unsharded.
 
         Raises:
-            ValueError: the number of ranks does not divide ``num_shards``.
+            ValueError: the number does not divide ``num_shards``, the ranks of one replica.
         """
         reshard = self.reshard_after_forward
         if isinstance(reshard, bool):
@@ -95,7 +82,7 @@ class ParamOptions:
                 f"reshard_after_forward={reshard}: must divide the {num_shards} ranks of the "
                 "mesh's shard axis, since backward gathers from groups of that size"
             )
-        return reshard if reshard > 1 else None
+        return reshard if reshard > 1 else None  # a group of one rank keeps all of it
 
 
 @dataclass(frozen=True)
@@ -157,36 +144,26 @@ class Options:
         return dist.get_world_size() if dist.is_initialized() else 1
 
     def for_parameter(self, fqns: Sequence[str]) -> ParamOptions:
-        """Return the options of the parameter with these names (several if it is tied).
-
-        If several ``overrides`` match, later ones win.
-        """
+        """Return the options of the parameter with these names (several if it is tied)."""
         values = {
             f.name: getattr(self, f.name) for f in fields(ParamOptions) if hasattr(self, f.name)
         }
         for glob, arguments in self.overrides.items():
             if any(matches(glob, fqn) for fqn in fqns):
-                values.update(arguments)
+                values.update(arguments)  # later ones win
         return ParamOptions(**values)
 
     def with_own_reshard(self, fqns: Sequence[str]) -> frozenset[int]:
-        """Return the positions of parameters whose ``overrides`` set ``reshard_after_forward``.
-
-        Args:
-            fqns: name of the parameter at each position; "" if there is no parameter.
-        """
+        """Return the positions of parameters whose ``overrides`` set ``reshard_after_forward``."""
         overrides = self.overrides.items()
         globs = [glob for glob, arguments in overrides if "reshard_after_forward" in arguments]
+        # The name "" stands for an input that is no parameter.
         return frozenset(
             i for i, fqn in enumerate(fqns) if any(matches(g, fqn) for g in globs if fqn)
         )
 
     def differences_from(self, other: Options) -> list[str]:
-        """Return the parameter options that differ from their defaults and from those of ``other``.
-
-        Returns:
-            Texts such as "reshard_after_forward=False".
-        """
+        """Return, as text, the options that differ from their defaults and from ``other``'s."""
         names = [f.name for f in fields(ParamOptions) if hasattr(self, f.name)]
         left_out = {name: getattr(ParamOptions(), name) for name in names} | {"overrides": {}}
         return [
@@ -196,17 +173,14 @@ class Options:
         ]
 
     def policy_glob(self, fqn: str) -> str | None:
-        """Return the glob in ``overrides`` whose ``mp_policy`` applies to the module ``fqn``.
-
-        None means the policy of the whole model. The model itself is the module "".
-        """
+        """Return the glob whose ``mp_policy`` applies to module ``fqn`` ("" is the model)."""
         globs = [glob for glob, arguments in self.overrides.items() if "mp_policy" in arguments]
+        # The last one wins; None: the policy of the whole model.
         return next((glob for glob in reversed(globs) if matches(glob, fqn)), None)
 
     def policy_of(self, glob: str | None) -> MixedPrecisionPolicy:
-        """Return the ``mp_policy`` of a glob in ``overrides``; None selects the whole model's."""
         if glob is None:
-            return self.mp_policy
+            return self.mp_policy  # the whole model's
         policy: MixedPrecisionPolicy = self.overrides[glob]["mp_policy"]
         return policy
 
@@ -263,11 +237,6 @@ def _check_mp_policy(policy: object) -> None:
 
 
 def _check_backward_ranks(options: Options, num_shards: int) -> None:
-    """Check that every number of ranks to gather from divides the number of shards.
-
-    Raises:
-        ValueError: one of them does not.
-    """
     values = {"": options.reshard_after_forward}
     for glob, arguments in options.overrides.items():
         values[f"overrides[{glob!r}]: "] = arguments.get("reshard_after_forward", True)
@@ -295,11 +264,6 @@ def _parameter_set(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parame
 
 
 def _writable_folder(dump: object) -> Path | None:
-    """Return the absolute path of the folder, which is created if it is missing.
-
-    Raises:
-        ValueError: ``dump`` is not a path, or no file can be written there.
-    """
     if dump is None:
         return None
     if not isinstance(dump, (str, os.PathLike)) or not os.fspath(dump):
@@ -307,7 +271,7 @@ def _writable_folder(dump: object) -> Path | None:
     path = Path(os.fsdecode(dump)).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
+        with tempfile.TemporaryFile(dir=path):  # shows that files can be written
             return path
     except OSError as error:
         raise ValueError(
@@ -316,11 +280,7 @@ def _writable_folder(dump: object) -> Path | None:
 
 
 def check_mesh(mesh: object) -> None:
-    """Check that ``mesh`` is a ``DeviceMesh`` with one or two axes.
-
-    Raises:
-        ValueError: ``mesh`` is anything else.
-    """
+    """Raise ValueError unless ``mesh`` is a ``DeviceMesh`` with one or two axes."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh={mesh!r}: must be a torch.distributed.device_mesh.DeviceMesh or None"
@@ -334,11 +294,6 @@ def check_mesh(mesh: object) -> None:
 
 
 def _default_mesh(device_type: str) -> DeviceMesh:
-    """Return a 1D mesh over the default process group.
-
-    Raises:
-        BackendError: there is no process group.
-    """
     if not dist.is_available() or not dist.is_initialized():
         raise BackendError(
             "mesh=None: there is no process group. Launch with torchrun and call "
@@ -354,11 +309,8 @@ def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
 
 
 def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
-    """Return the device type of the default mesh: the parameters' own, or the accelerator's.
-
-    It is the accelerator's if parameters need not be on their device yet (meta, offload).
-    """
     kind = next((param.device.type for param in params), "meta")
+    # The accelerator, if parameters need not be on their device yet.
     if kind == "meta" or (kind == "cpu" and isinstance(options.offload_policy, CPUOffloadPolicy)):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator.type if accelerator is not None else "cpu"
@@ -374,4 +326,4 @@ def hashable(value: object) -> Hashable:
         return tuple(map(hashable, value))
     if isinstance(value, (set, frozenset)):
         return frozenset(map(hashable, value))
-    return value if isinstance(value, Hashable) else id(value)
+    return value if isinstance(value, Hashable) else id(value)  # equal only to itself

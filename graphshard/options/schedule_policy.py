@@ -124,7 +124,6 @@ class SchedulePolicy:
         )
 
     def cost_model(self, device: torch.device) -> CostModel:
-        """Return the cost model for graphs on ``device``."""
         if self.hardware != "auto":
             hardware = _hardware(self.hardware)
         elif device.type == "cuda":

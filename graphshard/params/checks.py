@@ -1,4 +1,4 @@
-"""Find the parameters of a model to be sharded, resolve their options, and check for faults.
+"""Find the parameters to shard, resolve their options, and check for faults.
 
 A check returns a fault as text instead of raising: other ranks may have none, and all ranks have to
 raise together (``shard._check_same_shards``).
@@ -46,13 +46,12 @@ class Holder(NamedTuple):
 
 @dataclass(eq=False)
 class PlainParam:
-    """A parameter that is to be sharded.
+    """A parameter to be sharded.
 
     Attributes:
-        fqns: its names in the model; several if it is tied.
+        fqns: names in the model; several if it is tied.
         holders: all modules that hold it, inside and outside of the model.
-        in_ddp: whether a ``DistributedDataParallel`` reduces its gradient, perhaps one that has yet
-            to be garbage-collected.
+        in_ddp: whether a living ``DistributedDataParallel`` reduces its gradient.
         spec: how to shard it; set by ``find_fault``.
     """
 
@@ -64,7 +63,6 @@ class PlainParam:
 
     @property
     def fqn(self) -> str:
-        """The first of its names."""
         return self.fqns[0]
 
 
@@ -92,14 +90,11 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
 
 
 def instances_of(kind: type[_T]) -> Iterator[_T]:
-    """Yield all living instances of ``kind`` and its subclasses.
-
-    The garbage collector does not list objects frozen by ``gc.freeze()``; these are found only if
-    they are registered in ``graphshard._torch.instances``.
-    """
+    """Yield all living instances of ``kind`` and its subclasses."""
     # Filter types, not objects: there are few types, and isinstance would run code of proxies.
     objects = gc.get_objects()
     kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, kind)}
+    # get_objects() omits what gc.freeze() froze: those are found only if they are registered.
     frozen = live_instances(kind) if gc.get_freeze_count() else {}
     for instance in objects if kinds else ():
         if type(instance) in kinds:
@@ -124,10 +119,7 @@ def find_fault(
     *,
     allow_meta: bool,
 ) -> str | None:
-    """Return the first fault that keeps this rank from sharding ``root``, or None.
-
-    Also sets ``spec`` of all ``plain_params``.
-    """
+    """Return the first fault that keeps this rank from sharding ``root``, or None."""
     return (
         _fault_of_modules(root)
         or _fault_of_classes(root, plain_params)
@@ -136,7 +128,7 @@ def find_fault(
         or _fault_of_optimizers(plain_params)
         or _fault_of_ddp(plain_params)
         or _fault_of_overrides(root, plain_params, options)
-        or _resolve_specs(plain_params, mesh, options)
+        or _resolve_specs(plain_params, mesh, options)  # sets the spec of each
         or _fault_of_fp8(root, plain_params, options, mesh.device_type)
     )
 
@@ -180,7 +172,6 @@ def _fault_of_parameters(plain_params: Sequence[PlainParam], allow_meta: bool) -
 
 
 def _fault_of_optimizers(plain_params: Sequence[PlainParam]) -> str | None:
-    """Return a fault if an optimizer has loaded sharded state for a parameter, or None."""
     for optimizer in instances_of(torch.optim.Optimizer):
         for plain in plain_params:
             state = optimizer.state.get(plain.param, {})
@@ -194,7 +185,6 @@ def _fault_of_optimizers(plain_params: Sequence[PlainParam]) -> str | None:
 
 
 def _fault_of_ddp(plain_params: Sequence[PlainParam]) -> str | None:
-    """Return a fault if a living ``DistributedDataParallel`` reduces a parameter, or None."""
     if not any(plain.in_ddp for plain in plain_params):
         return None
     gc.collect()  # an unused wrapper may not have been collected yet
@@ -246,6 +236,7 @@ def _fault_of_overrides(
     callable_modules = [name for name, module in root.named_modules() if has_forward(module)]
     for glob, arguments in options.overrides.items():
         policy = arguments.get("mp_policy")
+        # A module without parameters may still cast its inputs and outputs.
         has_boundary = policy is not None and any(matches(glob, name) for name in callable_modules)
         if not has_boundary and not any(matches(glob, fqn) for fqn in fqns):
             return f"overrides[{glob!r}] matches no parameter: {_nearest(glob, fqns)}"
@@ -259,7 +250,6 @@ def _fault_of_overrides(
 
 
 def _nearest(glob: str, fqns: Sequence[str]) -> str:
-    """Suggest parameters to a user whose glob matches none of ``fqns``."""
     if not fqns:
         return "the model has none to shard"
     nearest = difflib.get_close_matches(glob, fqns, n=3, cutoff=0.0)
@@ -314,7 +304,7 @@ def _fault_of_device(device: torch.device, mesh: DeviceMesh, options: ParamOptio
 def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
     policy = options.fp8
     embeds = any(isinstance(module, nn.Embedding) for module, _ in plain.holders)
-    if policy is None or not options.shard or embeds:
+    if policy is None or not options.shard or embeds:  # an embedding looks up, without a product
         return None
     recipe = policy.recipe_for(plain.fqns, plain.param)
     if recipe is not None:
@@ -394,6 +384,7 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors with overlapping byte ranges have an element in common."""
     if one.itemsize != other.itemsize:
         return True
+    # Mark the elements of one tensor in a map of the storage, and look for marks in the other's.
     first = min(one.storage_offset(), other.storage_offset())
     stop = max(_bytes_of(one).stop, _bytes_of(other).stop) // one.itemsize
     marks = torch.zeros(stop - first, dtype=torch.bool, device="cpu")

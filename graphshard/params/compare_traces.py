@@ -1,8 +1,7 @@
 """Compare the graphs that Dynamo traces before and after a model is sharded.
 
 A forward may test a module's class (``type(m) is nn.Linear``), which sharding changes, and then
-take another branch. Both traces start from the same Python state, so their graphs have to call the
-same operators on the same values:
+take another branch. The graphs have to call the same operators on the same values:
 
     plain      matmul(x, parameter 'w')              add(value 0, parameter 'b')
     sharded    matmul(x, unshard(shard of 'w'))      add(value 0, unshard(shard of 'b'))
@@ -28,17 +27,11 @@ _Label = tuple[object, ...]
 
 
 class _Step(NamedTuple):
-    """A call in a traced graph.
+    """A call in a traced graph."""
 
-    Attributes:
-        op: name of the called function, method or module.
-        arguments: labels of values, and constants; None for higher-order operators.
-        line: file, line number and text of the user's code.
-    """
-
-    op: str
-    arguments: object
-    line: str
+    op: str  # name of the function, method or module
+    arguments: object  # labels of values, and constants; None for higher-order operators
+    line: str  # file, line number and text of the user's code
 
 
 class ForwardCheck:
@@ -52,23 +45,15 @@ class ForwardCheck:
         self._plain: tuple[_Step, ...] | None = None
 
     def trace_plain(self, module: nn.Module, call: Callable[[], object]) -> None:
-        """Trace a call of a module that is about to be sharded, if ``GRAPHSHARD_CHECK=1`` is set.
-
-        Computes nothing. The trace ends at the first graph break.
-        """
+        """Trace a call of a module that is about to be sharded, without computing anything."""
         enabled = os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._casts
-        captured = capture_graph(call) if enabled else None
+        captured = capture_graph(call) if enabled else None  # up to the first graph break
         if captured is not None:
             self.expect(*captured, names_of(module))
 
     def expect(self, gm: fx.GraphModule, inputs: Sequence[object], fqns: Mapping[int, str]) -> None:
-        """Store the graph of a plain model, for :meth:`check` to compare with the next graph.
-
-        Args:
-            fqns: names of the parameters that are being sharded, by ``id``; empty if the model was
-                sharded before, in which case nothing is stored.
-        """
-        if fqns and not self._casts:
+        """Store a plain model's graph for :meth:`check`; ``fqns`` are names by ``id``."""
+        if fqns and not self._casts:  # without names, the model was sharded before
             self._plain = _trace_of(gm, [self._fqn(value, fqns) for value in inputs])
 
     def _fqn(self, value: object, fqns: Mapping[int, str]) -> str | None:
@@ -78,10 +63,10 @@ class ForwardCheck:
         return None if ignored else fqns.get(id(value))
 
     def check(self, gm: fx.GraphModule, inputs: Sequence[object]) -> None:
-        """Compare a sharded model's graph with the stored one, if any, and drop the stored one.
+        """Compare a sharded model's graph with the stored one, if any, and drop that.
 
         Raises:
-            BackendError: the graphs differ; the error names the first difference.
+            BackendError: the graphs differ; it names the first difference.
         """
         plain, self._plain = self._plain, None
         if plain is None:
@@ -134,7 +119,7 @@ def _trace_of(gm: fx.GraphModule, fqns: Sequence[str | None]) -> tuple[_Step, ..
 
 def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
     for node in gm.graph.nodes:
-        if node.target in UNSHARD_MARKERS:
+        if node.target in UNSHARD_MARKERS:  # the plain graph has the parameter itself
             labels[node] = labels[node.args[0]]
         elif node.op == "get_attr":
             labels[node] = ("attribute",)
@@ -168,5 +153,6 @@ def _arguments(node: fx.Node, labels: _Labels) -> object:
 
 def _line(node: fx.Node) -> str:
     lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
+    # The last file is the innermost frame; the line after it is the code.
     files = [i for i, line in enumerate(lines) if line.startswith("File ")]
     return ": ".join(lines[files[-1] : files[-1] + 2]) if files else "an unknown line"

@@ -1,10 +1,9 @@
 """Full parameters for the parts of a forward that run outside of any graph.
 
-Eager code reads parameters one at a time. Which ones, and how often, may depend on a rank's data
-(mixture-of-experts routing, a loop over ``index.unique()``), so gathering at each read would issue
-different collectives on different ranks. Instead, as with FSDP2's ``fully_shard(module)``, the unit
-is the module: the first read of any of its parameters gathers all of them, later reads in the same
-call get the same tensors, and one backward reduces all their gradients:
+Which parameters these read, and how often, may depend on a rank's data (mixture-of-experts routing,
+a loop over ``index.unique()``), so gathers at each read would differ between ranks. As with FSDP2's
+``fully_shard(module)``, the unit is the module: the first read gathers all of its parameters, later
+reads in the same call get the same tensors, and one backward reduces all their gradients:
 
     call of the module    shards ──► _Unshard ──► full parameters ──► read, read, ...
     backward              their gradients ◄── _Unshard ◄── sum over all reads, None if not read
@@ -69,10 +68,7 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
 
 
 class _Gathered:
-    """Parameters gathered together in one call; changing one in place is an error.
-
-    In-place changes of ``tensor.data`` are not detected: they leave no trace on the tensor.
-    """
+    """Parameters gathered together in one call; changing one in place is an error."""
 
     def __init__(self, sharded_params: Sequence[ShardedParam]) -> None:
         shards = [param.shard for param in sharded_params]
@@ -83,11 +79,11 @@ class _Gathered:
         self.full: dict[ShardedParam, torch.Tensor] = dict(zip(sharded_params, tensors))
         self._states = self._read_states()
 
+    # Changes of ``tensor.data`` go undetected: they leave no trace on the tensor.
     def _read_states(self) -> list[tuple[int, int]]:
         return [(version_of(tensor), address_of(tensor)) for tensor in self.full.values()]
 
     def note_changes(self) -> None:
-        """Record in the model which parameter was changed in place, if any."""
         now = self._read_states()
         for sharded_param, before, after in zip(self.full, self._states, now):
             if before != after:
@@ -109,11 +105,7 @@ def _sharded(module: nn.Module, name: str) -> ShardedParam:
 
 
 class _Unshard(torch.autograd.Function):
-    """``shards -> full parameters`` of one module.
-
-    Dynamo does not compile the inside of ``torch.func.jvp`` and similar transforms, so they call
-    this function. The transforms require a separate ``setup_context`` and a vmap rule.
-    """
+    """``shards -> full parameters`` of one module."""
 
     @staticmethod
     def forward(
@@ -123,6 +115,8 @@ class _Unshard(torch.autograd.Function):
         with eager_gather(groups, fqns):
             return tuple(param.spec.unshard(shard) for param, shard in zip(sharded_params, shards))
 
+    # Dynamo does not compile the inside of torch.func.jvp and the like, so these call the function,
+    # and they need a separate setup_context and a vmap rule.
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         sharded_params, *shards = inputs
@@ -137,7 +131,7 @@ class _Unshard(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: Any, sharded_params: Sequence[ShardedParam], *shards: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, ...], tuple[None, ...]]:
-        """Gather once for the whole batch: shards have no batch dim."""
+        # Shards have no batch dim: gather once for the whole batch.
         return _Unshard.apply(sharded_params, *shards), (None,) * len(shards)
 
     @staticmethod
@@ -150,7 +144,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Convert a gradient to strided layout: that of ``nn.Embedding(sparse=True)`` is sparse."""
+    # The gradient of nn.Embedding(sparse=True) is sparse.
     return grad if grad is None or grad.layout == torch.strided else grad.to_dense()
 
 
@@ -179,14 +173,9 @@ def _gradients_of_shards(
 def _reduce(
     sharded_param: ShardedParam, grad: torch.Tensor | None, destination: str | None
 ) -> torch.Tensor | None:
-    """Reduce the sum of a full gradient and what has accumulated before.
-
-    Args:
-        grad: this rank's gradient; None if only other ranks have one.
-        destination: None to return the reduced shard, ``PARTIAL`` to accumulate it there.
-    """
+    """Reduce a full gradient and what has accumulated; return None if the result accumulates."""
     spec = sharded_param.spec
-    if grad is None:
+    if grad is None:  # only other ranks have one
         dtype = used_dtype(sharded_param.shard, spec.dtype)
         grad = torch.zeros(spec.shape, dtype=dtype, device=spec.groups.device)
     if (key := sharded_param.accumulator_key(UNSYNCED)) is not None:
@@ -202,13 +191,9 @@ def _reduce(
 def _used_on_any_rank(
     sharded_params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
 ) -> list[bool]:
-    """Return, for each parameter, whether any rank has a gradient.
-
-    Only a rank that lacks some gradient waits for the device. A single parameter needs no exchange:
-    without its gradient, backward would not get here on any rank.
-    """
+    """Return, for each parameter, whether any rank has a gradient."""
     used_here = [grad is not None for grad in grads]
-    if len(sharded_params) <= 1:
+    if len(sharded_params) <= 1:  # without its gradient, no rank's backward would get here
         return used_here
     groups = sharded_params[0].spec.groups
     flags = torch.ones(len(sharded_params), dtype=torch.int32, device=groups.device)
@@ -216,4 +201,5 @@ def _used_on_any_rank(
         if not used:
             flags[i] = 0
     dist.all_reduce(flags, group=process_group(groups.all_ranks))
+    # Only a rank that lacks some gradient waits for the device.
     return used_here if all(used_here) else [flag > 0 for flag in flags.tolist()]

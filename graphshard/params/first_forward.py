@@ -1,27 +1,24 @@
 """Modules that were passed to ``torch.compile`` and are not sharded yet.
 
-Two hooks act on them: one shards a module before its first forward begins, and one raises if an
-optimizer steps parameters that were never sharded.
+One hook shards a module before its first forward begins, another raises if an optimizer steps
+parameters that were never sharded.
 
-[Note: first forward] With a mixed-precision policy, FSDP2 casts a model's inputs and outputs in
-hooks that sharding adds. A module only calls hooks that it has when its forward begins, but Dynamo
-calls the backend later, in the middle of the first forward: too late to cast the inputs. Or it
-never calls the backend: Dynamo is disabled, or leaves the whole call to Python, as it does after
-``compile()`` of a torch.nn module. So graphshard has to get hold of the module earlier.
+[Note: first forward] With a mixed-precision policy, sharding adds hooks that cast a model's inputs
+and outputs, as in FSDP2. A module only calls hooks that it has when its forward begins, but Dynamo
+calls the backend in the middle of the first forward, too late to cast its inputs, or never: if it
+is disabled, or leaves the whole call to Python, as it does after ``compile()`` of a torch.nn
+module. So graphshard has to get hold of the module earlier.
 
-``torch.compile`` passes nothing but graphs to a backend. But when it is given a module, it reads
-the backend's ``__name__`` (``_TorchCompileWrapper`` in torch/__init__.py, 2.11 and 2.13), and the
-module is the argument ``model`` of the calling function. That is the only reason why
-``Backend.__name__`` is a property. A backend that is given by name is looked up instead:
-``on_lookup`` in _torch/dynamo.py. If torch stops doing either, the first forward raises an error
-with advice if inputs are to be cast, and tests/graph/test_first_forward.py fails.
-
-Global hooks, and those that the user registered before ``torch.compile``, run before ours. If
-Dynamo compiles one of them, the module is sharded at that point, and our hook only casts.
+``torch.compile`` passes only graphs to a backend. But when it is given a module, it reads the
+backend's ``__name__`` (``_TorchCompileWrapper`` in torch/__init__.py, 2.11 and 2.13), and the
+module is the argument ``model`` of the calling function. This is the only reason why
+``Backend.__name__`` is a property. A backend given by name is looked up instead: ``on_lookup`` in
+_torch/dynamo.py. If torch stops doing either, a first forward whose inputs are to be cast raises an
+error with advice, and tests/graph/test_first_forward.py fails.
 
 [Note: never sharded] A model is never sharded if its compiled code never runs: the user calls the
-plain model, or Dynamo is off while a function is compiled. Each rank would then train a model of
-its own. The symptom is an optimizer step on plain parameters that have gradients:
+plain model, or Dynamo is off while a function is compiled. Then each rank trains a model of its
+own. The symptom is an optimizer step on plain parameters that have gradients:
 
     torch.compile is given a model, or a function that names it    watched until it is sharded
     an optimizer steps plain parameters of a watched model         error
@@ -80,11 +77,7 @@ class Sharder(Protocol):
 def shard_before_first_forward(
     sharder: Sharder, request: CompileRequest, policy: MixedPrecisionPolicy
 ) -> None:
-    """Register the hook on the module in a ``torch.compile`` call: see [Note: first forward].
-
-    Args:
-        policy: policy by which the hook casts the inputs of the first forward.
-    """
+    """Register the hook on the module in a ``torch.compile`` call: see [Note: first forward]."""
     root = request.module
     if root is None:
         return
@@ -101,10 +94,9 @@ def forget_first_forward(root: nn.Module) -> None:
 
 
 def has_yet_to_cast(root: nn.Module, call: CompiledCall) -> bool:
-    """Return whether a hook that precedes ``_FirstForward`` is running.
-
-    If so, ``_FirstForward`` will cast the inputs even though the module is sharded by then.
-    """
+    """Return whether a hook that precedes ``_FirstForward`` is running."""
+    # Global hooks, and the user's from before torch.compile, run first. If Dynamo compiles one of
+    # them, the module is sharded at that point, and ``_FirstForward`` only casts the inputs.
     begun = call.module is root and root in call.called
     hooks = _hooks_of(root) if begun else []
     for hook in hooks:
@@ -117,26 +109,17 @@ def _hooks_of(root: nn.Module) -> list[_FirstForward]:
 
 
 class _Copied:
-    """Replaces the hook in copies and pickles of a hooked module, and does nothing."""
+    """Stand-in for the hook in copies and pickles of a hooked module; does nothing."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         return None
 
 
 class _FirstForward:
-    """A forward pre-hook that acts once, in the first compiled forward.
-
-    Args:
-        is_off: whether ``torch.compile`` is disabled. Compiled and plain calls then look the same,
-            so the hook acts in the first forward of either.
-
-    Attributes:
-        handle: handle that removes the hook.
-        casts_anyway: whether to cast the inputs even if the module is sharded already.
-    """
+    """A forward pre-hook that acts once, in the first compiled forward."""
 
     handle: RemovableHandle
-    casts_anyway = False
+    casts_anyway = False  # even if the module is sharded already
 
     def __init__(self, sharder: Sharder, policy: MixedPrecisionPolicy, is_off: bool) -> None:
         self._sharder, self._policy, self._is_off = sharder, policy, is_off
@@ -153,6 +136,7 @@ class _FirstForward:
     def _run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = compiled_call()
         compiled = call.module is module and self._sharder.compiles(call)
+        # While torch.compile is disabled, compiled and plain calls look the same: act in either.
         if not (compiled or self._is_off):
             return None  # a call of the plain module
         self.handle.remove()
@@ -180,7 +164,6 @@ class _Watched:
     target: weakref.ref[Any]
 
     def plain_modules(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-        """Yield each module that has parameters still to be sharded, with these parameters."""
         for module in modules_named_by(self.target()):
             # A DTensor is sharded by something else, such as FSDP2.
             params = self.sharder.plain_parameters(module)
@@ -188,6 +171,7 @@ class _Watched:
                 yield module, plain
 
 
+# Given to torch.compile, and not sharded yet; global because the optimizer hook is.
 _watched: list[_Watched] = []
 # Backends that sharded nothing and that ``torch.compile`` never got together with a model.
 _idle: weakref.WeakSet[Sharder] = weakref.WeakSet()
@@ -239,8 +223,8 @@ def modules_named_by(target: object) -> Iterator[nn.Module]:
     """Yield the modules that compiled code refers to.
 
     Args:
-        target: a module itself; a function, whose closure, globals, defaults and attributes count;
-            or the owner of a method, whose attributes count. None: no modules.
+        target: a module; a function, with its closure, globals, defaults and attributes; or the
+            owner of a method, with its attributes. None: no modules.
     """
     if isinstance(target, nn.Module):
         yield target
@@ -258,7 +242,7 @@ def modules_named_by(target: object) -> Iterator[nn.Module]:
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Raise or warn if an optimizer steps parameters that should be sharded; a step pre-hook."""
+    """Raise or warn if an optimizer steps parameters that should be sharded."""
     if torch.compiler.is_compiling():
         return
     stepped = _stepped_plainly(optimizer) if _watched or _idle else set()
@@ -269,6 +253,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             for module, plain in watched.plain_modules():
                 _raise_if_stepped(optimizer, module, stepped.intersection(plain))
     for sharder in list(_idle):
+        # Only a warning: the parameters may have nothing to do with the backend.
         if sharder.options.num_ranks() > 1 and stepped - find_reduced_by_ddp():
             _idle.discard(sharder)
             warnings.warn(
@@ -280,8 +265,8 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _stepped_plainly(optimizer: Optimizer) -> set[nn.Parameter]:
-    """Return the optimizer's plain parameters that have gradients."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    # A DTensor is sharded by something else, such as FSDP2.
     plain = (p for p in params if is_plain(p) and not isinstance(p, DTensor))
     return {p for p in plain if p.grad is not None}
 

@@ -1,7 +1,7 @@
 """Gather shards to a full tensor on the first rank of a mesh, or scatter one from that rank.
 
-Rows travel as bytes, which every backend can send in every dtype. On a 2D mesh only the first
-replica gathers and scatters; the others then receive their shards from it.
+Rows travel as bytes, which every backend sends in every dtype. On a 2D mesh only the first replica
+gathers and scatters; the others then receive their shards from it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def receive(
     """Send a tensor from the first rank; return its DTensor, or all of it on the host.
 
     Args:
-        full: the tensor, on any device of the first rank; None on the others.
+        full: tensor, on any device of the first rank; None on the others.
         like: meta tensor of its shape and dtype.
         spec: how to split it; None sends all of it to every rank.
     """
@@ -73,7 +73,7 @@ def _scatter(full: torch.Tensor | None, dtype: torch.dtype, spec: ParamSpec) -> 
         parts = None
         if full is not None:
             assert spec.rows is not None
-            if spec.rows % groups.num_shards:
+            if spec.rows % groups.num_shards:  # the last ranks have fewer rows, or none
                 padded = shard.new_zeros(_all_padded_rows(spec))
                 padded[: spec.rows].copy_(full.detach())
             else:
@@ -90,29 +90,23 @@ def _in_first_replica(spec: ParamSpec) -> bool:
 
 
 def _all_padded_rows(spec: ParamSpec) -> tuple[int, ...]:
-    """Return the shape of all ranks' padded shards, one after the other: only the end is padded."""
+    """Return the shape of all ranks' padded shards in a row: only the end is padding."""
     rows, *rest = spec.padded_shape
     return (rows * spec.groups.num_shards, *rest)
 
 
 def _parts(padded: torch.Tensor, spec: ParamSpec) -> list[torch.Tensor]:
-    """Return the bytes of each rank's padded shard."""
     return list(_bytes(padded).chunk(spec.groups.num_shards))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` detached, and dequantized if it is a quantized subclass.
-
-    The states of torchao's 8-bit optimizers are such subclasses; all have ``dequantize()``.
-    """
+    """Return ``tensor`` detached, and dequantized if it is a quantized subclass."""
+    # The states of torchao's 8-bit optimizers are such subclasses; all have dequantize().
     return tensor.dequantize() if is_traceable_wrapper_subclass(tensor) else tensor.detach()
 
 
 def without_expanded_dims(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``tensor`` with one element of each expanded (stride 0) dim.
-
-    The elements of such a dim share memory.
-    """
+    """Return a view with one element of each expanded dim (stride 0): these share memory."""
     return tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from .sharded_param import refresh_accessors, sharded_model_of
 
+# Flags of a module: whether to reduce its gradients; whether to average them over replicas.
 SYNCS, ALL_REDUCES = "_graphshard_syncs", "_graphshard_all_reduces"
-"""Flags of a module: whether to reduce its gradients; whether to average them over replicas."""
 
 
 def module_flag(module: nn.Module, name: str) -> bool:

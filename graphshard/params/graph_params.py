@@ -1,13 +1,12 @@
 """Sharded parameters as inputs of compiled graphs: find their module, guard and check them.
 
-When a graph is compiled, its sharded parameters are guarded, and a forward that changes a full
-parameter in place, or that bypasses its module, is refused: the change would be lost without an
-error, because a full parameter is a copy that was gathered for one forward.
+A full parameter is a copy that was gathered for one forward. A graph that changes one in place, or
+bypasses its module, is refused when it is compiled: the change would be lost without an error.
 
-When a graph runs, backward gathers a parameter again from the shard that forward saved, and raises
-if it has changed since. Autograd checks the versions of saved tensors, but an in-place op on a
-DTensor increments only the version of the DTensor, not the one that its local tensor shares with
-the shard. So each run of a graph records the versions of the DTensors whose shards it saves.
+Backward gathers again from the shard that forward saved, and raises if it has changed since.
+Autograd cannot tell: an in-place op on a DTensor increments only the version of the DTensor, not
+the one that its local tensor shares with the shard. So each run of a graph records the versions of
+the DTensors whose shards it saves.
 """
 
 from __future__ import annotations
@@ -61,12 +60,11 @@ def find_root(
 ) -> tuple[nn.Module, bool]:
     """Return the outermost module that holds ``param``, and whether its forward already runs.
 
-    That is the compiled module, an outer module whose forward Dynamo left to Python, or, if a
-    function is compiled, a module on the path of the parameter's source.
-
     Raises:
-        BackendError: none of these holds ``param``.
+        BackendError: no module that the compiled code names holds ``param``.
     """
+    # The compiled module; outer modules whose forward Dynamo left to Python; and, if a function is
+    # compiled, the modules on the path of the parameter's source.
     candidates = [call.module, *call.running, *trace.owners(source)]
     for candidate in uncompiled_modules(candidates):
         if any(p is param for p in candidate.parameters()):
@@ -95,10 +93,7 @@ def record_graph_breaks(
 
 
 def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
-    """Guard every sharded parameter, and sync its shard; return False to have Dynamo trace again.
-
-    That is needed if a parameter was replaced, or its ``requires_grad`` has changed.
-    """
+    """Guard and sync every sharded parameter; return False if Dynamo has to trace again."""
     # Dynamo drops a shard from the inputs if forward only reads attributes of its parameter.
     for shard in shards_read():
         trace.guard(shard, SHARDED_PARAM, in_sync)
@@ -109,9 +104,9 @@ def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> b
             continue
         owners = uncompiled_modules(trace.owners(source))
         if param.is_replaced() and any(map(take_replacements, owners)):
-            synced = False
+            synced = False  # the trace has the shard of the old one
             continue
-        synced &= param.sync()
+        synced &= param.sync()  # False if its requires_grad has changed
     return synced
 
 
@@ -156,8 +151,7 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
 
 
 def _refuse_changes(graph: fx.Graph, fqns: Mapping[int | None, str]) -> None:
-    """Raise BackendError if a graph changes a full parameter in place."""
-    read: dict[int | None, str] = {}  # FQNs by the storage of the full parameter
+    read: dict[int | None, str] = {}  # FQNs by the storage of the full parameter, views included
     for op in markers.UNSHARD_MARKERS:
         for node in graph.find_nodes(op="call_function", target=op):
             shard = node.args[0]
@@ -165,14 +159,15 @@ def _refuse_changes(graph: fx.Graph, fqns: Mapping[int | None, str]) -> None:
             read[traced_storage(node)] = fqns.get(traced_storage(shard), str(shard))
     for node in graph.nodes:
         value, storage = traced_value(node), traced_storage(node)
+        # Fake tensors count versions, too: 0 until an op in the graph writes one.
         if isinstance(value, torch.Tensor) and storage in read and version_of(value):
             raise BackendError(changed_in_place(read[storage]))
 
 
 # --- parameters that change between forward and backward -----------------------------------------
 
+# Attribute of a run's autograd node: the parameters whose shards it saved, with versions.
 _VERSIONS = "graphshard_versions"
-"""Attribute of a run's autograd node: the parameters whose shards it saved, with versions."""
 
 # Foreach ops on DTensors increment no version, so a hook on all optimizers does it after each step.
 # Empty until a graph saves a shard.
@@ -233,7 +228,6 @@ def _record_versions(outputs: Sequence[object], args: Sequence[object], saved: _
 
 
 def _raise_if_stale(node: Any) -> None:
-    """Raise BackendError if a parameter was changed in place since the forward of ``node``."""
     recorded: list[tuple[ShardedParam, int]] = getattr(node, _VERSIONS, [])
     for sharded_param, version in recorded:
         # A new DTensor that replaced it starts at version 0, and has memory of its own.

@@ -8,8 +8,8 @@ Anything else is left alone: torch's own errors report it, along with whatever e
 
 [Note: shards of other ranks] A DTensor pickles with its mesh, and the mesh with the coordinates of
 the rank that pickled it. So a file that one rank saved (``if rank == 0:
-torch.save(model.state_dict(), f)``) shows which rank's rows it has. Without comparing the
-coordinates, all ranks would load those rows, silently if they have equally many.
+torch.save(model.state_dict(), f)``) shows whose rows it has. If coordinates were not compared, all
+ranks would load those rows, silently if they have equally many.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Incoming(torch.Tensor):
 
     @staticmethod
     def create(like: torch.Tensor, receive: Callable[[ParamSpec | None], torch.Tensor]) -> Incoming:
-        """Return one with the shape and dtype of the meta tensor ``like``."""
         incoming = like.as_subclass(Incoming)
         incoming.receive = receive
         return incoming
@@ -57,10 +56,7 @@ def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assign
     """Convert a state dict's value to what a sharded parameter can load.
 
     Args:
-        value: value in the state dict.
-        name: key in the state dict, for error messages.
-        assigns: whether the value replaces the parameter (``assign=True``) instead of being copied
-            into it.
+        assigns: whether the value replaces the parameter (``assign=True``) or is copied into it.
 
     Raises:
         BackendError: ``value`` is the shard of another rank, or of a model over other ranks.
@@ -107,22 +103,18 @@ def _shard_of(full: torch.Tensor, spec: ParamSpec) -> DTensor:
 
 
 def _own_shard(value: DTensor, spec: ParamSpec, name: str) -> torch.Tensor:
-    """Return ``value`` with this model's mesh, or its full tensor if it is replicated."""
     mesh = value.device_mesh
     if all(isinstance(placement, Replicate) for placement in value.placements):
-        return local_tensor(value)
+        return local_tensor(value)  # whole: this rank takes its rows from it
     _check_origin(mesh, spec.mesh, name, _SAVE_MODEL)
     if mesh is spec.mesh or value.placements != spec.placements or value.shape != spec.shape:
         return value
+    # An unpickled DTensor: equal ranks, but a mesh object of its own.
     return spec.dtensor(spec.padded(local_tensor(value)))
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Check that an optimizer loads no shards of another rank.
-
-    Raises:
-        BackendError: the state of a sharded parameter is another rank's shard.
-    """
+    """Raise BackendError if the state that an optimizer loads is a shard of another rank."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     for param, number in zip(params, numbers):  # torch itself checks the counts
@@ -136,7 +128,6 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str
 
 
 def _check_origin(saved: DeviceMesh, own: DeviceMesh, name: str, advice: str) -> None:
-    """Raise ``BackendError`` unless the shard over ``saved`` is this rank's over mesh ``own``."""
     remedy = _REMEDY.format(advice)
     their_ranks, ranks = saved.mesh.tolist(), own.mesh.tolist()
     if their_ranks != ranks:
@@ -144,6 +135,7 @@ def _check_origin(saved: DeviceMesh, own: DeviceMesh, name: str, advice: str) ->
             f"{name!r} is a shard of a model over the ranks {their_ranks}, and this one is sharded "
             f"over {ranks}: {remedy}"
         )
+    # The last coordinate is the one over shards: replicas have equal rows.
     theirs, ours = saved.get_coordinate(), own.get_coordinate()
     if theirs is not None and ours is not None and theirs[-1] != ours[-1]:
         raise BackendError(

@@ -31,7 +31,7 @@ class MemoryReport:
         sums: unreduced microbatch gradients currently held (``no_sync``).
         optimizer: current optimizer state.
         gathered: planned peak of unsharded parameters, over all graphs compiled so far.
-        on_host: part of parameters, gradients and optimizer state kept in host memory
+        on_host: part of parameters, gradients and optimizer state in host memory
             (``offload_policy``).
     """
 
@@ -76,7 +76,6 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     totals = [total for param in sharded_params for total in param.unreduced_totals()]
 
     def trained(params: Sequence[nn.Parameter]) -> list[MemoryBytes]:
-        """Return the memory of parameters, their gradients and their optimizer state."""
         values = [value for param in params for value in state.get(param, {}).values()]
         return [_memory(params), _memory(p for p in params if p.requires_grad), _memory(values)]
 
@@ -100,7 +99,7 @@ def _is_on_host(param: nn.Parameter) -> bool:
 
 
 def _memory(values: Iterable[object]) -> MemoryBytes:
-    """Return the memory of the tensors among ``values``, counting each tensor once."""
+    # By id: tied parameters are one tensor.
     tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}.values()
     return MemoryBytes(
         rank=sum(_rank_bytes(tensor) for tensor in tensors),

@@ -1,11 +1,10 @@
 """Process groups of a mesh, and the log of collectives that run on them outside of graphs.
 
 [Note: logged collectives] A rank may leave a graph that its peers still run: past Dynamo's
-recompile limit, a function runs in Python. Collectives outside of graphs are therefore written to
-the mesh's call log, by which ranks that diverge raise instead of hanging. Within a call of compiled
-code, a gather that is new to this rank first waits until all ranks have reached it. Gathers in
-plain calls of a model are only logged, and so are reductions, whose order follows from that of the
-gathers.
+recompile limit, a function runs in Python. Collectives outside of graphs therefore go to the mesh's
+call log, by which ranks that diverge raise a ``BackendError`` instead of hanging. In compiled code,
+a gather that is new to this rank first waits until all ranks have reached it. Gathers in plain
+calls of a model are only logged, and so are reductions, whose order follows from the gathers.
 """
 
 from __future__ import annotations
@@ -33,17 +32,13 @@ _created: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """Names of the process groups of one mesh.
-
-    Args:
-        mesh: 1D mesh to shard over, or 2D mesh of (replicas, shards) for HSDP.
-    """
+    """Names of the process groups of a mesh: 1D to shard over, or 2D (replicas, shards)."""
 
     mesh: DeviceMesh
 
     @property
     def device(self) -> torch.device:
-        """Compute device of this rank."""
+        # Where this rank computes: with offload, parameters are on the CPU.
         kind = self.mesh.device_type
         if kind == "cpu":
             return torch.device(kind)
@@ -56,7 +51,6 @@ class MeshGroups:
 
     @property
     def shard_index(self) -> int:
-        """Index of this rank in its shard group."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @cached_property
@@ -72,20 +66,15 @@ class MeshGroups:
 
     @cached_property
     def all_ranks(self) -> str:
-        """Group of all ranks of the mesh."""
         if self.mesh.ndim == 1:
             return self.shards
         return self._group_of(self.mesh.mesh.flatten().tolist())
 
     def regather_group(self, num_ranks: int) -> str:
-        """Return the group of ``num_ranks`` consecutive ranks of a replica that has this rank.
-
-        Args:
-            num_ranks: size of the group, which divides ``num_shards``.
-        """
+        """Return the group of ``num_ranks`` consecutive ranks of a replica that has this rank."""
         if num_ranks == self.num_shards:
             return self.shards
-        rows = self.mesh.mesh.reshape(-1, num_ranks).tolist()
+        rows = self.mesh.mesh.reshape(-1, num_ranks).tolist()  # num_ranks divides num_shards
         return self._group_of(next(ranks for ranks in rows if dist.get_rank() in ranks))
 
     def _group_of(self, ranks: Sequence[int]) -> str:
@@ -105,13 +94,10 @@ class MeshGroups:
 
 @contextmanager
 def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
-    """Log the gather of one module's parameters that runs in this context.
-
-    Like all functions below, it raises BackendError if other ranks do something else.
-    """
+    """Log the gather of one module's parameters that runs in this context."""
     call_log, call = _call_log(groups), compiled_call()
     what = f"a gather of {fqns[0]!r} outside of a graph"
-    if call.backend is None:
+    if call.backend is None:  # a plain call: see [Note: logged collectives]
         call_log.run(what)
     else:
         plan_id = f"{what}, in compiled code"
@@ -138,8 +124,7 @@ def agreed_exchange(
     """Log the exchange that runs in this context; if it is new, wait until all ranks agree.
 
     Args:
-        plan_id: hash of ``text``.
-        text: description of the exchange; its first line names the purpose.
+        plan_id: hash of ``text``, whose first line names the purpose.
         is_new: whether to wait even if this rank knows ``text``. If every rank passes True unless
             it repeats its last exchange of this kind, different exchanges never run together.
     """
@@ -153,11 +138,9 @@ def agreed_exchange(
 
 
 def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) -> None:
-    """Wait until all ranks have reached a call that gathers or saves a model.
+    """Wait until all ranks have reached ``what``, a function that gathers or saves ``name``.
 
     Args:
-        what: name of the function that all ranks have to call.
-        name: name of what is gathered or saved, such as the model's class.
         remedy: code to write instead of a call on one rank, for the error.
     """
     plan_id = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
@@ -166,8 +149,8 @@ def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) ->
 
 
 def _call_log(groups: MeshGroups) -> CallLog:
-    """Return the mesh's call log, which on a fault releases ranks blocked in any of its groups."""
     call_log = call_log_of(process_group(groups.all_ranks))
+    # On a fault, release ranks that are blocked in any group of the mesh.
     for name in filter(None, (groups.shards, groups.replicas)):
         call_log.release_also(process_group(name))
     return call_log

@@ -8,8 +8,8 @@
                              device ─► each rank keeps its rows of the first few
     init(model), pass 2      the next few parameters are real ...
 
-Because ``init`` sees plain parameters, writes to single rows, ``p.data`` and random numbers work as
-in the unsharded model, which they do not on DTensors.
+``init`` sees plain parameters, so writes to single rows, ``p.data`` and random numbers work as in
+the unsharded model, which they do not on DTensors.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
 
 def _common_seed(groups: MeshGroups) -> int:
-    """Return a seed drawn by the mesh's first rank."""
-    # Every rank draws, so that the generators of all ranks advance equally.
+    # Only the first rank's counts, but every rank draws, so that all generators advance equally.
     seed = torch.randint(2**48, (), dtype=torch.int64).to(groups.device)
     dist.broadcast(seed, group=process_group(groups.all_ranks), group_src=0)
     return int(seed)
@@ -94,21 +93,18 @@ def allocate(root: nn.Module, groups: MeshGroups) -> None:
 
 
 def _device_of(param: nn.Parameter, groups: MeshGroups) -> torch.device:
-    """Return the device that keeps a parameter: the CPU if its shard is offloaded."""
+    # An offloaded shard stays on the CPU.
     sharded = sharded_param_of(param)
     kept = sharded is not None and sharded.spec.host_memory is not None
     return torch.device("cpu") if kept else groups.device
 
 
 def _passes(root: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the names of the parameters to initialise in each pass.
-
-    All parameters of a pass are full-size at once, and every pass runs ``init`` on the whole model.
-    A pass may be as large as the largest module, which has to fit anyway, or as 1/16 of the model
-    up to 1 GiB, if that is more: otherwise a deep model of small modules would need a pass for
-    each module.
-    """
+    """Yield the names of the parameters to initialise in each pass."""
     sizes = {name: root.get_parameter(name).nbytes for name in names}
+    # All parameters of a pass are full-size at once, and every pass runs ``init`` on the whole
+    # model. So a pass may be as large as the largest module, which has to fit anyway, or as 1/16 of
+    # the model up to 1 GiB: a deep model of small modules would need a pass for each.
     largest = max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in root.modules())
     limit = max(largest, min(sum(sizes.values()) // 16, 1 << 30))
     part: list[str] = []
@@ -122,7 +118,7 @@ def _passes(root: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators of the host and of ``device`` within the context; disable autograd."""
+    # fork_rng restores the generators of the host and of the device on exit.
     devices = [] if device.type == "cpu" else [device]
     kind = device.type if devices else "cuda"
     with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
@@ -132,7 +128,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A module's class and attributes before initialisation, which can be restored."""
+    """A module's class and attributes before initialisation."""
 
     module: nn.Module
     kind: type[nn.Module]
@@ -157,18 +153,17 @@ class _Snapshot:
         )
 
     def restore_parameters(self) -> None:
-        """Restore the module's sharded class and parameters."""
         self.module.__class__ = self.kind
         _refill(parameters_of(self.module), self.parameters)
 
     def restore_attributes(self) -> None:
-        """Restore the module's attributes and buffers, undoing what ``init`` did to them."""
+        """Undo what ``init`` did to the module's attributes and buffers."""
         _refill(vars(self.module), self.attributes)
         _refill(buffers_of(self.module), self.buffers)
 
 
 def _refill(values: dict[str, T], before: Mapping[str, T]) -> None:
-    values.clear()
+    values.clear()  # in place: the module keeps its dicts
     values.update(before)
 
 
@@ -187,6 +182,7 @@ def _init_some(
         snapshot.make_plain(twins, device)
     try:
         _run(init, root)
+        # By name: init may have replaced a parameter, which _check_written reports.
         full = {name: root.get_parameter(name).detach() for name in names}
     finally:
         for snapshot in snapshots:
@@ -197,11 +193,7 @@ def _init_some(
 
 
 def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
-    """Return a plain, full-size and unwritten parameter with the attributes users set on ``param``.
-
-    Args:
-        device: where to allocate it; None: the meta device.
-    """
+    """Return a plain, full-size, unwritten parameter with the attributes users set on ``param``."""
     place = torch.device("meta") if device is None else device
     empty = torch.empty(param.shape, dtype=param.dtype, device=place)
     mark_uninitialised(empty)
@@ -211,11 +203,10 @@ def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter
 
 
 def _run(init: Init, root: nn.Module) -> None:
-    """Call ``init``; raise BackendError if it reads a tensor on the meta device."""
     try:
         init(root)
     except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):
+        if "meta" not in str(error):  # an error of the model's own
             raise
         raise BackendError(
             "init reads a parameter or computes one from another: while some parameters "
@@ -236,7 +227,6 @@ def _own_init(root: nn.Module) -> None:
 
 
 def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
-    """Raise BackendError if ``init`` replaced a parameter or did not write all of its elements."""
     if full.is_meta or full.shape != param.shape:
         raise BackendError(
             f"init replaced {name!r}, {tuple(param.shape)}, with a parameter of "
@@ -250,7 +240,6 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
 
 
 def _keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
-    """Copy this rank's rows of a full parameter into its shard."""
     sharded = sharded_param_of(param)
     if sharded is None:
         param.detach().copy_(full)
@@ -265,10 +254,10 @@ def _is_meta(tensor: torch.Tensor | None) -> bool:
 
 
 def _marked(meta: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Return a real buffer for a meta one, marked as unwritten unless its dtype is bool."""
     if meta is None:
         return None
     buffer = torch.zeros_like(meta, device=device)
+    # A bool has no value to spare for a mark; an integer is marked by its lowest value.
     if (
         not mark_uninitialised(buffer)
         and not buffer.is_floating_point()
@@ -286,7 +275,6 @@ def _is_unwritten(buffer: torch.Tensor) -> bool:
 
 
 def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:
-    """Raise BackendError if ``init`` did not write a buffer that was on the meta device."""
     for snapshot in snapshots:
         for name, buffer in buffers_of(snapshot.module).items():
             if (
@@ -306,12 +294,9 @@ def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:
 def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups) -> None:
     """Allocate the parameters of a sharded model, and write this rank's rows into its shards.
 
-    Apart from the shards it allocates one parameter's rows at a time, or a whole tensor if its rows
-    cannot be read separately.
-
     Args:
-        values: full tensors, in memory or still in files (``StoredTensor``), by the first name of
-            every parameter.
+        values: full tensors by the first name of every parameter, in memory or still in files
+            (``StoredTensor``).
     """
     allocate(root, groups)
     with torch.no_grad():
@@ -320,6 +305,7 @@ def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups
             assert sharded is not None, f"{name} is not sharded"
             spec = sharded.spec
             rows = None if spec.rows is None else spec.local_rows
+            # One parameter's rows at a time; a whole tensor if they cannot be read separately.
             local_tensor(sharded.dtensor).copy_(_rows_of(values[name], rows))
 
 

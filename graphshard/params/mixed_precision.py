@@ -28,8 +28,8 @@ from .sharded_param import sharded_param_of
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
+# Matches the error texts of linear, attention, norm and convolution operators.
 _DTYPES_DIFFER = re.compile("dtype|scalar type|type.* should be the same")
-"""Matches the error texts of linear, attention, norm and convolution operators."""
 
 
 class CastBoundary(NamedTuple):
@@ -40,11 +40,7 @@ class CastBoundary(NamedTuple):
 
 
 def find_cast_boundaries(root: nn.Module, options: Options) -> list[CastBoundary]:
-    """Return the boundaries of ``root``, its own first.
-
-    A module inside ``root`` is a boundary if its policy comes from another glob than the policy of
-    the nearest callable module around it.
-    """
+    """Return the boundaries of ``root``, its own first."""
     globs = {"": options.policy_glob("")}
     boundaries = [CastBoundary(root, options.policy_of(globs[""]))]
     for fqn, module in list(root.named_modules())[1:]:
@@ -53,6 +49,7 @@ def find_cast_boundaries(root: nn.Module, options: Options) -> list[CastBoundary
         parts = fqn.split(".")
         around = (".".join(parts[:depth]) for depth in reversed(range(len(parts))))
         globs[fqn] = options.policy_glob(fqn)
+        # A policy begins here if the nearest callable module around has it from another glob.
         if globs[fqn] != next(globs[outer] for outer in around if outer in globs):
             boundaries.append(CastBoundary(module, options.policy_of(globs[fqn])))
     return boundaries
@@ -78,14 +75,11 @@ def cast_at_boundary(boundary: CastBoundary) -> None:
 def check_cast_boundaries(
     root: nn.Module, options: Options, in_use: bool, will_cast: bool = False
 ) -> None:
-    """Check that no forward has begun whose inputs should have been cast.
+    """Raise BackendError if a forward has begun whose inputs should have been cast.
 
     Args:
         in_use: whether the forward of ``root`` is already running.
         will_cast: whether the inputs of ``root`` will still be cast.
-
-    Raises:
-        BackendError: the hooks that cast at a boundary would come too late for a running forward.
     """
     for module, policy in find_cast_boundaries(root, options)[will_cast:]:  # root's is first
         begun, runs = call_arguments(module), in_use and module is root
@@ -109,7 +103,6 @@ def casts_change(inputs: object, policy: MixedPrecisionPolicy) -> bool:
 
 
 def _is_cast(inputs: object, dtype: torch.dtype | None) -> bool:
-    """Return whether a cast to ``dtype`` would change any tensor in ``inputs``."""
     if dtype is None:
         return False
     dtypes = []
@@ -199,7 +192,6 @@ def advise(error: BaseException) -> None:
 
 
 def _casts_parameters(model: nn.Module) -> bool:
-    """Return whether any parameter of ``model`` is used in a dtype other than its own."""
     sharded_params = map(sharded_param_of, model.parameters())
     return any(param is not None and param.spec.dtype is not None for param in sharded_params)
 

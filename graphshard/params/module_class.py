@@ -1,16 +1,15 @@
 """Classes of sharded modules: their forward reads full parameters, everyone else reads DTensors.
 
 The class of a module that owns sharded parameters is replaced by a subclass with one property per
-parameter, its *accessor*, which returns
+parameter, its *accessor*:
 
-- under tracing, ``graphshard::unshard(shard)``, which Dynamo treats as an ``nn.Parameter``
-  (_torch/as_parameter.py);
-- in eager parts of a forward (a graph break, a call of the plain model), the result of running
-  that op;
-- anywhere else, the DTensor.
+    under tracing       ``graphshard::unshard(shard)``, to Dynamo an ``nn.Parameter``
+                        (_torch/as_parameter.py)
+    in eager forwards   the result of running that op: after a graph break, in a plain call
+    anywhere else       the DTensor
 
-``_parameters`` holds the DTensor, so ``named_parameters``, ``state_dict`` and
-``torch.distributed.checkpoint`` never call the property.
+``named_parameters``, ``state_dict`` and ``torch.distributed.checkpoint`` never call the property:
+``_parameters`` holds the DTensor.
 
 Modules of one class whose parameters have equal markers share a subclass. Dynamo guards on the
 class rather than on the module, so identical layers, across models too, share one compiled graph.
@@ -50,20 +49,15 @@ from .sharded_param import (
     sharded_param_of,
 )
 
+# Marker that reads a parameter, with names of module attributes instead of tensors.
 Marker: TypeAlias = UnshardSpec | ReplicateSpec
-"""Marker that reads a parameter, with names of module attributes instead of tensors."""
 
 
 class ShardedModule(NoticesReplacement):
-    """Mixin, placed before the module's own class, that keeps shards and DTensors linked.
-
-    Attributes:
-        _graphshard_plain_class: the module's own class.
-        _graphshard_markers: marker of each parameter, by the parameter's name.
-    """
+    """Mixin, placed before the module's own class, that keeps shards and DTensors linked."""
 
     _graphshard_plain_class: ClassVar[type]
-    _graphshard_markers: ClassVar[Mapping[str, Marker]]
+    _graphshard_markers: ClassVar[Mapping[str, Marker]]  # by name of the parameter
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if not _is_ours(cls):
@@ -119,9 +113,9 @@ class ShardedModule(NoticesReplacement):
                 state_dict[key] = prepare_loaded(state_dict[key], sharded_param, key, assigns)
 
     def _graphshard_refresh_accessors(self) -> None:
-        """Switch to markers that reduce or accumulate gradients as currently requested."""
         cls = type(self)
         markers = cls._graphshard_markers
+        # The new ones reduce or accumulate gradients as currently requested.
         _set_class(self, cls._graphshard_plain_class, markers, previous=markers)
 
 
@@ -147,16 +141,12 @@ def install(
 def _set_class(
     module: nn.Module, plain: type, names: Iterable[str], previous: Mapping[str, Marker]
 ) -> None:
-    """Switch ``module`` to the class whose accessors match its sharded parameters.
-
-    Args:
-        previous: markers to keep for names that no longer have a sharded parameter.
-    """
+    """Switch ``module`` to the class whose accessors match its sharded parameters."""
     markers: dict[str, Marker] = {}
     for name in names:
         sharded_param = owned_by(module, name)
         if sharded_param is None:
-            markers[name] = previous[name]
+            markers[name] = previous[name]  # has lost its sharded parameter
             continue
         sharded_param.syncs = module_flag(module, SYNCS)
         sharded_param.all_reduces = module_flag(module, ALL_REDUCES)
@@ -195,14 +185,13 @@ def had_sharded(module: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _sharded_class(cls: type, markers: tuple[tuple[str, Marker], ...]) -> type[ShardedModule]:
-    """Return the subclass of ``cls`` that reads its parameters through ``markers``."""
     namespace: dict[str, object] = {name: _accessor(name, marker) for name, marker in markers}
     # Keep the class name: libraries look at it (transformers picks the loss by it).
     namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
     namespace.update(_graphshard_plain_class=cls, _graphshard_markers=dict(markers))
     if issubclass(cls, nn.RNNBase):
         namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
-    if has_save_pretrained(cls):
+    if has_save_pretrained(cls):  # on the class, so that copies of a model have it, too
         namespace[METHOD] = save_in_full(getattr(cls, METHOD))
     # Bypass __new__ of a custom metaclass, which might register the class or need arguments.
     make = ABCMeta.__new__ if isinstance(cls, ABCMeta) else type.__new__
@@ -213,14 +202,12 @@ def _sharded_class(cls: type, markers: tuple[tuple[str, Marker], ...]) -> type[S
 
 
 def _accessor(name: str, marker: Marker) -> property:
-    """Return the property of a sharded class that reads its parameter ``name``.
-
-    ``_bake`` replaces what is written in capitals.
-    """
+    """Return the property of a sharded class that reads its parameter ``name``."""
     op = marker.op()
     shard = cast(str, marker.arguments()[0])
     attributes = tuple(getattr(marker, argument) for argument in marker.accumulators)
 
+    # _bake replaces what is written in capitals.
     def get(self: Any) -> Any:
         if is_compiling():
             return op(self.SHARD, *("CONSTANTS",))
@@ -241,11 +228,8 @@ def _accessor(name: str, marker: Marker) -> property:
 
 
 def _bake(getter: Any, constants: Mapping[object, object], shard: str) -> None:
-    """Replace constants, and the attribute ``SHARD``, in the code of an accessor.
-
-    Dynamo traces the accessor once per parameter of a model, and guards on everything in its
-    closure. What stands in its code needs no guard.
-    """
+    # Dynamo traces an accessor once per parameter of a model, and guards on all of its closure.
+    # Constants and attribute names in its code need no guard.
     code = getter.__code__
     getter.__code__ = code.replace(
         co_consts=tuple(constants.get(constant, constant) for constant in code.co_consts),
@@ -255,16 +239,16 @@ def _bake(getter: Any, constants: Mapping[object, object], shard: str) -> None:
 
 @torch.compiler.disable
 def _eager_value(module: ShardedModule, name: str) -> torch.Tensor | None:
-    """Return the full parameter inside a forward, the DTensor outside."""
     parameters, model = parameters_of(module), sharded_model_of(module)
     if name not in parameters:
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
     param = parameters[name]
     if param is None or model is None:
         return param
+    # All parameters of the module are gathered together: see eager.py.
     names = [n for n in type(module)._graphshard_markers if parameters.get(n) is not None]
     full = full_parameters(module, names)
-    if full is None:
+    if full is None:  # outside of any forward
         return param
     if not model.warned and compiled_call().backend is not None:
         model.eager_classes.setdefault(type(module).__name__)
@@ -281,7 +265,6 @@ def reattach(module: nn.Module) -> None:
 
 
 def _reattach(module: ShardedModule, empty: bool) -> None:
-    """Attach new shards where this module's DTensors, or their storages, were replaced."""
     for name in type(module)._graphshard_markers:
         param = parameters_of(module).get(name)
         if param is None:
@@ -298,7 +281,6 @@ def _reattach(module: ShardedModule, empty: bool) -> None:
 
 
 def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | None) -> DTensor:
-    """Return ``param``, which replaced ``previous``, after checking that it can have a shard."""
     if not isinstance(param, DTensor):
         fqn = previous.fqn if previous else name
         raise BackendError(
@@ -321,7 +303,7 @@ def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> Shard
         if candidate is not None and candidate.is_attached() and candidate.dtensor is dtensor:
             return candidate
     if known is not None and not known.is_attached():
-        return known
+        return known  # a fresh copy, by copy.deepcopy
     like = known or previous
     assert like is not None
     _check_placements(dtensor, like.spec)
@@ -329,7 +311,6 @@ def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> Shard
 
 
 def _check_placements(dtensor: DTensor, spec: ParamSpec) -> None:
-    """Raise BackendError unless ``dtensor`` is split as in ``spec``."""
     expected = (tuple(spec.shape), spec.placements)
     actual = (tuple(dtensor.shape), tuple(dtensor.placements))
     if actual != expected or dtensor.device_mesh != spec.mesh:

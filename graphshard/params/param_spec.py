@@ -3,7 +3,7 @@
     options, fp8 recipe, mesh ─► ParamSpec ─► the parameter's shard and DTensor
                                            ─► the arguments of its marker in every graph
 
-Rows are split as ``torch.chunk`` splits them and padded to the same number on every rank: see
+Rows are split as by ``torch.chunk`` and padded to the same number on every rank: see
 [Note: padded shards] in ``graphshard.ops.markers``.
 """
 
@@ -32,18 +32,17 @@ class ParamSpec:
     """How one parameter is split, gathered and used, and how its gradient is reduced.
 
     Attributes:
-        shape: shape of the full parameter, ``[rows, ...]``.
-        groups: process groups over which it is split and replicated.
+        shape: full shape, ``[rows, ...]``.
         fqn: first name at the time of sharding, for messages.
-        num_backward_ranks: number of ranks from which backward gathers; None keeps the parameter
+        num_backward_ranks: number of ranks that backward gathers from; None keeps the parameter
             unsharded between forward and backward.
-        dtype: dtype in which the parameter is gathered and used; None for its own.
+        dtype: dtype in which it is gathered and used; None for its own.
         reduce_dtype: dtype in which its gradient is reduced; None for the gradient's own.
-        float8_recipe: fp8 recipe of its linears; None if they do not compute in fp8.
-        shard: whether to split the parameter; False replicates it.
-        host_memory: kind of host memory that holds the shards, ``PINNED`` or ``PAGEABLE`` of
+        float8_recipe: recipe of its linears; None if they do not compute in fp8.
+        shard: whether to split it; False replicates it.
+        host_memory: kind of host memory for shards, ``PINNED`` or ``PAGEABLE`` of
             ``graphshard.ops.host_copy``; None keeps them on the device.
-        rows: number of rows that are split; None if the parameter is replicated.
+        rows: number of rows that are split; None if it is replicated.
     """
 
     shape: torch.Size
@@ -77,20 +76,18 @@ class ParamSpec:
         return None if ranks is None else self.groups.regather_group(ranks)
 
     def group_names(self) -> set[str]:
-        """Return the names of all process groups that this parameter's markers may use."""
-        groups = self.groups
+        groups = self.groups  # all that its markers may use
         names = (groups.shards, groups.replicas, groups.all_ranks, self.regather_group)
         return {name for name in names if name is not None}
 
     @functools.cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """The DTensor's placements, one for each axis of the mesh."""
         last = Replicate() if self.rows is None else Shard(0)
         return (*[Replicate()] * (self.mesh.ndim - 1), last)
 
     @functools.cached_property
     def padded_shape(self) -> torch.Size:
-        """The shape of the shard on every rank, ``[ceil(rows / num_shards), ...]``."""
+        """Shape of the shard on every rank, ``[ceil(rows / num_shards), ...]``."""
         if self.rows is None:
             return self.shape
         return torch.Size((padded_rows(self.rows, self.groups.num_shards), *self.shape[1:]))
@@ -108,10 +105,7 @@ class ParamSpec:
     # --- between full tensors, padded shards and DTensors ---
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's rows of ``full``, zero-padded, to the memory that keeps them.
-
-        The result is contiguous and has ``padded_shape``.
-        """
+        """Copy this rank's rows of ``full``, padded and contiguous, to where they are kept."""
         if self.rows is None:
             stays = full.device.type in ("meta", self.mesh.device_type)
             device = full.device if stays else self.groups.device
@@ -125,7 +119,6 @@ class ParamSpec:
         return padded
 
     def local_view(self, padded: torch.Tensor) -> torch.Tensor:
-        """Return a view of ``padded`` without the padding."""
         return padded if self.rows is None else padded[: self.num_local_rows]
 
     def dtensor(self, padded: torch.Tensor) -> DTensor:
@@ -135,12 +128,8 @@ class ParamSpec:
     # --- markers, for graphs and for eager parts of a model ---
 
     def marker(self, shard: Any, **accumulators: Any) -> UnshardSpec | ReplicateSpec:
-        """Return the marker that unshards ``shard``.
-
-        Args:
-            shard: padded shard; or any stand-in for it, if the marker is not called.
-            accumulators: stand-ins or keys, by argument name.
-        """
+        """Return the marker that unshards ``shard``; a stand-in will do if it is not called."""
+        # The accumulators are stand-ins or keys: see [Note: unreduced gradients] in sharded_param.
         if self.rows is None:
             return ReplicateSpec(
                 param=shard,
@@ -164,19 +153,16 @@ class ParamSpec:
         )
 
     def unshard(self, shard: torch.Tensor) -> torch.Tensor:
-        """Gather the full parameter from ``shard`` of ``padded_shape``, eagerly."""
+        """Gather the full parameter from a shard of ``padded_shape``, eagerly."""
         full: torch.Tensor = self.marker(shard).call(run)
         return full
 
     def reduce(
         self, grad: torch.Tensor, result_dtype: torch.dtype, partial: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Reduce full gradients to this rank's padded shard of their mean, eagerly.
-
-        Args:
-            partial: key of an accumulator; see ``ReduceGradSpec``.
-        """
+        """Reduce full gradients to this rank's padded shard of their mean, eagerly."""
         marker: Any = self.marker(None)
+        # partial is the key of an accumulator: see ReduceGradSpec.
         shard: torch.Tensor = marker.reduction(grad, self.padded_shape, result_dtype, partial).call(
             run
         )
@@ -204,11 +190,9 @@ class ParamSpec:
 # All shards are padded to the size of the largest. If 8 experts are stacked in one parameter, each
 # of 64 ranks holds the memory of one expert: 8 times an even share.
 
+# Fraction of an even share, and bytes on a rank, above which padding is reported. Chosen by
+# judgement, not measured.
 NOTABLE, LEAST_BYTES = 0.1, 1e6
-"""Fraction of an even share, and bytes on a rank, above which padding is reported.
-
-Chosen by judgement, not measured.
-"""
 
 
 @dataclass(frozen=True)
@@ -219,7 +203,7 @@ class Padding:
         names: parameters with fewer rows than shards, largest first.
         rows: number of rows of the largest one.
         held_bytes: bytes of parameters on a rank, with padding.
-        even_bytes: bytes of parameters on a rank, without padding.
+        even_bytes: the same without padding.
     """
 
     names: tuple[str, ...]
@@ -250,9 +234,8 @@ def find_padding(
 
     Args:
         shapes: full shapes of the parameters that are split by rows, by name.
-        shards: number of ranks that share each parameter.
-        held_bytes: bytes of these parameters on a rank, with padding.
-        full_bytes: bytes of the full parameters.
+        held_bytes: their bytes on a rank, with padding.
+        full_bytes: their bytes in full.
     """
     padded = {name: shape for name, shape in shapes.items() if 0 < shape[0] < shards}
     even_bytes = full_bytes / shards
@@ -263,11 +246,8 @@ def find_padding(
 
 
 def padding_advice(itemsizes: Mapping[ParamSpec, int]) -> str:
-    """Return a description of notable padding with a remedy, or "" if padding takes little.
-
-    Args:
-        itemsizes: bytes of an element of each parameter of one model, sharded over one mesh.
-    """
+    """Return a description of notable padding with a remedy, or "" if padding takes little."""
+    # Bytes of an element, by the parameters of one model over one mesh.
     split = {spec: itemsize for spec, itemsize in itemsizes.items() if spec.rows is not None}
     if not split:
         return ""

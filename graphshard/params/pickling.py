@@ -1,19 +1,16 @@
 """Pickling of shards: what a pickle would silently lose raises, with advice.
 
 Parameters and modules can be copied but not pickled: a pickled shard would hold only its rank's
-rows, and the process that loads it has neither the mesh nor the sharded model. ``copy`` and
-``pickle`` both call ``__reduce_ex__``; to fail only for ``pickle``, the reduced module contains a
-``_Recipe``, which can be copied but not pickled.
+rows, and the process that loads it has neither the mesh nor the sharded model.
 
 State dicts can be saved if all ranks save theirs:
 
     torch.save(model.state_dict(), f"{rank}.pt")              each rank loads its own: allowed
     if rank == 0: torch.save(model.state_dict(), "all.pt")    has the rows of rank 0: an error
 
-Every DTensor pickles its mesh, once per file. The check is therefore an attribute of the mesh, and
-covers parameters, gradients, optimizer state, and tensors computed from them. It runs only within
-``torch.save`` on the training thread: a pickle for another process, or a file written by a separate
-thread, cannot wait for other ranks. torch.distributed.checkpoint does not pickle DTensors.
+Every DTensor pickles its mesh, once per file. So the check is an attribute of the mesh, and covers
+parameters, gradients, optimizer state, and tensors computed from them. torch.distributed.checkpoint
+does not pickle DTensors.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ from ..errors import BackendError
 from ..ranks.call_log import call_log_of
 from .mesh import MeshGroups, agree_on_gathering
 
+# Result of ``__reduce_ex__``: a function, its arguments, and state.
 Reduced = tuple[Any, ...]
-"""Result of ``__reduce_ex__``: a function, its arguments, and state."""
 
 
 def refuse_pickling(what: str) -> NoReturn:
@@ -44,6 +41,7 @@ def refuse_pickling(what: str) -> NoReturn:
     )
 
 
+# copy and pickle both call __reduce_ex__. To fail only for pickle, its result contains a _Recipe.
 class _Recipe:
     """Recipe for rebuilding an object, which can be copied but not pickled."""
 
@@ -69,12 +67,7 @@ def _make(recipe: _Recipe) -> object:
 
 
 def copyable_only(what: str, reduced: Reduced, gradients: Sequence[torch.Tensor]) -> Reduced:
-    """Wrap the result of ``__reduce_ex__``: ``copy`` works as before, and ``pickle`` raises.
-
-    Args:
-        what: name of the object, for the error.
-        gradients: gradients of the object's parameters.
-    """
+    """Wrap the result of ``__reduce_ex__``: ``copy`` works as before, and ``pickle`` raises."""
     make, arguments, *rest = reduced
     return (_make, (_Recipe(what, lambda: make(*arguments), gradients),), *rest)
 
@@ -87,10 +80,7 @@ _REMEDY = (
 
 
 class _SavedTogether:
-    """Mesh attribute that raises, when ``torch.save`` pickles it, unless all ranks do so.
-
-    It is pickled as an empty ``OrderedDict``, which loads anywhere.
-    """
+    """Mesh attribute that raises, when ``torch.save`` pickles it, unless all ranks do so."""
 
     def __init__(self, groups: MeshGroups) -> None:
         self._groups = groups
@@ -99,9 +89,11 @@ class _SavedTogether:
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type, tuple[()]]:
+        # Only in torch.save on the training thread: a pickle for another process, or a file that
+        # another thread writes, cannot wait for other ranks.
         if is_in_torch_save() and self._can_agree():
             agree_on_gathering(self._groups, "torch.save", "shards", _REMEDY)
-        return OrderedDict, ()
+        return OrderedDict, ()  # loads anywhere
 
     def _can_agree(self) -> bool:
         try:

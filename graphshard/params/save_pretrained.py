@@ -5,10 +5,7 @@
                                      while the library's own ``save_pretrained`` writes it
 
 This works for any library's method, whether it takes a state dict or not (transformers, peft,
-diffusers, huggingface_hub). The method is replaced on the class, so copies of a model have it too.
-
-peft itself selects what to save: it gets a state dict of meta tensors, and only the tensors that it
-selects are gathered. It is imported only for a ``PeftModel``, so it need not be installed.
+diffusers, huggingface_hub). peft selects what to save from meta tensors, and only that is gathered.
 """
 
 from __future__ import annotations
@@ -47,12 +44,7 @@ def has_save_pretrained(cls: type) -> bool:
 
 
 def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a class's ``save_pretrained`` to gather the full model and write it on the first rank.
-
-    Raises:
-        ValueError: from the wrapper, on all ranks: ``is_main_process`` is false on the first rank,
-            the only one that has the full model.
-    """
+    """Wrap a class's ``save_pretrained`` to gather the model and write it on the first rank."""
     signature = inspect.signature(save)
 
     @functools.wraps(save)
@@ -123,7 +115,7 @@ def _part(
 
 def is_peft_model(model: object) -> TypeGuard[PeftModel]:
     """Return whether ``model`` is a ``PeftModel``."""
-    kind = getattr(sys.modules.get("peft"), "PeftModel", None)
+    kind = getattr(sys.modules.get("peft"), "PeftModel", None)  # peft need not be installed
     return kind is not None and isinstance(model, kind)
 
 
@@ -172,9 +164,9 @@ def refuse_prompt_learning(model: object) -> None:
 
 
 def _saved_names(model: PeftModel) -> list[str]:
-    """Return the names of the tensors that peft saves for all adapters."""
     from peft import get_peft_model_state_dict
 
+    # Stand-ins, by whose identity peft's choice is recognised.
     state = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta")
         if isinstance(value, torch.Tensor)

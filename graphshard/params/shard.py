@@ -1,8 +1,8 @@
 """Shard a module's parameters in place.
 
 Before anything changes, all ranks compare, in one reduction, what they are about to shard and
-whether any of them found a fault. Then, one parameter at a time, the values are made equal on all
-ranks and split, and the full copy is freed: peak memory is the full model plus one parameter.
+whether any has found a fault. Then, one parameter at a time, values are made equal on all ranks and
+split, and the full copy is freed: peak memory is the full model plus one parameter.
 
     find_plain_params ─► PlainParam of each parameter       checks.py
     find_fault        ─► its ParamSpec, or a fault          checks.py, param_spec.py
@@ -83,9 +83,8 @@ def shard_module(
     """Shard every parameter of ``root`` in place.
 
     Args:
-        in_use: whether an eager part of a running forward may already hold full parameters. These
-            are then kept for its backward, and their gradients go to the shards. The same holds
-            for parameters that an existing autograd graph has saved.
+        in_use: whether a running forward may already hold full parameters. These are kept for its
+            backward, and their gradients go to the shards.
         allow_meta: whether a module on the meta device is accepted; it is sharded there.
 
     Raises:
@@ -104,6 +103,7 @@ def shard_module(
     with torch.no_grad(), torch.inference_mode(False):
         on_meta = any(plain.param.is_meta for plain in plain_params)
         syncs = options.sync_module_states and not on_meta
+        # An autograd graph that has saved a parameter holds it as a running forward does.
         used = {p.param for p in plain_params if in_use or has_live_graph(p.param)}
         if syncs and first_text("used" if used else None, groups.all_ranks):
             _raise_if_used_unequal(root, plain_params, groups)
@@ -136,27 +136,17 @@ def _check_same_shards(
     *,
     fault: str | None,
 ) -> None:
-    """Raise on all ranks if one has a fault, or if they are about to shard different things.
-
-    Costs one reduction unless ranks differ: see :func:`raise_if_different`.
-
-    Args:
-        fault: reason why this rank cannot shard ``root``; None if it can.
-
-    Raises:
-        BackendError: on all ranks, if one has a fault or is about to shard something else.
-    """
+    """Raise on all ranks if one has a ``fault``, or if they are about to shard different things."""
     descriptions = {ARGUMENTS: options.fingerprint()}
     if fault is None:
         descriptions |= {
             p.fqn: _describe(p.param) + (p.spec.float8_recipe or "") for p in plain_params
         }
         descriptions |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
-    raise_if_different(descriptions, groups.all_ranks, _advice, fault=fault)
+    raise_if_different(descriptions, groups.all_ranks, _advice, fault=fault)  # one reduction
 
 
 def _advice(name: str, ours: str, theirs: str) -> str:
-    """Return what the user should do about a description that differs between ranks."""
     if name == ARGUMENTS:
         return "Pass the same on all ranks: is one read from a file, or chosen by rank?"
     if ours.removesuffix(WITH_GRADIENT) == theirs.removesuffix(WITH_GRADIENT):
@@ -177,12 +167,7 @@ def _describe(tensor: torch.Tensor) -> str:
 def _raise_if_used_unequal(
     root: nn.Module, plain_params: Sequence[PlainParam], groups: MeshGroups
 ) -> None:
-    """Check that ranks have equal values, because a running forward may have used them.
-
-    Raises:
-        BackendError: on all ranks, if a parameter or buffer of any rank differs from the first
-            rank's.
-    """
+    # A running forward may have used the values, so making them equal now would be too late.
     tensors = {plain.fqn: plain.param for plain in plain_params} | dict(root.named_buffers())
     unequal = [name for name in sorted(tensors) if _is_unequal(tensors[name], groups)]
     rank = dist.get_rank(process_group(groups.all_ranks))
@@ -197,11 +182,10 @@ def _raise_if_used_unequal(
 
 
 def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:
-    """Return whether ``tensor`` differs bitwise from the first rank's."""
     local = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
     first = local.clone()
     broadcast_from_first_rank(first, groups)
-    return not torch.equal(local.view(torch.uint8), first.view(torch.uint8))
+    return not torch.equal(local.view(torch.uint8), first.view(torch.uint8))  # also with NaNs
 
 
 def _warn_of_torchao(root: nn.Module) -> None:
@@ -216,11 +200,7 @@ def _warn_of_torchao(root: nn.Module) -> None:
 
 
 def take_replacements(root: nn.Module) -> bool:
-    """Attach shards to DTensors assigned in place of sharded parameters; return whether any were.
-
-    Raises:
-        BackendError: a DTensor is split in another way than the parameter it replaces.
-    """
+    """Attach shards to DTensors that replaced sharded parameters; return whether any did."""
     replaced = [module for module in root.modules() if _holds_replacement(module)]
     for module in replaced:
         reattach(module)
@@ -263,12 +243,7 @@ def _shard_parameters(
     *,
     syncs: bool,
 ) -> dict[nn.Parameter, ShardedParam]:
-    """Shard the parameters one by one, and free the full ones.
-
-    Args:
-        used: parameters that an autograd graph still holds, which are therefore not freed.
-        syncs: whether to copy the first rank's values to all ranks.
-    """
+    """Shard the parameters one by one, and free the full ones unless they are ``used``."""
     sharded_params = {}
     # Sorted by name: ranks may have registered parameters in different orders.
     for plain in sorted(plain_params, key=lambda plain: plain.fqn):
@@ -288,7 +263,7 @@ def _shard_parameter(plain: PlainParam, model: ShardedModel) -> ShardedParam:
     old, spec = plain.param, plain.spec
     new = nn.Parameter(spec.dtensor(spec.padded_shard(old)), requires_grad=old.requires_grad)
     assert isinstance(new, DTensor)
-    new.__dict__.update(old.__dict__)
+    new.__dict__.update(old.__dict__)  # attributes that users set
     share_hooks(old, new)
     sharded_param = ShardedParam(spec, model)
     sharded_param.attach(new)
@@ -299,7 +274,6 @@ def _shard_parameter(plain: PlainParam, model: ShardedModel) -> ShardedParam:
 
 
 def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
-    """Send gradients of a full parameter that an autograd graph still holds to its shard."""
     drop_hooks(old)  # they run on the shard's gradients instead
     if not old.requires_grad:
         return
@@ -311,6 +285,7 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
         with eager_reduction(sharded_param.spec.groups, [sharded_param.fqn]):
             _accumulate_full_grad(sharded_param, grad)
 
+    # Autograd graphs that still hold the full parameter accumulate into it.
     old.register_post_accumulate_grad_hook(hand_over)
 
 
@@ -329,7 +304,6 @@ def _install(
     sharded_params: Mapping[nn.Parameter, ShardedParam],
     model: ShardedModel,
 ) -> None:
-    """Make all modules read parameters through their shards, and cast inputs and outputs."""
     by_module: dict[nn.Module, dict[str, ShardedParam]] = {root: {}}
     # Modules with save_pretrained need it wrapped, even if only their submodules own parameters.
     by_module |= {m: {} for m in root.modules() if has_save_pretrained(type(m))}
@@ -355,7 +329,7 @@ def _install(
 
 
 def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:
-    """Replace old parameters by their DTensors in the param groups and state of live optimizers."""
+    """Replace parameters by their DTensors in the param groups and state of live optimizers."""
     for optimizer in instances_of(torch.optim.Optimizer):
         for group in optimizer.param_groups:
             params = group["params"]
@@ -369,10 +343,9 @@ def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> 
 
 
 def _shard_state(value: object, spec: ParamSpec) -> object:
-    """Shard a state tensor that has the parameter's shape; return other state (``step``) as is."""
     if isinstance(value, torch.Tensor) and value.shape == spec.shape and spec.rows is not None:
         return spec.dtensor(spec.padded_shard(value))
-    return value
+    return value  # not of the parameter's shape, such as ``step``
 
 
 # --- buffers: each rank updates its own, such as the statistics of BatchNorm ---------------------

@@ -5,18 +5,17 @@
                                   .grad │                      ▼
     module.<shard of weight> ───────► shard: this rank's rows, padded   (see [Note: padded shards])
 
-Compiled graphs take the shard because flattening, wrapping and guarding a DTensor costs more than
-FSDP2's hooks. Autograd accumulates into the shard; a post-accumulate hook hands the gradient to the
-DTensor and runs the DTensor's own hooks. Calls that replace a parameter's storage (``to_empty``,
-``.to``, ``p.data = x``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as
-FSDP2's ``reset_sharded_param`` does. If a DTensor is replaced by any other means, the next step
-raises an error.
+Graphs take the shard because flattening, wrapping and guarding a DTensor costs more than FSDP2's
+hooks. Autograd accumulates into the shard; a hook hands the gradient to the DTensor and runs the
+DTensor's own hooks. Calls that replace a parameter's storage (``to_empty``, ``.to``,
+``p.data = x``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as FSDP2's
+``reset_sharded_param`` does; if a DTensor is replaced by other means, the next step raises.
 
 [Note: unreduced gradients] Gradients of microbatches that are not reduced, or not yet averaged over
 replicas, add up in accumulators. A marker takes an accumulator's stand-in: a tensor that requires a
 gradient and has the shape of the parameter (``unsynced``) or of its shard (``partial``), but no
-memory of its own. Autograd accumulates into its ``.grad``. The microbatch that reduces takes a key
-instead, by which its backward looks up the total:
+memory. Autograd accumulates into its ``.grad``. The microbatch that reduces takes a key instead, by
+which its backward looks up the total:
 
     microbatch   unshard(shard, unsynced=stand-in)      stand-in.grad += gradient
     last one     unshard(shard, unsynced=key)           shard.grad = reduce(gradient + total of key)
@@ -53,14 +52,14 @@ from .mesh import eager_reduction
 from .param_spec import ParamSpec
 from .pickling import refuse_pickling
 
+# Attribute of a DTensor and of a shard that holds their ``ShardedParam``.
 SHARDED_PARAM = "_graphshard_sharded_param"
-"""Attribute of a DTensor and of a shard that holds their ``ShardedParam``."""
 
+# Hint in errors about replaced parameters: a likely cause that user code does not show.
 FUNCTIONAL_CALL = (
     "torch.func.functional_call replaces it, too: give it a copy of the module that is not "
     "sharded, or name what it replaces in ignored_params"
 )
-"""Hint in errors about replaced parameters: a likely cause that user code does not show."""
 
 _MODEL = "_graphshard_model"
 _WHY_NOT_COMPILED = (
@@ -89,13 +88,9 @@ def changed_in_place(fqn: str) -> str:
 
 
 class Assigned(NamedTuple):
-    """A parameter that replaced another one in ``load_state_dict(assign=True)``.
+    """A parameter that replaced another one in ``load_state_dict(assign=True)``, and its source."""
 
-    Attributes:
-        source: full tensor that it was made from.
-    """
-
-    source: weakref.ref[torch.Tensor]
+    source: weakref.ref[torch.Tensor]  # full tensor that the parameter was made from
     parameter: nn.Parameter
 
 
@@ -107,8 +102,7 @@ class ShardedParam:
         shard: tensor that graphs take, of shape ``spec.padded_shape``; set by ``attach``.
         syncs: whether gradients are reduced over shards.
         all_reduces: whether reduced shards are averaged over replicas.
-        assigned: parameter that replaced it in one module; its other (tied) owners may get the
-            same one.
+        assigned: parameter that replaced it in one module, for its other (tied) owners.
     """
 
     dtensor: DTensor
@@ -134,17 +128,12 @@ class ShardedParam:
 
     @property
     def fqn(self) -> str:
-        """First FQN at the time of sharding, for messages."""
         return self.spec.fqn
 
     # --- DTensor, shard and owners ---
 
     def attach(self, dtensor: DTensor, *, empty: bool = False) -> None:
-        """Make a shard for ``dtensor``, whose local tensor becomes a view of the shard.
-
-        Args:
-            empty: whether ``dtensor`` is uninitialised; the next forward raises if it still is.
-        """
+        """Make a shard for ``dtensor``, whose local tensor becomes a view of the shard."""
         local = local_tensor(dtensor).detach()
         if local.shape == self.spec.padded_shape and local.is_contiguous():
             padded = local
@@ -153,6 +142,7 @@ class ShardedParam:
         padded = to_host_memory(padded, self.spec.host_memory)
         self.shard = nn.Parameter(padded, requires_grad=dtensor.requires_grad)
         self._local = self.spec.local_view(self.shard.detach())
+        # If the memory is empty, the next forward raises unless it was filled.
         self._uninitialised = empty and mark_uninitialised(self._local)
         set_local_tensor(dtensor, self._local)
         self.dtensor = dtensor
@@ -166,8 +156,7 @@ class ShardedParam:
             self._give_shard(module, name)
 
     def is_attached(self) -> bool:
-        """Return whether ``attach`` was called; False for a fresh copy."""
-        return self._local is not None
+        return self._local is not None  # None in a fresh copy
 
     def is_attached_to(self, dtensor: DTensor) -> bool:
         """Return whether ``dtensor`` is attached and still has the storage it was attached with."""
@@ -185,11 +174,9 @@ class ShardedParam:
             self._owners.append((weakref.ref(module), name))
 
     def remove_owner(self, module: nn.Module, name: str) -> None:
-        """Record that ``module`` no longer holds the parameter as ``name``."""
         self._owners = [o for o in self._owners if o[0]() is not module or o[1] != name]
 
     def is_owned(self) -> bool:
-        """Return whether any live module holds the parameter."""
         return bool(self._live_owners())
 
     def _live_owners(self) -> list[tuple[nn.Module, str]]:
@@ -200,7 +187,6 @@ class ShardedParam:
         module.__dict__[shard_attribute(name)] = self.shard
 
     def refresh_accessors(self) -> None:
-        """Update the owners' accessors to the current ``marker_accumulators``."""
         for module, _ in self._live_owners():
             refresh_accessors(module)
 
@@ -221,8 +207,7 @@ class ShardedParam:
         """Copy the DTensor's ``requires_grad`` to the shard; return False if it differed.
 
         Raises:
-            BackendError: the DTensor or its storage was replaced unnoticed, or is not fully
-                initialised.
+            BackendError: the DTensor or its storage was replaced, or is not fully initialised.
         """
         if self.is_replaced():
             raise BackendError(
@@ -240,7 +225,6 @@ class ShardedParam:
         return False
 
     def _check_initialised(self) -> None:
-        """Raise BackendError if elements are still as ``to_empty`` left them."""
         num_elements = 0 if self._local is None else num_uninitialised(self._local)
         if num_elements:
             raise BackendError(
@@ -264,7 +248,7 @@ class ShardedParam:
         return grad
 
     def accumulate_grad(self, padded_grad: torch.Tensor) -> None:
-        """Accumulate this rank's padded gradient into the DTensor and run the DTensor's hooks."""
+        """Accumulate this rank's padded gradient into the DTensor, and run the DTensor's hooks."""
         param, grad = self.dtensor, self.gradient(padded_grad)
         if param.grad is None:
             param.grad = grad
@@ -278,10 +262,7 @@ class ShardedParam:
 
     @property
     def grad_destination(self) -> str | None:
-        """Name of the accumulator that gradients go to, one of ``ACCUMULATOR_NAMES``.
-
-        None if gradients are reduced, or the parameter requires none.
-        """
+        """Accumulator that gradients go to, by name; None if they are reduced or not required."""
         if not self.dtensor.requires_grad:
             return None
         if not self.syncs:
@@ -317,7 +298,7 @@ class ShardedParam:
         accumulator.stand_in.register_post_accumulate_grad_hook(
             functools.partial(self._on_accumulated, name)
         )
-        if known is not None and known.total is not None:
+        if known is not None and known.total is not None:  # the dtype or the device has changed
             accumulator.add(known.total)
         return accumulator
 
@@ -339,7 +320,6 @@ class ShardedParam:
         return [accumulator.stand_in for accumulator in self._accumulators.values()]
 
     def unreduced_totals(self) -> list[torch.Tensor]:
-        """Return all accumulated gradients that are not reduced yet."""
         totals = [accumulator.total for accumulator in self._accumulators.values()]
         return [total for total in totals if total is not None]
 
@@ -349,18 +329,14 @@ class ShardedParam:
             accumulator.drop_taken()
 
     def reduce_accumulated(self, *, unsynced: bool) -> None:
-        """Reduce what some rank has accumulated, when there is no new gradient to add it to.
-
-        Args:
-            unsynced: whether full gradients have accumulated, rather than partial ones.
-        """
+        """Reduce the unsynced or the partial total, when there is no new gradient to add it to."""
         spec, dtype = self.spec, self.shard.dtype
         accumulator = self.accumulator(UNSYNCED if unsynced else PARTIAL)
         total = accumulator.take()
-        if total is None:
+        if total is None:  # only other ranks have one
             stand_in = accumulator.stand_in
             total = torch.zeros_like(stand_in, memory_format=torch.contiguous_format)
-        if unsynced:
+        if unsynced:  # full gradients
             grad = spec.reduce(total, dtype, self.accumulator_key(PARTIAL))
         else:
             grad = spec.average_over_replicas(total, dtype)
@@ -391,13 +367,10 @@ def refresh_accessors(module: nn.Module) -> None:
 
 
 def in_sync(shard: torch.Tensor) -> bool:
-    """Return whether a graph may take this shard: the guard on each shard of every compiled graph.
-
-    False makes Dynamo try another graph, or call the backend for a new one.
-    """
+    """Return whether a graph may take this shard; guards each shard of every compiled graph."""
     sharded_param = sharded_param_of(shard)
     if sharded_param is None or sharded_param.is_replaced():
-        return False
+        return False  # Dynamo tries another graph, or calls the backend
     # Dynamo compares the shard's requires_grad only after this guard: if the user flipped the
     # DTensor's back and forth, the shard now agrees, and the earlier graph is used again.
     sharded_param.sync()
@@ -406,12 +379,11 @@ def in_sync(shard: torch.Tensor) -> bool:
 
 @run_with_callees_as_python
 def _on_shard_gradient(shard: torch.Tensor) -> None:
-    """Move the gradient that autograd accumulated in the shard to the DTensor."""
     sharded_param, grad = sharded_param_of(shard), shard.grad
     assert sharded_param is not None
     if grad is None:  # autograd may run the hook without a gradient
         return
-    shard.grad = None
+    shard.grad = None  # the DTensor's is the one that users see
     sharded_param.model.raise_if_changed()
     sharded_param.model.warn_of_breaks()
     sharded_param.accumulate_grad(grad)
@@ -435,15 +407,11 @@ def _reduce_all_leftovers() -> None:
 
 
 def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
-    """Return the leaves that get a sharded parameter's gradient, or None for any other value.
-
-    Args:
-        accumulates: whether the gradient is accumulated (``backward``) or returned (``grad``).
-    """
+    """Return the leaves that get a sharded parameter's gradient, or None for any other value."""
     sharded_param = sharded_param_of(value)
     if sharded_param is None:
         return None
-    if accumulates:
+    if accumulates:  # backward(), which returns no gradients
         return [sharded_param.shard, *sharded_param.stand_ins()]
     if sharded_param.model.accumulates:
         raise BackendError(
@@ -475,9 +443,7 @@ def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.
 def assign_data(dtensor: DTensor, value: object) -> bool:
     """Assign this rank's rows of ``value`` to a sharded parameter: ``p.data = value``.
 
-    The parameter gets a new shard: the old values stay valid for tensors that ``p.data`` returned
-    before, and for a forward whose backward has yet to run. ``value`` is copied; a DTensor with
-    other placements is redistributed, which is a collective.
+    ``value`` is copied; a DTensor with other placements is redistributed, which is a collective.
 
     Returns:
         False, with nothing done, unless ``dtensor`` is a sharded parameter and ``value`` a tensor.
@@ -503,6 +469,8 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
     else:
         local = value if spec.rows is None else value[spec.local_rows]
         local = local.to(local_tensor(dtensor).device)
+    # A new shard: the old values stay valid for tensors that ``p.data`` returned before, and for a
+    # forward whose backward has yet to run.
     replace_data(dtensor, spec.dtensor(local.clone() if spec.rows is None else spec.padded(local)))
     sharded_param.attach(dtensor)
     if dtensor.dtype != dtype:
@@ -556,20 +524,17 @@ class ShardedModel:
     Attributes:
         name: class name of the root.
         options: options it was sharded with.
-        warned_of_options: whether a backend's other arguments were reported.
         breaks: graph breaks, as ``file:line: reason``.
         eager_classes: ordered names of module classes whose forward ran outside a graph while
             parts of the model were compiled.
         warned: whether the user was warned of ``breaks`` and ``eager_classes``.
-        sharded_params: all live sharded parameters.
-        accumulates: whether gradients of some parameter accumulate, or have accumulated and may
-            not be reduced yet.
+        accumulates: whether gradients of some parameter accumulate, or may not be reduced yet.
         compiled: whether a graph was compiled for this model, rather than for an identical one.
         reads_eagerly: whether some parameter was read outside any graph.
         trains_eagerly: whether some gradient came from outside any graph.
-        gathered_bytes: most bytes of unsharded parameters that any of its graphs holds at once.
-        padding: description of notable padding with a remedy; "" if padding takes little.
-        changed_in_place: FQN of a parameter whose unsharded copy an eager forward changed, or None.
+        gathered_bytes: most bytes of unsharded parameters that any graph holds at once.
+        padding: description of notable padding with a remedy, or "".
+        changed_in_place: FQN of a parameter whose full copy an eager forward changed, or None.
         gradient_divide_factor: divisor of summed gradients; None: the number of ranks.
     """
 
@@ -598,13 +563,11 @@ class ShardedModel:
         refuse_pickling(f"a module of {self.name}")
 
     def raise_if_changed(self) -> None:
-        """Raise BackendError if a forward has changed a parameter in place."""
         fqn, self.changed_in_place = self.changed_in_place, None
         if fqn is not None:
             raise BackendError(changed_in_place(fqn))
 
     def start_accumulating(self) -> None:
-        """Record that gradients of some parameter are about to accumulate unreduced."""
         self.accumulates = True
         _accumulating.setdefault(self)
 
@@ -646,7 +609,7 @@ class ShardedModel:
             )
 
     def warn_of_breaks(self) -> None:
-        """Warn once, in backward, when forward has met all its graph breaks."""
+        # Called in backward: by then forward has met all its graph breaks.
         broken = bool(self.breaks or self.eager_classes)
         if self.warned or not (broken or (self.trains_eagerly and not self.compiled)):
             return

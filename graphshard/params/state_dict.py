@@ -5,15 +5,15 @@
 
 Tensors travel one at a time, so the first rank never holds more than one full tensor on top of its
 shards and the state dict; other ranks hold none. To load, the first rank broadcasts names, shapes
-and dtypes. Then torch's ``load_state_dict`` walks the modules on every rank, and each tensor is
+and dtypes; then torch's ``load_state_dict`` walks the modules on every rank, and each tensor is
 sent when the walk reaches its parameter, so strictness, messages and load hooks work as usual.
 
 [Note: not by torch's StateDictOptions] ``torch.distributed.checkpoint.state_dict`` also gathers and
 broadcasts full tensors. But it sends all of them to all ranks; copies tied weights; drops module
-versions; steps an optimizer that has no state, and does not load one in which some parameters have
+versions; steps an optimizer without state, and does not load one in which some parameters have
 none; leaves 8-bit optimizer states in torchao's classes; raises some errors on one rank only; turns
-the entries of the loaded state dict into shards; and returns nothing if the mesh lacks global rank
-0. ``tests/numerics/test_torch_full_state.py`` fails when one of these is no longer true.
+entries of the loaded state dict into shards; and returns nothing if the mesh lacks global rank 0.
+``tests/numerics/test_torch_full_state.py`` fails when one of these is no longer true.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .loading import Incoming
 from .mesh import MeshGroups, agree_on_gathering
 from .sharded_param import sharded_param_of
 
+# A module's state dict; torch attaches module versions to it as ``_metadata``.
 StateDict = OrderedDict[str, Any]
-"""A module's state dict; torch attaches module versions to it as ``_metadata``."""
 
 
 @overload
@@ -180,7 +180,6 @@ def plain_name(name: str) -> str:
 
 
 def _plain_versions(state_dict: Mapping[str, object]) -> dict[str, Any]:
-    """Return the module versions in a state dict, by module name without compile prefixes."""
     return {plain_name(f"{n}.").removesuffix("."): v for n, v in versions_of(state_dict).items()}
 
 
@@ -228,9 +227,8 @@ def _gathered(values: Mapping[str, object], is_first: bool) -> dict[str, Any]:
 
 
 def _on_first_host(value: object, is_first: bool) -> object:
-    """Return ``value`` on the first rank, gathered to its host if a tensor; None on other ranks."""
     if isinstance(value, DTensor):
-        return gather(value)
+        return gather(value)  # a collective
     if not is_first:
         return None
     return plain(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
@@ -275,11 +273,7 @@ class _States(NamedTuple):
 
 
 def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: MeshGroups) -> _States:
-    """Return the first rank's state dicts, with an ``Incoming`` in place of every tensor.
-
-    Raises:
-        BackendError: on all ranks, if the first rank's state dicts cannot be loaded.
-    """
+    """Return the first rank's state dicts, with an ``Incoming`` in place of every tensor."""
     tensors: dict[Hashable, torch.Tensor] = {}  # stays empty on all but the first rank
 
     def take(key: Hashable, tensor: torch.Tensor) -> torch.Tensor:
@@ -298,14 +292,13 @@ def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: Mesh
         else:
             message = [fault]
     dist.broadcast_object_list(message, group=process_group(groups.all_ranks), group_src=0)
-    if isinstance(message[0], str):
+    if isinstance(message[0], str):  # on all ranks: the first cannot load its state dicts
         raise BackendError(f"the first rank: {message[0]}")
     outline: _States = message[0]
     return outline.map_tensors(incoming)
 
 
 def _model_fault(state: object) -> str | None:
-    """Return why the first rank's state dict of the model cannot be loaded, or None."""
     if not isinstance(state, Mapping):
         return f"state_dict is a {type(state).__name__}: pass full tensors by name"
     for name, value in state.items():
@@ -315,7 +308,6 @@ def _model_fault(state: object) -> str | None:
 
 
 def _optimizer_fault(state: object, names: list[list[str]]) -> str | None:
-    """Return why the first rank's state dict of the optimizer cannot be loaded, or None."""
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         return "optim_state_dict is not an optimizer's state dict: pass that of full_state_dict"
     own = {name for group in names for name in group}
@@ -372,12 +364,8 @@ def _received_optimizer(
 
 
 def _received(incoming: Incoming, param: nn.Parameter, present: object) -> torch.Tensor:
-    """Receive a tensor of optimizer state.
-
-    Args:
-        param: parameter whose state it is.
-        present: state that it replaces, if there is one.
-    """
+    """Receive a tensor of optimizer state of ``param``, split like the state that it replaces."""
+    # An optimizer without state has nothing to replace: split like the parameter.
     likes = [x for x in (present, param) if isinstance(x, DTensor) and x.shape == incoming.shape]
     received = incoming.receive(spec_of(likes[0]) if likes else None)
     if isinstance(present, DTensor) and isinstance(received, DTensor):

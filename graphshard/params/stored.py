@@ -4,11 +4,8 @@
     c = torch.cat([a, b], 1)           computes nothing: c records the operator and its arguments
     read_stored(c, slice(2, 4))        reads rows 2 and 3 of a and b, and runs the operator on them
 
-Code that casts, fuses or splits the tensors of a checkpoint therefore runs unchanged, and a rank
-reads only what its rows of the results need.
-
-[Note: rows] Operators in ``_BY_ROWS`` compute rows of the result from rows of the arguments, and
-run on only those rows. For all others, the arguments are read whole and the result is sliced.
+So code that casts, fuses or splits the tensors of a checkpoint runs unchanged, and a rank reads
+only what its rows of the results need.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ import torch
 from .._torch.tensors import OpOverload, tree_map, writes_arguments
 
 aten = torch.ops.aten
+# Function that reads some rows of a tensor, or all of it for None, into host memory.
 Read: TypeAlias = Callable[[slice | None], torch.Tensor]
-"""Function that reads some rows of a tensor, or all of it for None, into host memory."""
 
 
 class StoredTensor(torch.Tensor):
@@ -32,7 +29,7 @@ class StoredTensor(torch.Tensor):
     Operators on stored tensors return stored tensors; operators that write to one raise.
 
     Attributes:
-        meta: plain tensor on the meta device, of the same shape and dtype.
+        meta: plain tensor on the meta device.
         origin: function that reads the tensor, or operator call that computes it.
     """
 
@@ -61,11 +58,7 @@ class StoredTensor(torch.Tensor):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """The operator call that computes a tensor.
-
-    Attributes:
-        output: index of the tensor among the operator's results; 0 for a single result.
-    """
+    """The operator call that computes a tensor, as its result number ``output``."""
 
     op: OpOverload
     args: Sequence[Any]
@@ -81,14 +74,12 @@ class _Call:
         return tensor
 
     def argument(self, position: int, name: str, default: Any) -> Any:
-        """Return an argument that was passed by position or by name, or its default."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
 
     def dim(self, position: int, name: str, ndim: int) -> int:
-        """Return a dim argument as 0 to ``ndim - 1``; 0 if it was not passed."""
-        return int(self.argument(position, name, 0)) % ndim
+        return int(self.argument(position, name, 0)) % ndim  # dims count from either end
 
 
 def _stored(meta: torch.Tensor, origin: Read | _Call) -> StoredTensor:
@@ -106,11 +97,7 @@ def _with(read: Callable[[StoredTensor], torch.Tensor], values: Any) -> Any:
 
 
 def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor:
-    """Return some rows of a stored tensor, or all of it, on the host: see [Note: rows].
-
-    Args:
-        rows: slice of the first dim, with step 1; None: all rows.
-    """
+    """Return some rows of a stored tensor (with step 1), or all of it, on the host."""
     if rows is not None:
         start, stop, _ = rows.indices(stored.shape[0])
         rows = slice(start, max(start, stop))
@@ -119,6 +106,8 @@ def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor
     origin = stored.origin
     if not isinstance(origin, _Call):
         return origin(rows)
+    # _BY_ROWS compute rows of the result from rows of the arguments. For all other operators, the
+    # arguments are read whole and the result is sliced.
     if rows is not None and (by_rows := _BY_ROWS.get(origin.op)) is not None:
         result = by_rows(origin, rows)
         if result is not None:
@@ -158,10 +147,10 @@ def _rows_of_cat(call: _Call, rows: slice) -> torch.Tensor:
 
 
 def _rows_of_split(call: _Call, rows: slice) -> torch.Tensor:
-    """Return rows of one part; ``sizes`` is one size for all parts, or one size per part."""
     tensor, sizes = call.args[0], call.args[1]
     if call.dim(2, "dim", tensor.dim()) > 0:
         return _same_rows(call, rows)
+    # One size for all parts, or one for each.
     start = sizes * call.output if isinstance(sizes, int) else sum(sizes[: call.output])
     return read_stored(tensor, slice(start + rows.start, start + rows.stop))
 
