@@ -1,7 +1,7 @@
 """Write files atomically: a file is either complete or missing.
 
-Several ranks or runs may write a file of the same name while others read it. Each writer fills its
-own scratch folder next to the target; one rename then puts the result in place.
+Ranks and runs may write one name while others read it: each writer fills its own scratch folder
+next to the target, and one rename puts the result in place.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ def write_whole(path: Path, text: str) -> None:
 def whole(target: Path) -> Iterator[Path]:
     """Yield a path for a new file or folder that replaces ``target`` when the block ends.
 
-    If the block raises, ``target`` stays as it was. An existing folder is replaced only if it is
-    empty.
+    If the block raises, ``target`` stays as it was. A folder is replaced only if it is empty.
 
     Raises:
         OSError: the folder of ``target`` does not exist, or cannot be written to.

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class _Kind(StrEnum):
-    """A string enum whose members are shown as their values in errors and tables."""
+    """A string enum whose members are shown as their values."""
 
     __repr__ = str.__repr__
 
@@ -20,30 +20,28 @@ class GraphKind(_Kind):
 
 
 class TransferKind(_Kind):
-    """The operation that a transfer needs, and that a bucket of such transfers performs.
+    """The operation of a transfer, and of a bucket of such transfers.
 
     A new kind needs a marker with a spec (``ops.marker_specs``, ``ops.markers``), its launch, wait
     and copies (``ops.collectives``), a description (``passes.describe``), its bytes and its place
     in a chain of buckets (``planning.live_bytes``, ``planning.plan``), a cost (``cost.model``, and
     rates in ``cost.hardware`` and ``cost.devices`` unless another kind has the same), and a case in
-    the verifier (``pipeline.verify``) and in the displays (``show.table``, ``show.trace``).
-    ``tests/plan/test_kinds.py`` finds tables that lack a kind. All of ``planning`` treats any
-    collective except an all-gather as a reduction. The op ``all_to_all_single`` is taken: gloo's
-    reduce-scatter uses it (``ops.collectives.EXCHANGE``).
+    the verifier (``pipeline.verify``) and in the displays (``show.table``, ``show.trace``);
+    ``tests/plan/test_kinds.py`` finds tables that lack one. All of ``planning`` treats any
+    collective except an all-gather as a reduction.
     """
+
+    # gloo's reduce-scatter uses the op ``all_to_all_single`` (``ops.collectives.EXCHANGE``); no new
+    # kind can use it.
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
-    ALL_REDUCE_MAX = "all_reduce_max"
-    """All-reduce of the absolute maxima of weights that travel in fp8."""
-    ALL_REDUCE_SHARDS = "all_reduce_shards"
-    """All-reduce of reduce-scattered shards over their replicas (HSDP)."""
-    COPY_TO_DEVICE = "copy_to_device"
-    """Host copy of shards before their all-gather, or reload of an offloaded activation."""
-    COPY_TO_HOST = "copy_to_host"
-    """Host copy of reduced shards, or offload of an activation."""
+    ALL_REDUCE_MAX = "all_reduce_max"  # of the absolute maxima of weights that travel in fp8
+    ALL_REDUCE_SHARDS = "all_reduce_shards"  # of reduce-scattered shards over replicas (HSDP)
+    COPY_TO_DEVICE = "copy_to_device"  # of shards before their gather, or of offloaded activations
+    COPY_TO_HOST = "copy_to_host"  # of reduced shards, or of activations
 
 
+# The kinds that involve no other rank.
 HOST_COPIES = (TransferKind.COPY_TO_DEVICE, TransferKind.COPY_TO_HOST)
-"""The kinds that involve no other rank."""

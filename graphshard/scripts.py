@@ -37,11 +37,7 @@ def load_function(script: str, function: str) -> Any:
 
 
 def unpack(function: str, returned: object) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Return the model, the inputs of a step and the options that a function has returned.
-
-    Args:
-        function: name of the function, for messages.
-        returned: what the function has returned.
+    """Return the model, the inputs of a step and the options that ``function`` has returned.
 
     Raises:
         ValueError: ``returned`` is anything else.
@@ -94,5 +90,5 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 def _kind(value: object) -> str:
-    """Return the name of a value's type; "Tensor" for every kind of tensor, including fake ones."""
+    # A fake tensor is a "Tensor", too.
     return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__

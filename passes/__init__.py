@@ -1,8 +1,7 @@
 """The graph passes, in the order in which they run: ``PIPELINE``.
 
-``contract`` says what a pass is, and when each stage is. Between the stages, AOTAutograd
-differentiates the traced graph, torch's partitioner cuts the joint graph, and Inductor runs its own
-passes on each part. ``graphshard.pipeline.run_passes`` runs a stage.
+``contract`` defines passes and stages. Between the stages, AOTAutograd differentiates the traced
+graph, torch's partitioner cuts the joint graph, and Inductor runs its own passes on each part.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ __all__ = [
 ]
 
 
+# ``graphshard.pipeline.run_passes`` runs one stage at a time.
 PIPELINE = ordered(
     Pass(inline_regions, Stage.TRACED, provides=(Fact.INLINED,)),
     Pass(hoist_reads, Stage.TRACED, requires=(Fact.INLINED,), provides=(Fact.READS_OUTSIDE,)),
@@ -88,6 +88,7 @@ PIPELINE = ordered(
     Pass(clone_mutated_inputs, Stage.PARTITIONED, requires=(Fact.KEPT,)),
     #
     Pass(merge_markers, Stage.FINAL, provides=(Fact.ONE_MARKER,)),
+    # For training, these have run in the joint graph; inference has none.
     Pass(cast_before_gather, Stage.FINAL, requires=(Fact.ONE_MARKER,), inference_only=True),
     Pass(
         gather_float8,

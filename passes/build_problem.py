@@ -1,7 +1,7 @@
-"""Read a forward, backward or inference graph as a ``Problem`` to be scheduled. Changes nothing.
+"""Read a normalised forward, backward or inference graph as a ``Problem`` to be scheduled.
 
-The graph has to be normalised (``normalise``). A step is a run of nodes between two points where a
-value must have arrived or becomes ready to be sent:
+A step is a run of nodes between two points where a value must have arrived or becomes ready to be
+sent:
 
     graph    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
     steps                     [a           b          ]                    [t           c       ]
@@ -56,7 +56,7 @@ class PartitionProblems(NamedTuple):
 
 
 class _Reach(NamedTuple):
-    """Positions of compute nodes between which a transfer has to take place."""
+    """Positions of compute nodes between which a transfer takes place."""
 
     ready: int  # it can be launched before this position, or later
     due: int  # it must be waited for before this position
@@ -83,7 +83,7 @@ def build_problem(
         runs_at = _positions_of_kernels(position, values, unmaterialized.inlined)
     alive = _alive_bytes(graph, kind, runs_at, unmaterialized, position)
     last_runs = _last_uses(graph, runs_at, unmaterialized.inlined)
-    borders = [*starts, len(nodes)]
+    borders = [*starts, len(nodes)]  # first position of each step, then the graph's end
     placed = [_placed(t, reach, starts) for t, reach in zip(transfers.values(), reaches)]
     early = _freed_early(placed, [last_runs[marker] for marker in transfers], borders)
     problem = Problem(
@@ -106,14 +106,13 @@ def build_problem(
 
 
 def _compute_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return all nodes that run, except markers, in order."""
     around = ("placeholder", "output")
     return [node for node in graph.nodes if node.op not in around and not markers.is_marker(node)]
 
 
 def _step_of(graph: fx.Graph, steps: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Return the step of each node; markers and inputs are in the step around them."""
     step_of, step, later = {}, 0, list(reversed(steps[1:]))
+    # Markers and inputs belong to the step around them.
     for node in graph.nodes:
         if later and node is later[-1]:
             later.pop()
@@ -154,14 +153,8 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _
 def _freed_early(
     transfers: Sequence[Transfer], last_runs: Sequence[int], borders: Sequence[int]
 ) -> list[int]:
-    """Return the bytes of full parameters that are free before their last step ends, by position.
-
-    A schedule counts a full parameter until the end of its last step.
-
-    Args:
-        last_runs: position of the last use of each transfer's result.
-        borders: first position of each step, then the graph's end.
-    """
+    """Return the bytes of full parameters that are free before their last step ends, by node."""
+    # A schedule counts a full parameter until the end of its last step.
     spans = (
         Span(max(last_run, borders[t.last]) + 1, borders[t.last + 1], t.num_bytes)
         for t, last_run in zip(transfers, last_runs)
@@ -173,12 +166,10 @@ def _freed_early(
 def _last_uses(
     graph: fx.Graph, position: Mapping[fx.Node, int], inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Return the position of each node's last use; the graph's end if it is returned.
-
-    Uses through views count, and so do kernels that recompute other values from the node.
-    """
+    """Return the position of each node's last use; the graph's end if it is returned."""
     end, last = len(position) - 1, dict[fx.Node, int]()
     for node in reversed(graph.nodes):
+        # Uses through views count, and so do kernels that recompute other values from the node.
         users = (
             last[user] if is_view(user) or user in inlined else position.get(user, end)
             for user in node.users
@@ -190,17 +181,15 @@ def _last_uses(
 def _positions_of_kernels(
     position: Mapping[fx.Node, int], values: GraphValues, inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Return the position where each node runs, given which nodes are fused.
-
-    A kernel runs at the position of its first node (``min_order`` in torch/_inductor/scheduler.py),
-    or right after its inputs if these are computed or waited for later.
-    """
+    """Return the position where each node runs, given which nodes are fused."""
     last = len(position) - 1
     runs_at, waited_at = dict(position), _waits(position, values)
     read: dict[fx.Node, set[fx.Node]] = {}  # by node: values that its kernel reads from memory
     for node in values.kinds:
         roots = {values.roots[used] for used in node.all_input_nodes}
         read[node] = set().union(*(read[r] if r in inlined else {r} for r in roots))
+    # A kernel runs at the position of its first node (``min_order`` in
+    # torch/_inductor/scheduler.py), or after its inputs if these are computed or waited for later.
     for kernel in values.fused_kernels:
         nodes = [node for node in kernel.nodes if node in position]
         sources = set().union(*(read[node] for node in nodes)) - set(nodes)
@@ -221,25 +210,18 @@ def _waits(position: Mapping[fx.Node, int], values: GraphValues) -> dict[fx.Node
 
 
 class _AliveBytes(NamedTuple):
-    """Bytes alive at each position."""
-
-    at: list[int]  # while the node runs
+    at: list[int]  # bytes alive while the node runs
     before: list[int]  # before it runs; the last entry is the graph's end
 
 
 def _alive_bytes(
     graph: fx.Graph,
     kind: GraphKind,
-    position: Mapping[fx.Node, int],
+    position: Mapping[fx.Node, int],  # where each node runs
     unmaterialized: UnmaterializedValues,
-    written: Mapping[fx.Node, int],
+    written: Mapping[fx.Node, int],  # where it is in the graph
 ) -> _AliveBytes:
-    """Return the bytes alive at each position, without gathered parameters and full gradients.
-
-    Args:
-        position: position where each node runs.
-        written: position of each node in the graph.
-    """
+    """Return the bytes alive at each position, without gathered parameters and full gradients."""
     end = len(position)
     holders: dict[fx.Node, set[fx.Node]] = {}  # nodes whose memory holds each value
     last_use: dict[fx.Node, int] = {}
@@ -282,15 +264,11 @@ def _results_of(node: fx.Node) -> fx.Node | None:
 
 
 def _needed_until(marker: fx.Node, written: Mapping[fx.Node, int]) -> int:
-    """Return the last position at which the memory of a marker's source counts as the graph's own.
-
-    From then on, the transfer counts it. The fused kernel of a gradient may run before the position
-    at which the gradient counts as ready. A secondary shard counts until the parameter gathered
-    from it is first used.
-    """
+    """Return the last position at which a marker's source, not its transfer, counts as memory."""
     source = source_of(marker)
-    if HELD_BYTES in source.meta:
+    if HELD_BYTES in source.meta:  # a secondary shard counts until its parameter is first used
         return min((written.get(user, -1) for user in marker.users), default=-1)
+    # The fused kernel of a gradient may run before the position at which it counts as ready.
     return written.get(source, -1)
 
 
@@ -319,10 +297,7 @@ def waits_on_host(node: fx.Node) -> bool:
 
 
 def shard_bytes(graph: fx.Graph) -> int:
-    """Return the bytes of the shards and replicated parameters among a graph's inputs.
-
-    Shards that live in host memory do not count.
-    """
+    """Return the device bytes of the shards and replicated parameters among a graph's inputs."""
     return sum(
         memory_bytes(value_of(node))
         for node in graph.find_nodes(op="placeholder")
@@ -331,7 +306,6 @@ def shard_bytes(graph: fx.Graph) -> int:
 
 
 def _is_shard(placeholder: fx.Node) -> bool:
-    """Return whether an input is a shard or a replicated parameter."""
     is_read = any(user.target in markers.UNSHARD_MARKERS for user in placeholder.users)
     return (WHOLE_SHARD in placeholder.meta or is_read) and HELD_BYTES not in placeholder.meta
 

@@ -35,7 +35,6 @@ def cast_before_gather(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _gather_narrower(node: fx.Node) -> None:
-    """Gather a parameter in the narrower dtype that all its uses cast it to."""
     own = value_of(node).dtype
     dtypes = [_cast_to(user) for user in node.users]
     narrow = [dtype for dtype in dtypes if dtype is not None and dtype.itemsize < own.itemsize]
@@ -63,10 +62,6 @@ def _cast_to(node: fx.Node) -> torch.dtype | None:
 
 
 def _cast_in_reduction(node: fx.Node) -> None:
-    """Remove an upcast of a gradient before its reduction.
-
-    The upcast is exact, and the copy-in of its bucket does it anyway.
-    """
     spec = markers.read(node)
     assert isinstance(spec, ReduceGradSpec | AllReduceGradSpec)
     upcast = source_of(node)
@@ -74,5 +69,6 @@ def _cast_in_reduction(node: fx.Node) -> None:
     if dtype is None:
         return
     grad = source_of(upcast)
+    # An upcast is exact, and the copy-in of the gradient's bucket does it anyway.
     if value_of(grad).dtype.itemsize < dtype.itemsize:
         markers.change(node, grad=grad, reduce_dtype=spec.reduce_dtype or dtype)

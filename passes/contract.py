@@ -1,8 +1,7 @@
-"""What a pass is: a function ``(gm, context)`` that rewrites ``gm`` in place, and its contract.
+"""Passes: functions ``(gm, context)`` that rewrite ``gm`` in place, and their contracts.
 
-The contract is data: the stage at which the pass runs, and what it requires of the graph;
-``ordered`` checks it for the whole pipeline. A pass decides nothing: it asks a function of the
-context, which knows the planner and the user's options.
+A contract is data: the stage of a pass, and what it requires of the graph. ``ordered`` checks it.
+A pass decides nothing: it asks functions of the context, which know the planner and the options.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Stage(StrEnum):
 
 
 class Fact(StrEnum):
-    """What a pass establishes, and later passes rely on."""
+    """Facts about a graph that a pass establishes, and later passes rely on."""
 
     INLINED = "marked regions are inlined"
     READS_OUTSIDE = "no body of a higher-order operator reads a parameter"
@@ -48,7 +47,7 @@ class Fact(StrEnum):
 
 @dataclass
 class PassContext:
-    """What a pass may use besides its graph. A choice that nobody asks for is None.
+    """Everything that a pass may use besides its graph; a choice that nobody asks for is None.
 
     Attributes:
         kind: kind of the graph, from ``Stage.FINAL`` on.
@@ -59,9 +58,8 @@ class PassContext:
         choose_offloaded: chooses activations to offload (``planning.offload``).
         plan_buckets: plans the buckets of a graph (``planning.search``).
         is_worth_sharing: decides whether to compile these regions once (``planning.repeats``).
-        problems: result of reading both partitioned graphs, while it still describes them.
+        problems: both partitioned graphs as read, while these still describe them.
         kept: names of the forward's nodes that are saved unsharded.
-        plan: plan of a lowered graph.
         regions: counts of the regions that became calls of subgraphs.
     """
 
@@ -97,13 +95,9 @@ def _always(context: PassContext) -> bool:
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass in the pipeline.
+    """A pass and its contract.
 
     Attributes:
-        run: the pass.
-        requires: facts that earlier passes must have established.
-        provides: facts that it establishes.
-        when: whether the pass runs.
         inference_only: whether it runs on graphs for inference alone, which had no joint graph.
         dump: name of the dumped code, with "{kind}" for the kind of graph; "": the stage's name.
             Consecutive passes with one name are dumped together.

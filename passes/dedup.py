@@ -58,7 +58,6 @@ def _merge_reductions(graph: fx.Graph) -> None:
 
 
 def _merge_two(graph: fx.Graph, addition: fx.Node, left: fx.Node, right: fx.Node) -> None:
-    """Replace the sum of two reductions with one reduction of a sum."""
     (left_grad, left_total), (right_grad, right_total) = _grad_of(left), _grad_of(right)
     accumulated = left_total or right_total
     with graph.inserting_before(addition):

@@ -24,7 +24,7 @@ from graphshard.planning.plan import PlanParam, Transfer
 
 
 def markers_of(graph: fx.Graph) -> list[fx.Node]:
-    """Return all markers of a graph, in order."""
+    """Return a graph's markers in order."""
     return [node for node in graph.nodes if markers.is_marker(node)]
 
 
@@ -52,7 +52,6 @@ def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
 
 
 def _inputs_of_gradients(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the graph input of each reduced gradient."""
     numbers = inputs_of_gradients(graph).items()
     return {node: i for node, i in numbers if node.target in markers.REDUCE_MARKERS}
 
@@ -81,14 +80,9 @@ def number_params(graph: fx.Graph) -> tuple[tuple[PlanParam, ...], dict[fx.Node,
 
 
 def describe_transfers(graph: fx.Graph, param_of: Mapping[fx.Node, int]) -> dict[fx.Node, Transfer]:
-    """Return the transfer of every marker that has one: in graph order, copies of activations last.
-
-    Ranks may copy different activations, but their collectives must have the same positions.
-
-    Args:
-        param_of: parameter number of each marker.
-    """
+    """Return the transfers by marker, in graph order, with copies of activations last."""
     nodes = [node for node in markers_of(graph) if node.target in markers.KIND_OF_MARKER]
+    # Ranks may copy different activations, but their collectives must have the same positions.
     nodes.sort(key=lambda node: _kind_of(node) in HOST_COPIES)
     return {node: _describe_transfer(node, param_of.get(node)) for node in nodes}
 
@@ -98,7 +92,6 @@ def _kind_of(marker: fx.Node) -> TransferKind:
 
 
 def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
-    """Return the transfer of one marker; ``build_problem`` fills in its steps."""
     kind, spec, value = _kind_of(marker), markers.read(marker), value_of(marker)
     transfer = Transfer(
         param=param,
@@ -109,7 +102,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         casts=False,
         group="",
         world=1,
-        ready=0,
+        ready=0,  # ``build_problem`` fills in the steps
         due=0,
         last=0,
     )

@@ -9,8 +9,7 @@ products:
              w8 = unshard(p, .., scales=s)   x8 = cast(x, ..)         y = _scaled_mm(x8, w8.T, ..)
 
 All casts to fp8 are ATen ops, which Inductor fuses into the kernels that compute their inputs. A
-cast that several products need is made once. If another op also uses a weight, or the device
-refuses its products, the weight is gathered and used in its own dtype, and its plan says why.
+weight that is not gathered in fp8 is used in its own dtype, and its plan says why.
 """
 
 from __future__ import annotations
@@ -32,14 +31,13 @@ from graphshard.ops.nodes import REASON, Call, Emitter, graph_modules, run, valu
 from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import source_of
 
-_CallKey: TypeAlias = tuple[Hashable, ...]
-"""An op and its arguments."""
+_CallKey: TypeAlias = tuple[Hashable, ...]  # an op and its arguments
 
 _aten = torch.ops.aten
+# Key in ``node.meta`` of an fp8 weight, for the node of all weights' inverse scales.
 _INVERSES = "graphshard_inverses"
-"""Key in ``node.meta`` of an fp8 weight, for the node of all weights' inverse scales."""
+# Keys in ``node.meta`` by which activation checkpointing instructs the partitioner.
 _REGION = ("recompute", "ac_graph_id")
-"""Keys in ``node.meta`` by which activation checkpointing instructs the partitioner."""
 _LINEAR = torch.nn.functional.linear
 
 
@@ -89,7 +87,7 @@ class _Scaling(NamedTuple):
 def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
     """Return the weights to gather in fp8; note on the others why they are not."""
     chosen: dict[_Scaling, list[fx.Node]] = {}
-    refused: dict[str, str | None] = {}
+    refused: dict[str, str | None] = {}  # the device's answers, by product
     for node in graph.find_nodes(op="call_function", target=markers.unshard):
         spec, dtype = UnshardSpec.of_node(node), value_of(node).dtype
         if spec.float8_recipe is None or not node.users:
@@ -104,10 +102,7 @@ def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
 
 
 def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
-    """Return why a parameter is not gathered in fp8; None if it is.
-
-    The device's answers, by product, are added to ``refused``.
-    """
+    """Return why a parameter is not gathered in fp8; None if it is."""
     dtype = value_of(weight).dtype
     if dtype not in float8_math.DTYPES:
         return f"linears in fp8 compute in {' or '.join(map(str, float8_math.DTYPES))}"
@@ -136,11 +131,7 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
 
 
 def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) -> None:
-    """Compute the scales of ``weights`` by one reduction, and gather the weights with them.
-
-    The scales are saved for backward in one tensor. Each product reads its scale as a separate
-    tensor, so that equal layers share their kernels.
-    """
+    """Compute the scales of ``weights`` by one reduction, and gather the weights with them."""
     shards = [source_of(weight) for weight in weights]
     amax = emit(float8_ops.local_amax, shards, scaling.dtype, scaling.group, scaling.recipe)
     if scaling.device is not None:  # amax of host shards is on the host
@@ -152,8 +143,10 @@ def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) ->
         world = process_group(scaling.group).size()
         sizes = [value_of(shard).shape[0] * world for shard in shards]
     inverse = emit(_aten.reciprocal.default, scales)
+    # One tensor per product, so that equal layers share their kernels.
     scale_of_each = emit(copy_out, scales, sizes, 1)
     inverse_of_each = emit(copy_out, inverse, sizes, 1)
+    # Backward gets all scales in one tensor.
     scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in (inverse, scale_of_each, inverse_of_each):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -163,14 +156,13 @@ def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) ->
 
 
 def _lower_product(node: fx.Node, emit: Call) -> None:
-    """Replace a product with a scaled one, or with a plain one if the weight is not in fp8."""
     weight = node.args[1]
     assert isinstance(weight, fx.Node)
     if _INVERSES in weight.meta:
         scaled = float8_math.Scaled(weight, _inverse(weight, emit))
         product = _scaled_product(emit, node.target, node.args, scaled)
     else:
-        product = _plain_product(node, emit)
+        product = _plain_product(node, emit)  # the weight is not in fp8
     product.meta.update({key: node.meta[key] for key in _REGION if key in node.meta})
     node.replace_all_uses_with(product)
     node.graph.erase_node(node)
@@ -179,7 +171,6 @@ def _lower_product(node: fx.Node, emit: Call) -> None:
 def _scaled_product(
     call: Call, product: object, arguments: Sequence[Any], weight: float8_math.Scaled
 ) -> Any:
-    """Run or emit one of ``float8_ops.PRODUCTS`` with an fp8 weight."""
     left, recipe = arguments[0], arguments[-1]
     if product is float8_ops.float8_mm:
         return float8_math.forward(call, left, weight, recipe)
@@ -209,11 +200,9 @@ def _plain_product(node: fx.Node, emit: Call) -> fx.Node:
 
 
 def _region(node: fx.Node) -> dict[str, Any]:
-    """Return the activation checkpointing tags for nodes that replace a product.
-
-    If the policy saves the product, its helper nodes are tagged for recomputation.
-    """
+    """Return the activation checkpointing tags for nodes that replace a product."""
     region = {key: node.meta[key] for key in _REGION if key in node.meta}
+    # If the policy saves the product, its helper nodes are recomputed.
     if region.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
         region["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     return region

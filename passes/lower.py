@@ -31,8 +31,7 @@ from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import number_params, source_of
 from graphshard.planning.plan import Bucket, Plan, events_by_step, next_in_chain
 
-BufferMarkers: TypeAlias = Sequence[fx.Node]
-"""The markers whose transfers share one buffer."""
+BufferMarkers: TypeAlias = Sequence[fx.Node]  # transfers that share one buffer
 
 
 def lower(gm: fx.GraphModule, context: PassContext) -> None:
@@ -58,14 +57,13 @@ def lower(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _apply_buckets(graph: fx.Graph, buckets: Sequence[Bucket], read: GraphProblem) -> None:
-    """Replace markers with the collectives of ``buckets``, in place."""
     writer = _BucketWriter(graph, buckets, read.markers)
     events = events_by_step(len(read.steps), buckets)
     for node, step_events in zip([*read.steps, graph.output_node()], events):
         with graph.inserting_before(node):
             for i, is_wait in step_events:
                 writer.wait(i) if is_wait else writer.launch(i)
-    writer.make_host_wait()
+    writer.make_host_wait()  # last, because nothing is launched while the host waits
     for marker in read.markers:
         graph.erase_node(marker)
 
@@ -85,16 +83,11 @@ class _BucketWriter:
         self._handed_on: dict[int, list[fx.Node]] = {}  # by bucket: results of its predecessor
 
     def launch(self, position: int) -> None:
-        """Launch the bucket at ``position``."""
         bucket, nodes = self._buckets[position], self._markers_of(position)
         received = self._handed_on.get(position)
         self._launched[position] = _launch(self._emitter(nodes), bucket, nodes, received)
 
     def wait(self, position: int) -> None:
-        """Wait for the bucket at ``position``.
-
-        Its results go to the next bucket in its chain, or replace the markers.
-        """
         bucket, nodes = self._buckets[position], self._markers_of(position)
         emit, next_position = self._emitter(nodes), self._next.get(position)
         next_kind = None if next_position is None else self._buckets[next_position].kind
@@ -103,6 +96,7 @@ class _BucketWriter:
         takes_buffers = (TransferKind.ALL_GATHER, TransferKind.ALL_REDUCE_SHARDS)
         if bucket.kind not in HOST_COPIES and next_kind not in takes_buffers:
             results = _copy_out(emit, bucket, nodes, results)
+        # Results go to the next bucket in the chain, or replace the markers.
         if next_position is not None:
             self._handed_on[next_position] = results
             return
@@ -112,10 +106,7 @@ class _BucketWriter:
                 self._copied.append(result)
 
     def make_host_wait(self) -> None:
-        """Make the host wait for copies before their first use, which is mostly the graph's end.
-
-        Call this last: while the host waits, nothing is launched.
-        """
+        """Make the host wait for copies before their first use, which is mostly the graph's end."""
         if not self._copied:
             return
         emit = Emitter(self._graph, self._copied[0].meta, **{PLANNED: True})
@@ -145,11 +136,7 @@ def _launch(
     nodes: Sequence[BufferMarkers],
     received: list[fx.Node] | None,
 ) -> list[fx.Node]:
-    """Launch a bucket, given the results of the previous one in its chain, if any.
-
-    Returns:
-        The results to wait for.
-    """
+    """Launch a bucket, given its predecessor's results, if any; return the results to wait for."""
     if bucket.kind == TransferKind.COPY_TO_DEVICE:
         sources = [source_of(marker) for marker in itertools.chain(*nodes)]
         to_device = markers.read(nodes[0][0])
@@ -183,7 +170,6 @@ def _inputs_of(nodes: Sequence[BufferMarkers]) -> list[list[CollectiveInput]]:
 
 
 def _wait(emit: Emitter, bucket: Bucket, launched: fx.Node) -> fx.Node:
-    """Wait for one buffer, or for one host copy, of a bucket."""
     done: fx.Node = (
         collectives.wait_tensor(emit, launched)
         if bucket.kind in HOST_COPIES
@@ -207,14 +193,13 @@ def _copy_out(
 
 
 def _apply_replicate(graph: fx.Graph, marker_nodes: Iterable[fx.Node]) -> None:
-    """Replace ``replicate`` markers with parameters, in place; a returned parameter is cloned."""
     for marker in marker_nodes:
         source, dtype = source_of(marker), value_of(marker).dtype
         with graph.inserting_before(marker):
             emit = Emitter(graph, marker.meta)
             if dtype != value_of(source).dtype:
                 result = emit(convert, source, dtype)
-            elif is_returned(marker):
+            elif is_returned(marker):  # must own its memory, like the result of a gather
                 result = emit(torch.ops.aten.clone.default, source)
             else:
                 result = source

@@ -31,7 +31,6 @@ def normalise(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _raise_inputs(graph: fx.Graph) -> None:
-    """Move all inputs to the front."""
     first = next(iter(graph.nodes))  # Inductor creates the tokens of effects before the inputs
     if first.op != "placeholder":
         for node in graph.find_nodes(op="placeholder"):
@@ -39,7 +38,7 @@ def _raise_inputs(graph: fx.Graph) -> None:
 
 
 def _raise_scales(graph: fx.Graph) -> None:
-    """Move scales that forward saved to the front: with them, a gather can start."""
+    """Move scales that forward saved to the front, so that gathers can start."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="call_function", target=copy_out):
         if node.args[0].op == "placeholder":
@@ -58,7 +57,6 @@ def _raise_returned_views(graph: fx.Graph) -> None:
 
 
 def _raise_view(node: fx.Node) -> None:
-    """Move a view, and the views that it is based on, right after the owner of their memory."""
     if is_view(node) and len(node.all_input_nodes) == 1:
         (source,) = node.all_input_nodes
         _raise_view(source)

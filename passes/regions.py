@@ -7,20 +7,6 @@ A region is a run of compute between launches and waits, which stay where they a
 equal if they run the same operations in the same order on values of the same dtypes, sizes, strides
 and devices, so the code compiled for one works for all. A region that occurs only once stays
 inline, and fuses with its neighbours.
-
-[Note: channels last] If Inductor uses a channels-last layout, it keeps it from one convolution to
-the next, and a region's border would add copies between layouts. So in such a graph, layers with
-convolutions stay inline.
-
-[Note: borders] A compiler assumes that the results of a subgraph call own their memory. So a region
-returns no view of its inputs or of its other results; users make the view themselves. Nor does it
-return a pointwise value that is larger than the values it is computed from: without regions such a
-value is never in memory, because every kernel that reads it recomputes it.
-
-    before   region a: h = mm(..)   f = h.float()   m = f.mean()   v = h.t()
-             region b: f - m   mm(v, ..)
-    after    region a: h = mm(..)   f = h.float()   m = f.mean()
-             region b: f = h.float()   f - m   v = h.t()   mm(v, ..)
 """
 
 from __future__ import annotations
@@ -45,8 +31,7 @@ from graphshard.planning.repeats import find_repeats, pieces
 _LEAST_SAVED = 24  # minimum number of nodes that a repeat saves the compiler
 _LEAST_NODES = 4  # minimum size of a region: calling a smaller one costs more than it saves
 
-RegionKey = tuple[Hashable, ...]
-"""What a region does, independent of which nodes do it."""
+RegionKey = tuple[Hashable, ...]  # what a region does, independent of which nodes do it
 
 
 def share_regions(gm: fx.GraphModule, context: PassContext) -> None:
@@ -63,13 +48,14 @@ def share_regions(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _find_regions(graph: fx.Graph) -> list[_Region]:
-    """Return the regions that occur more than once, and normalise their borders."""
+    """Normalise the borders of regions, and return those that occur more than once."""
     _gather_parts_of_tuples(graph)
     compute = [node for node in graph.nodes if _may_be_inside(node)]
     labels: dict[Hashable, int] = {}
     sequence = [labels.setdefault(_label(node), len(labels)) for node in compute]
     cuts = _cuts(graph, compute)
-    # See [Note: channels last].
+    # Inductor keeps a channels-last layout from one convolution to the next, and a region's border
+    # would add copies between layouts. So layers with convolutions stay inline.
     keeps_layouts = not uses_channels_last(graph, graph_kind(graph))
     runs = [
         [compute[i] for i in piece]
@@ -97,11 +83,10 @@ def _count(graph: fx.Graph, shared: Sequence[_Region]) -> Regions:
 
 
 def _gather_parts_of_tuples(graph: fx.Graph) -> None:
-    """Move ``getitem`` nodes right after the operator that returns their tuple."""
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), (tuple, list)) and PLANNED not in node.meta:
             parts = [user for user in node.users if user.target is operator.getitem]
-            for part in reversed(parts):
+            for part in reversed(parts):  # right after the operator that returns the tuple
                 node.append(part)
 
 
@@ -119,11 +104,7 @@ def _convolves(node: fx.Node) -> bool:
 
 
 def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
-    """Return the positions in ``compute`` before which something else happens.
-
-    Other nodes that depend on no compute since the last cut could run at that cut as well, so they
-    make no new one, unless they are planned.
-    """
+    """Return the positions in ``compute`` before which something else happens."""
     position = {node: i for i, node in enumerate(compute)}
     cuts, next_position = [0], 0
     # By node: the position of the last compute node that it depends on.
@@ -133,6 +114,8 @@ def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
         latest[node] = position.get(node, of_inputs)
         if node in position:
             next_position = position[node] + 1
+        # A node that depends on no compute since the last cut could run there as well; it makes no
+        # cut of its own, unless it is planned.
         elif node.op == "call_function" and (PLANNED in node.meta or of_inputs >= cuts[-1]):
             cuts.append(next_position)
     return sorted(set(cuts))
@@ -182,8 +165,8 @@ def _metadata(value: object) -> Hashable:
 
 # --- regions -------------------------------------------------------------------------------------
 
+# A node that a region reads, and the position of a seed if it is the tensor of random seeds.
 Input = tuple[fx.Node, int | None]
-"""A node that a region reads, and the position of a seed if it is the tensor of random seeds."""
 
 
 class _Region:
@@ -201,7 +184,7 @@ class _Region:
 
     @property
     def inputs(self) -> list[Input]:
-        """Outside nodes that this region reads. They change as calls replace earlier regions."""
+        """Outside nodes that this region reads; they change as calls replace earlier regions."""
         read = dict.fromkeys(
             (used, _seed_of(node)) for node in self.nodes for used in node.all_input_nodes
         )
@@ -209,7 +192,6 @@ class _Region:
 
     @property
     def outputs(self) -> list[fx.Node]:
-        """Nodes that are used outside of the region."""
         return [n for n in self.nodes if any(user not in self._inside for user in n.users)]
 
     def _region_key(self) -> RegionKey:
@@ -225,7 +207,6 @@ class _Region:
         return tuple(values), tuple(map(described, self.nodes)), outputs
 
     def subgraph(self, owner: fx.GraphModule) -> fx.GraphModule:
-        """Return the nodes as a separate graph module."""
         graph = fx.Graph()
         made: dict[Input, fx.Node] = {}
         for i, (node, seed) in enumerate(self.inputs):
@@ -242,7 +223,6 @@ class _Region:
         return fx.GraphModule(owner, graph)
 
     def replace_by_call(self, graph: fx.Graph, name: str) -> None:
-        """Replace the nodes with a call of the subgraph ``name``; make that if it is missing."""
         owner = graph.owning_module
         assert owner is not None
         if not hasattr(owner, name):
@@ -271,15 +251,25 @@ def _value(node: fx.Node, seed: int | None) -> Any:
 
 
 def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
-    """Return the argument of a call for an input; slice seeds out, so that keys stay equal."""
     if seed is None:
         return node
+    # The subgraph gets a slice with only its own seed, so that keys stay equal.
     view = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, seed, seed + 1))
     view.meta = {"val": _value(node, seed)}
     return view
 
 
 # --- borders: what a region does not return -----------------------------------------------------
+
+# [Note: borders] A compiler assumes that the results of a subgraph call own their memory. So a
+# region returns no view of its inputs or of its other results; users make the view themselves. Nor
+# does it return a pointwise value that is larger than the values it is computed from: without
+# regions such a value is never in memory, because every kernel that reads it recomputes it.
+#
+#     before   region a: h = mm(..)   f = h.float()   m = f.mean()   v = h.t()
+#              region b: f - m   mm(v, ..)
+#     after    region a: h = mm(..)   f = h.float()   m = f.mean()
+#              region b: f = h.float()   f - m   v = h.t()   mm(v, ..)
 
 _NAMESPACES = ("aten", "prims", "graphshard")
 
@@ -306,18 +296,15 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Return whether a node always makes the same tensor, so that recomputing it costs nothing."""
+    """Return whether a node always makes the same tensor, so that copies of it cost nothing."""
     made = node.op == "call_function" and not node.all_input_nodes
     return made and _is_pure(node) and not is_random(node)
 
 
 def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
-    """Return the pointwise values that are larger than the values they are computed from.
-
-    Values that are in memory even without regions are excluded. So are values computed from
-    something that the graph writes to, which might have changed before a recomputation.
-    """
+    """Return the pointwise values that are larger than the values they are computed from."""
     values = GraphValues(graph)
+    # A value computed from these might differ if it were computed again.
     written = {
         values.roots[argument]
         for node in graph.nodes
@@ -325,7 +312,7 @@ def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
         for argument in node.all_input_nodes
     }
     reads: dict[fx.Node, frozenset[fx.Node]] = {}
-    inlined = unmaterialized_values(values).inlined
+    inlined = unmaterialized_values(values).inlined  # all others are in memory anyway
     for node in filter(inlined.__contains__, graph.nodes):
         roots = [values.roots[source] for source in node.all_input_nodes]
         read = frozenset[fx.Node]().union(*(reads.get(root, {root}) for root in roots))
@@ -337,11 +324,8 @@ def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Make users of a region recompute what it does not return; see [Note: borders].
-
-    Returns:
-        The nodes of each run, in graph order, without those that are no longer used.
-    """
+    """Make users recompute what a region does not return; return the runs' remaining nodes."""
+    # See [Note: borders].
     home = {node: i for i, run in enumerate(runs) for node in run}
     recomputation = _Recomputation(graph, home)
     for node in list(graph.nodes):

@@ -4,13 +4,6 @@ The partitioner would save gathered parameters, or casts and transposes of them,
 silently be ZeRO-2. So every node derived from parameters alone is tagged for recomputation:
 
     saved before   unshard(p), t(unshard(p))          saved after   p
-
-With an activation budget, the partitioner chooses by size what to recompute, and ranks may have
-batches of different sizes. If only one rank recomputed ``y``, that rank alone would gather the bias
-in backward. ``fix_backward_gathers`` prevents this:
-
-    y = addmm(unshard(bias), x, w); z = gelu(y)
-    saved before   x, or y                    saved after   x, unshard(bias), or y
 """
 
 from __future__ import annotations
@@ -50,29 +43,29 @@ def param_derived(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_kept(marker: fx.Node) -> bool:
-    """Return whether the parameter of an ``unshard`` marker stays gathered for backward."""
+    """Return whether a gathered parameter is kept for backward."""
     return UnshardSpec.of_node(marker).regather_group is None
 
 
 def bypass_sync_nodes(gm: fx.GraphModule, context: PassContext) -> None:
-    """Let values derived from parameters bypass waits such as ``torch.cuda.synchronize()``.
-
-    All values pass through such a wait. After it, a gathered parameter would look like an
-    activation:
-
-        before   w = unshard(p)   y = x @ w   (y', w') = wait(y, w)   z = y'.relu()  ..  g @ w'.t()
-        after    w = unshard(p)   y = x @ w   y' = wait(y)            z = y'.relu()  ..  g @ w.t()
-    """
+    """Let values derived from parameters bypass waits such as ``torch.cuda.synchronize()``."""
+    # All values pass through such a wait. After it, a gathered parameter would look like an
+    # activation:
+    #
+    #   before   w = unshard(p)   y = x @ w   (y', w') = wait(y, w)   z = y'.relu()  ..  g @ w'.t()
+    #   after    w = unshard(p)   y = x @ w   y' = wait(y)            z = y'.relu()  ..  g @ w.t()
     for node in list(gm.graph.nodes):
         if is_sync_node(node):
             bypass_wait(node, frozenset(param_derived(gm.graph)))
 
 
 def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
-    """Make backward's gathers independent of sizes, in place, if there is an activation budget.
-
-    What a checkpointed region recomputes is the user's choice, and the same on all ranks.
-    """
+    """Make backward's gathers independent of sizes, in place, if there is an activation budget."""
+    # The partitioner chooses by size what to recompute, and ranks may have batches of different
+    # sizes. If only one rank recomputed ``y``, that rank alone would gather the bias in backward:
+    #
+    #     y = addmm(unshard(bias), x, w); z = gelu(y)
+    #     saved before   x, or y                    saved after   x, unshard(bias), or y
     if not (context.ranks_differ or has_activation_budget()):
         return
     sources, backward = _sources(gm.graph), _backward(gm.graph)
@@ -87,6 +80,7 @@ def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
     for node in gm.graph.nodes:
         forward = node.op == "call_function" and node not in sources and node not in backward
         reads = _read(node, sources) & (markers - vectors - needed)
+        # A tag is from a checkpointed region, the user's choice, and the same on all ranks.
         if forward and reads and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
@@ -100,13 +94,11 @@ def _sources(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
 
 
 def _read(node: fx.Node, sources: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
-    """Return the markers of the parameters that a node reads."""
     return {marker for n in node.all_input_nodes for marker in sources.get(n, ())}
 
 
 def _backward(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that depend on the gradient of an output."""
-    backward: set[fx.Node] = set()
+    backward: set[fx.Node] = set()  # nodes that depend on the gradient of an output
     for node in graph.nodes:
         inputs = node.all_input_nodes
         if node.op == "call_function" and any(n in backward or is_tangent(n) for n in inputs):

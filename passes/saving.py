@@ -46,8 +46,7 @@ from graphshard.passes.describe import describe_params, source_of
 from graphshard.passes.normalise import normalise
 from graphshard.planning.offload import SavedActivation
 
-MIN_BYTES = 1 << 16
-"""Size of the smallest activation that is worth a copy."""
+MIN_BYTES = 1 << 16  # of the smallest activation that is worth a copy
 
 
 def saved_nodes(forward: fx.Graph, num_outputs: int) -> list[fx.Node]:
@@ -84,11 +83,7 @@ def _read(gm: fx.GraphModule, kind: GraphKind, context: PassContext) -> GraphPro
 
 
 def _regathered_params(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, fx.Node]:
-    """Return the ``unshard`` markers of parameters that both graphs gather.
-
-    Returns:
-        The marker in the forward graph, by marker in the backward graph.
-    """
+    """Return the forward marker, by backward marker, of each parameter that both graphs gather."""
     saved = {node.name: node for node in saved_nodes(gm.graph, context.num_outputs)}
     gathered = {m.args[0]: m for m in gm.graph.find_nodes(op="call_function", target=unshard)}
     pairs = {}
@@ -121,13 +116,11 @@ def keep_secondary_shards(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def note_held_bytes(gm: fx.GraphModule, context: PassContext) -> None:
-    """Note the memory of the gathered parameters that forward already saves.
-
-    Forward saves a view without the padding, so the backward graph does not show its full memory.
-    """
+    """Note the memory of the gathered parameters that forward already saves."""
     saved = {node.name: node for node in outputs_of(gm.graph) if isinstance(node, fx.Node)}
     for placeholder in context.backward_graph.find_nodes(op="placeholder"):
         node = saved.get(placeholder.name)
+        # Forward saves a view without the padding, but backward holds all of its memory.
         if node is not None and (gathered := root_of(node)).target is unshard:
             placeholder.meta[HELD_BYTES] = _gathered_bytes(gathered)
 
@@ -149,11 +142,6 @@ def keep_gathered(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _keep(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int) -> None:
-    """Save full parameters instead of their shards.
-
-    Args:
-        pairs: some of ``_regathered_params``.
-    """
     saved = {source_of(gathered): gathered for gathered in pairs.values()}
     _replace_saved(forward, saved, num_outputs)
     for marker, gathered in pairs.items():
@@ -177,7 +165,6 @@ def _gathered_bytes(gathered: fx.Node) -> int:
 
 
 def _drop_unused_scales(backward: fx.Graph) -> None:
-    """Erase the scales that no gather uses any more."""
     for scales in backward.find_nodes(op="call_function", target=copy_out):
         if not scales.users:
             backward.erase_node(scales)
@@ -199,10 +186,9 @@ def offload_activations(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _offloadable(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, fx.Node]:
-    """Return the saved activations whose memory is free after their last use in forward.
+    """Return the saved node, by backward's placeholder, of each activation that may be offloaded.
 
-    Returns:
-        The forward node that is saved for each placeholder of the backward graph.
+    Its memory must be free after its last use in forward.
     """
     # Number of outputs, by the node that owns their memory.
     num_returned = Counter(root_of(n) for n in outputs_of(gm.graph) if isinstance(n, fx.Node))
@@ -216,7 +202,6 @@ def _offloadable(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, fx.N
 
 
 def _is_large(node: fx.Node) -> bool:
-    """Return whether a saved node is an activation worth a copy."""
     root, value = root_of(node), node.meta.get("val")
     if root.op == "placeholder" or root.target in (*markers.MARKERS, secondary_shard):
         return False
@@ -231,7 +216,6 @@ def _describe_saved(
     forward_step: Mapping[fx.Node, int],
     backward_step: Mapping[fx.Node, int],
 ) -> list[SavedActivation]:
-    """Describe activations for the planner: their bytes, and the steps that use them."""
     descriptions = []
     for placeholder, saved in pairs.items():
         uses = (saved, *users_through_views(root_of(saved)))
@@ -248,11 +232,6 @@ def _describe_saved(
 
 
 def _offload(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int) -> None:
-    """Move activations to host memory, in both graphs.
-
-    Args:
-        pairs: some of ``_offloadable``.
-    """
     offloaded: dict[fx.Node, fx.Node] = {}
     output = forward.output_node()
     for placeholder, saved in pairs.items():
@@ -276,13 +255,11 @@ def _offload(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: i
 
 
 def clone_mutated_inputs(gm: fx.GraphModule, context: PassContext) -> None:
-    """Save clones of the inputs that forward writes to, and views of these.
-
-    The partitioner saves an input from which backward recomputes something, even if forward writes
-    to it in between, as it does to a running average in a buffer. Backward would read the new
-    value: a wrong gradient without an error if Inductor's graph writes the input, and an autograd
-    error if AOTAutograd does (torch 2.11 to 2.13, pytorch/pytorch#197039).
-    """
+    """Save clones of the inputs that forward writes to, and views of these."""
+    # The partitioner saves an input from which backward recomputes something, even if forward
+    # writes to it in between, as it does to a running average in a buffer. Backward would read the
+    # new value: a wrong gradient without an error if Inductor's graph writes the input, and an
+    # autograd error if AOTAutograd does (torch 2.11 to 2.13, pytorch/pytorch#197039).
     written = mutated_inputs(gm.graph)
     nodes = saved_nodes(gm.graph, context.num_outputs)
     saved = [node for node in nodes if root_of(node) in written]
@@ -292,9 +269,8 @@ def clone_mutated_inputs(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _clone(node: fx.Node) -> fx.Node:
-    """Return a clone of an input, made before anything is written."""
     inputs = node.graph.find_nodes(op="placeholder")
-    with node.graph.inserting_after(inputs[-1]):
+    with node.graph.inserting_after(inputs[-1]):  # before anything is written
         return Emitter(node.graph, node.meta)(torch.ops.aten.clone.default, node)
 
 

@@ -43,7 +43,7 @@ def _use_shard(marker: fx.Node, spec: UnshardSpec) -> None:
 
 
 def _use_gradient(marker: fx.Node, spec: ReduceGradSpec) -> None:
-    """Use the gradient instead of the reduced one, if only casts remain to be done."""
+    """Use the gradient instead of the reduced one, if only casts remain."""
     alone = all(is_alone(group) for group in (spec.group, spec.replica_group) if group)
     if alone and spec.host_memory is None and spec.partial is None:
         sent, emit = spec.collective_input(), Emitter(marker.graph, marker.meta)

@@ -2,12 +2,6 @@
 
 Parameters that are read inside of a subgraph would be gathered there, outside of any plan.
 
-Regions marked with ``torch.compiler.nested_compile_region`` are inlined. Dynamo still traces each
-only once for all its calls; ``SchedulePolicy(regions=...)`` compiles equal layers once.
-
-    before   r = invoke_subgraph(code, "code", x, p)   y = r[0]   z = y + x
-             code:   a = unshard(p)   b = x @ a   return (b,)
-    after    a = unshard(p)   b = x @ a   z = b + x
 
 ``torch.cond``, ``while_loop``, ``scan``, ``associative_scan``, ``map`` and ``flex_attention`` stay
 in the graph, with their bodies. A body's reads would run as often as values and sizes dictate, and
@@ -17,8 +11,6 @@ ranks with different values would pair the gathers of different parameters. They
              true:   w = unshard(p)   return (x @ w,)
     after    w = unshard(shard)   y = cond(pred, true, false, (x, w))
              true:   return (x @ p,)
-
-The pipeline recompiles the graph and its subgraphs.
 """
 
 from __future__ import annotations
@@ -36,6 +28,7 @@ from graphshard.ops.nodes import graph_modules
 from graphshard.passes.contract import PassContext
 
 _INVOKE = torch.ops.higher_order.invoke_subgraph
+# Operators that AOTAutograd leaves in the graph; it traces through all others.
 _STAYING = (
     torch.ops.higher_order.cond,
     torch.ops.higher_order.while_loop,
@@ -44,19 +37,24 @@ _STAYING = (
     torch.ops.higher_order.map_impl,
     torch.ops.higher_order.flex_attention,
 )
-"""Operators that AOTAutograd leaves in the graph; it traces through all others."""
 
+# Positions of the arguments ``weight`` and ``sparse``.
 _SPARSE_POSITIONS: dict[Callable[..., Any], tuple[int, int]] = {
     F.embedding: (1, 6),
     F.embedding_bag: (1, 7),
     torch.embedding: (0, 4),
     torch.embedding_bag: (0, 5),
 }
-"""Positions of the arguments ``weight`` and ``sparse``."""
 
 
 def inline_regions(gm: fx.GraphModule, context: PassContext) -> None:
     """Inline marked regions, including nested ones, in place."""
+    # Dynamo still traces each region that is marked with ``torch.compiler.nested_compile_region``
+    # only once for all its calls; ``SchedulePolicy(regions=...)`` compiles equal layers once.
+    #
+    #     before   r = invoke_subgraph(code, "code", x, p)   y = r[0]   z = y + x
+    #              code:   a = unshard(p)   b = x @ a   return (b,)
+    #     after    a = unshard(p)   b = x @ a   z = b + x
     for call in gm.graph.find_nodes(op="call_function", target=_INVOKE):
         _inline(gm, call, context)
 
@@ -92,31 +90,24 @@ def hoist_reads(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
-    """Move reads out of the operators of ``gm``, innermost first.
-
-    Args:
-        out_of_all: whether to include operators that AOTAutograd would trace through; True inside a
-            body that stays.
-    """
+    """Move reads out of the operators that AOTAutograd leaves in ``gm``, or out of all of them."""
     modules = dict(gm.named_modules())
     for call in gm.graph.nodes:
         if isinstance(call.target, HigherOrderOperator):
             stays = out_of_all or call.target in _STAYING
             bodies = _bodies(modules, call)
             for body in bodies:
-                _hoist(body, stays)
+                _hoist(body, stays)  # nothing traces through operators inside a body that stays
             if stays:
                 _read_before(call, bodies)
 
 
 def _bodies(modules: Mapping[str, nn.Module], call: fx.Node) -> list[fx.GraphModule]:
-    """Return the bodies of a higher-order operator's call, from ``modules`` by name."""
     bodies = [modules.get(str(n.target)) for n in call.all_input_nodes if n.op == "get_attr"]
     return [module for module in bodies if isinstance(module, fx.GraphModule)]
 
 
 def _read_before(call: fx.Node, bodies: Sequence[fx.GraphModule]) -> None:
-    """Pass full parameters to ``call`` if its bodies read them from shards."""
     outer = {traced_storage(node): node for node in call.all_input_nodes}
     reads = [n for body in bodies for n in body.graph.nodes if n.target in UNSHARD_MARKERS]
     shards = {read: outer[traced_storage(read.args[0])] for read in reads}
@@ -141,10 +132,7 @@ def _use_input(read: fx.Node) -> None:
 
 
 def use_dense_gradients(gm: fx.GraphModule, context: PassContext) -> None:
-    """Replace ``sparse=True`` of embeddings, whose gradients could not be reduced, in place.
-
-    The values are the same: a dense gradient has the zero rows as well.
-    """
+    """Replace ``sparse=True`` of embeddings, whose gradients could not be reduced, in place."""
     for part in graph_modules(gm):
         for node in part.graph.nodes:
             if node.target in _SPARSE_POSITIONS:
@@ -157,6 +145,7 @@ def _use_dense(node: fx.Node) -> None:
     weight: Any = node.args[weight_position] if has_weight else node.kwargs["weight"]
     if weight.op == "placeholder":  # not sharded: nothing reduces its gradient
         return
+    # The values are the same: a dense gradient has the zero rows as well.
     if len(node.args) > position:
         node.update_arg(position, False)
     elif "sparse" in node.kwargs:

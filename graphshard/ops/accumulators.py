@@ -10,8 +10,8 @@ import torch
 
 from .._torch.autograd import current_backward, on_backward_end
 
+# Marker arguments that take an accumulator's stand-in or its key.
 UNSYNCED, PARTIAL = ACCUMULATOR_NAMES = ("unsynced", "partial")
-"""Marker arguments that take an accumulator's stand-in or its key."""
 
 
 _accumulators: weakref.WeakValueDictionary[int, Accumulator] = weakref.WeakValueDictionary()
@@ -21,11 +21,7 @@ _numbers = itertools.count()
 
 
 def take(key: torch.Tensor) -> torch.Tensor | None:
-    """Take the total of the accumulator with that key, to add it to a gradient.
-
-    Returns:
-        None if nothing has accumulated, or if the accumulator no longer exists.
-    """
+    """Take the total of the accumulator with that key; None if there is no total or accumulator."""
     accumulator = _accumulators.get(int(key))
     return None if accumulator is None else accumulator.take()
 
@@ -35,13 +31,13 @@ class Accumulator:
 
     Attributes:
         stand_in: tensor without memory of its own, in whose ``.grad`` autograd accumulates.
-        key: the accumulator's number as a tensor. A graph looks the accumulator up by it, even if
-            hooks have copied the tensors that are saved for backward.
+        key: number of the accumulator, as a tensor.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self.stand_in = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
         number = next(_numbers)
+        # Graphs look it up by number, because hooks may copy the tensors saved for backward.
         self.key = torch.tensor(number, device="cpu")  # regardless of the default device
         _accumulators[number] = self
         self._taken: dict[int, list[torch.Tensor]] = {}  # by number of the backward that took them
@@ -56,9 +52,9 @@ class Accumulator:
         self.stand_in.grad = grad if self.total is None else self.total + grad
 
     def take(self) -> torch.Tensor | None:
-        """Take the total away until the end of this backward.
+        """Take the total away until the end of this backward, successful or not.
 
-        It is put back then unless it was delivered, even if the backward fails.
+        It is put back then, unless ``drop_taken`` was called.
         """
         total = self.total
         if total is not None:
@@ -73,6 +69,5 @@ class Accumulator:
         self._taken.pop(current_backward(), None)
 
     def _put_back(self, backward: int) -> None:
-        """Add back what that backward has taken."""
         for total in self._taken.pop(backward, []):
             self.add(total)

@@ -1,7 +1,4 @@
-"""Operators that copy into and out of packed buffers, opaque to Inductor.
-
-``graphshard.ops.collectives`` explains why, and where they are called.
-"""
+"""Operators that copy into and out of packed buffers, opaque to Inductor."""
 
 from __future__ import annotations
 
@@ -15,6 +12,9 @@ from .._torch.tensors import chunk_cat_, chunk_cat_is_one_kernel, foreach_copy_
 from .accumulators import take
 from .library import define, dtype_named, fake, implement
 
+# Opaque, because Inductor's C++ for a `cat` of a hundred tensors takes longer to compile than the
+# rest of a graph, and slices of one buffer have different offsets, which would keep equal layers
+# from sharing kernels.
 copy_in = define(
     "copy_in(Tensor[] tensors, int[] rows, str[] dtypes, int[] counts, str[] wire_dtypes,"
     " int world) -> Tensor[]"
@@ -38,10 +38,8 @@ def _copy_in(
 
     Args:
         rows: number of rows of each tensor that each rank is sent; 0 for a tensor without rows.
-        dtypes: dtype in which each tensor travels.
-        counts: number of tensors in each buffer.
         wire_dtypes: dtype of each buffer; uint8 if its tensors travel as bytes.
-        world: number of ranks that each get a part of a buffer; 1 for a gather.
+        world: number of ranks that get a part of each buffer; 1 for a gather.
     """
     buffers = _copy_in_fake(tensors, rows, dtypes, counts, wire_dtypes, world)
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -57,12 +55,12 @@ def _copy_in(
     return buffers
 
 
+# A tensor, the number of its rows that each rank is sent, and the dtype in which it travels.
 _PackedTensor: TypeAlias = tuple[torch.Tensor, int, str]
-"""A tensor, the number of its rows that each rank is sent, and the dtype in which it travels."""
 
 
 def _is_chunk_cat(buffer: torch.Tensor, sent: Sequence[_PackedTensor], world: int) -> bool:
-    """Return whether one kernel can pack ``sent`` for several ranks, each with its own rows."""
+    """Return whether one kernel can pack ``sent`` for several ranks."""
     if world == 1 or not sent:
         return False
     evenly = all(rows and rows == -(-tensor.shape[0] // world) for tensor, rows, _ in sent)
@@ -87,12 +85,8 @@ def _parts(
 
 
 def _flattened(tensor: torch.Tensor, dtype: torch.dtype, wire_dtype: torch.dtype) -> torch.Tensor:
-    """Return ``tensor`` in one dimension, as bytes of ``dtype`` if ``wire_dtype`` differs.
-
-    Otherwise it keeps its dtype, and the copy casts it.
-    """
     if wire_dtype == dtype:
-        return tensor.reshape(-1)
+        return tensor.reshape(-1)  # the copy casts it
     return tensor.to(dtype).reshape(-1).view(torch.uint8)
 
 

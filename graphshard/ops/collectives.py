@@ -6,9 +6,7 @@ one coalesced collective:
     one tensor as it is   shard ─► all_gather_into_tensor ─► wait ─► full
     any other buffer      shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► ..
 
-``copy_in`` casts, pads and packs all of a bucket at once. Both copies are opaque to Inductor: its
-C++ for a `cat` of a hundred tensors takes longer to compile than the rest of a graph, and slices of
-one buffer have different offsets, which would keep equal layers from sharing kernels.
+``copy_in`` casts, pads and packs all of a bucket at once.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from .nodes import Call, Value, Values, value_of
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
 EXCHANGE = _c10d.all_to_all_single.default
+# Dtypes that every backend accepts; tensors of other dtypes travel as bytes.
 WIRE_DTYPES = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
     | {torch.int8, torch.int32, torch.int64}
 )
-"""Dtypes that every backend accepts; tensors of other dtypes travel as bytes."""
 
 
 class CollectiveInput(NamedTuple):
@@ -44,17 +42,14 @@ class CollectiveInput(NamedTuple):
 
     Attributes:
         source: padded shard, or full gradient.
-        rows: number of rows of the result: of the full parameter, or of a gradient's padded shard;
-            0: replicated.
-        dtype: dtype in which the tensor travels; a gathered tensor comes out in it.
-        result_dtype: dtype of a reduced result; a source with scales is converted to it before it
-            is scaled.
+        rows: number of rows of a full parameter or of a gradient's padded shard; 0: replicated.
+        dtype: dtype in which the tensor travels, and in which a gathered one comes out.
+        result_dtype: dtype of a reduced result, or of a source with scales before it is scaled.
         scales: scales of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded
-            shards]``. The source is multiplied by its own scale before it is cast to ``dtype``.
-            None: no scaling.
+            shards]``, applied to sources before the cast to ``dtype``; None: no scaling.
         scale_index: position of the source's own scale in ``scales``.
-        partial: key of an accumulator whose total is added to the reduced shard before the shard is
-            averaged over replicas; None: nothing is added.
+        partial: key of an accumulator whose total is added to the reduced shard before the average
+            over replicas; None: nothing is added.
     """
 
     source: Value
@@ -71,17 +66,13 @@ class CollectiveInput(NamedTuple):
         return value_of(self.source)
 
 
-BufferInputs: TypeAlias = Sequence[CollectiveInput]
-"""The transfers that share one buffer."""
+BufferInputs: TypeAlias = Sequence[CollectiveInput]  # transfers that share one buffer
 
 
 def wire_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
-    """Return the dtype of a packed buffer.
-
-    Gathered tensors travel as bytes if their dtypes differ, or if a backend may refuse theirs;
-    reduced tensors have one dtype.
-    """
+    """Return the dtype of a packed buffer."""
     dtypes = {sent.dtype for sent in inputs}
+    # Only gathered tensors differ in dtype. A backend that may refuse a dtype takes its bytes.
     as_bytes = kind == TransferKind.ALL_GATHER and (len(dtypes) > 1 or not dtypes <= WIRE_DTYPES)
     return torch.uint8 if as_bytes else inputs[0].dtype
 
@@ -89,11 +80,7 @@ def wire_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
 def launch_bucket(
     call: Call, kind: TransferKind, buffers: Sequence[BufferInputs], group: str, world: int
 ) -> list[Any]:
-    """Copy in and launch a bucket.
-
-    Returns:
-        The results to wait for, one per buffer.
-    """
+    """Copy in and launch a bucket; return the results to wait for, one per buffer."""
     buffers = [[_scaled(call, sent, group) for sent in inputs] for inputs in buffers]
     packed = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}
     copied = [i for i, inputs in enumerate(buffers) if _needs_copy_in(kind, inputs, world)]
@@ -128,7 +115,6 @@ def _scaled(call: Call, sent: CollectiveInput, group: str) -> CollectiveInput:
 
 
 def _packed_without_copy_in(call: Call, kind: TransferKind, inputs: BufferInputs) -> Any:
-    """Return the buffer of inputs that need no ``copy_in``; Inductor's kernels pack fp8."""
     source = inputs[0].source
     if not _is_float8(inputs):
         return source
@@ -143,8 +129,7 @@ def _is_float8(inputs: BufferInputs) -> bool:
 
 
 def _needs_copy_in(kind: TransferKind, inputs: BufferInputs, world: int) -> bool:
-    """Return False for a single unchanged tensor, and for fp8, which Inductor's kernels pack."""
-    if _is_float8(inputs):
+    if _is_float8(inputs):  # Inductor's kernels pack it
         return False
     return len(inputs) > 1 or needs_own_copy(kind, inputs[0], world)
 
@@ -167,14 +152,9 @@ def _rows_per_rank(kind: TransferKind, sent: CollectiveInput) -> int:
 def launch_collective(
     call: Call, kind: TransferKind, buffers: Sequence[Value], group: str, world: int
 ) -> list[Any]:
-    """Launch one collective for all buffers, coalesced if there are several.
-
-    All-to-alls (``uses_all_to_all``) cannot be coalesced: each buffer has its own.
-
-    Returns:
-        The results to wait for, one per buffer.
-    """
+    """Launch one collective for all buffers; return the results to wait for, one per buffer."""
     if kind == TransferKind.REDUCE_SCATTER and uses_all_to_all(group, value_of(buffers[0]).dtype):
+        # All-to-alls cannot be coalesced.
         sizes = [[value_of(buffer).shape[0] // world] * world for buffer in buffers]
         return [call(EXCHANGE, buffer, size, size, group) for buffer, size in zip(buffers, sizes)]
     kind = TransferKind.ALL_REDUCE if kind == TransferKind.ALL_REDUCE_SHARDS else kind
@@ -215,14 +195,11 @@ def wait_tensor(call: Call, launched: Value) -> Any:
 def launch_host_copies(
     call: Call, tensors: Sequence[Value], target: torch.device | str, *, host_reads: bool
 ) -> list[Any]:
-    """Launch copies to a device or to host memory.
+    """Launch copies; return those to wait for, one per tensor.
 
     Args:
         target: device, or kind of host memory (``graphshard.ops.host_copy``).
         host_reads: whether the host reads the copies, which then take a second wait each.
-
-    Returns:
-        The copies to wait for, one per tensor.
     """
     if isinstance(target, str):
         copies = call(copy_to_host, list(tensors), target, host_reads)
@@ -240,21 +217,15 @@ def copy_and_wait(call: Call, tensors: Sequence[Value], target: torch.device | s
 def launch_replica_reduce(
     call: Call, buffers: Sequence[BufferInputs], reduced: Sequence[Value], group: str, world: int
 ) -> list[Any]:
-    """Launch the average, over replicas, of the shards that a reduction has produced.
-
-    Args:
-        reduced: buffers of reduced shards.
-
-    Returns:
-        The results to wait for, one per buffer, each with an additional leading dimension. Without
-        it, Inductor would take the wait for the reduction's own, and keep the reduction's input
-        alive until then (``_WaitKernel.get_volatile_reads`` in torch/_inductor/ir.py).
-    """
+    """Launch the average of ``reduced`` shards over replicas; return the results to wait for."""
     shards = [_with_partials(call, *pair) for pair in zip(buffers, reduced, strict=True)]
     shards = [
         call(_aten.div.Scalar, shard, world) if _divides_first(group, shard) else shard
         for shard in shards
     ]
+    # Without the additional dimension, Inductor would take the wait for the reduction's own, and
+    # keep the reduction's input alive until then (``_WaitKernel.get_volatile_reads`` in
+    # torch/_inductor/ir.py).
     views = [_viewed(call, shard, torch.Size([1, *value_of(shard).shape])) for shard in shards]
     return launch_collective(call, TransferKind.ALL_REDUCE_SHARDS, views, group, world)
 
@@ -292,11 +263,7 @@ def wait_buffer(call: Call, kind: TransferKind, buffer: Value, group: str, world
 def results_in_buffer(
     call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Value, world: int
 ) -> list[Any]:
-    """Copy the results out of a buffer that ``wait_buffer`` returned.
-
-    Returns:
-        Full parameters, or this rank's shards of the means.
-    """
+    """Return the full parameters or reduced shards in a buffer that ``wait_buffer`` returned."""
     if kind == TransferKind.ALL_GATHER:
         return _gathered(call, inputs, _viewed_as(call, buffer, wire_dtype(kind, inputs)), world)
     return _reduced(call, kind, inputs, buffer)
@@ -338,7 +305,6 @@ def _from_wire(call: Call, full: Value, dtype: torch.dtype, wire: torch.dtype) -
 
 
 def _reduced(call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Value) -> list[Any]:
-    """Return the reduced tensors of a buffer, each in its ``result_dtype``."""
     if len({sent.result_dtype for sent in inputs}) == 1:  # one kernel casts all
         buffer = as_dtype(call, buffer, inputs[0].result_dtype)
     results, start = [], 0

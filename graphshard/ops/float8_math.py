@@ -11,12 +11,9 @@ both scales:
 
 "tensorwise" has one scale per tensor. "rowwise" has one scale, rounded down to a power of two, for
 each vector along which a product sums. Unlike in torchao, the weight has one scale per row in both
-of its products, so that backward uses the bytes of forward. Where a product sums over the weight's
-rows (``grad_x``), the gradient's columns are divided by the rows' scales before the gradient is
-cast.
+of its products, so that backward uses the bytes of forward; ``grad_input`` says how.
 
-All functions make their ATen calls through a ``Call``, which runs them or inserts them into a
-graph.
+All functions run ATen calls, or insert them into a graph, through a ``Call``.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ from .nodes import Call, Value, run, value_of
 
 TENSORWISE, ROWWISE = RECIPES = ("tensorwise", "rowwise")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-DTYPES = (torch.bfloat16, torch.float32)
-"""Dtypes of the matrices that may be cast to fp8, and of their products."""
+DTYPES = (torch.bfloat16, torch.float32)  # of matrices that may be cast to fp8, and of products
 
 _EPS = 1e-12  # smallest amax, as in torchao/float8/float8_utils.py
 _EXPONENT = 0x7F800000  # exponent bits of a float32
@@ -66,7 +62,6 @@ class Scaled(NamedTuple):
     """A matrix in fp8.
 
     Attributes:
-        values: fp8 values, ``[rows, columns]``.
         inverse: factor that undoes the scaling: a scalar, or one value per vector along which the
             product sums.
     """
@@ -88,15 +83,16 @@ def scale_of(call: Call, amax: _Value, dtype: torch.dtype, recipe: str) -> _Valu
 
 
 def cast(call: Call, x: _Value, scale: Value, dtype: torch.dtype, dim: int) -> _Value:
-    """Return ``x * scale`` as ``dtype``, saturated (eager casts saturate only from torch 2.12 on).
+    """Return ``x * scale`` as ``dtype``, saturated.
 
     Args:
-        dim: dimension over which the product sums; used if ``scale`` is a vector.
+        dim: dimension over which the product sums, if ``scale`` is a vector.
     """
     largest = torch.finfo(dtype).max
     if value_of(scale).dim() == 1:
         scale = call(_aten.unsqueeze.default, scale, dim)
     scaled = call(_aten.mul.Tensor, as_dtype(call, x, torch.float32), scale)
+    # Eager casts saturate only from torch 2.12 on.
     clamped = call(
         _aten.clamp_max.default, call(_aten.clamp_min.default, scaled, -largest), largest
     )
@@ -104,11 +100,7 @@ def cast(call: Call, x: _Value, scale: Value, dtype: torch.dtype, dim: int) -> _
 
 
 def quantised(call: Call, x: _Value, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
-    """Return ``x`` scaled by its own largest absolute values and cast.
-
-    Args:
-        dim: dimension over which the product sums.
-    """
+    """Return ``x`` scaled by its largest absolute values and cast; a product sums over ``dim``."""
     scale = scale_of(call, _amax(call, x, [] if recipe == TENSORWISE else [dim]), dtype, recipe)
     return Scaled(cast(call, x, scale, dtype, dim), call(_aten.reciprocal.default, scale))
 
@@ -150,10 +142,10 @@ def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
 
 
 def _padded(call: Call, x: _Value) -> _Value:
-    """Return ``x`` with zero rows appended, so that tensor cores can sum over its rows."""
     rows, device = value_of(x).shape[0], value_of(x).device
     if device.type != "cuda" or not isinstance(rows, int) or not rows % ALIGNMENT:
         return x
+    # With zero rows, so that tensor cores can sum over its rows.
     return call(_aten.constant_pad_nd.default, x, [0, 0, 0, -rows % ALIGNMENT], 0.0)
 
 
@@ -183,12 +175,9 @@ def _transposed(call: Call, matrix: Scaled) -> Scaled:
 
 
 def _factor(call: Call, inverse: _Value, recipe: str, dim: int) -> _Value:
-    """Return an inverse scale in the shape that ``_scaled_mm`` takes.
-
-    For "tensorwise" it has no dimensions, because Inductor requires the same number for both sides.
-    Otherwise it is a matrix of size 1 in ``dim`` with all strides 1, which some kernels check.
-    """
+    """Return an inverse scale in the shape that ``_scaled_mm`` takes."""
     num_dims = value_of(inverse).dim()
+    # Inductor requires the same number of dimensions for both sides.
     if recipe == TENSORWISE and num_dims:
         return call(_aten.view.default, inverse, [])
     if num_dims != 1:
@@ -196,6 +185,7 @@ def _factor(call: Call, inverse: _Value, recipe: str, dim: int) -> _Value:
     size = value_of(inverse).shape[0]
     sizes: list[Any] = [size if isinstance(size, int) else call(_aten.sym_size.int, inverse, 0)]
     sizes.insert(dim, 1)
+    # Some kernels check that all strides are 1.
     return call(_aten.as_strided.default, inverse, sizes, [1, 1])
 
 

@@ -35,12 +35,12 @@ local_amax = define(
     "local_amax(Tensor[] shards, ScalarType dtype, str group, str recipe) -> Tensor"
 )
 own_rows = define("own_rows(Tensor full, str group) -> Tensor")
+# torchao's name for the result of each product of a linear.
 PRODUCTS: dict[OpOverload, str] = {
     float8_mm: "output",
     float8_mm_grad_input: "grad_input",
     float8_mm_grad_weight: "grad_weight",
 }
-"""torchao's name for the result of each product of a linear."""
 
 
 @implement(float8_linear, "CompositeImplicitAutograd")
@@ -108,9 +108,8 @@ differentiate(float8_mm, _save, _backward)
 
 
 def _autocast(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]:
-    """Return ``float8_mm`` for autocast, which casts its inputs like those of a linear."""
-
     def cast_inputs(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
+        # Autocast treats the inputs like those of a linear.
         dtype = torch.get_autocast_dtype(device_type)
         with torch.autocast(device_type, enabled=False):
             return float8_mm(x.to(dtype), weight.to(dtype), recipe)
@@ -126,11 +125,9 @@ for _device_type in ("cpu", "cuda"):
 def _local_amax(
     shards: list[torch.Tensor], dtype: torch.dtype, group: str, recipe: str
 ) -> torch.Tensor:
-    """Return the largest absolute values of shards cast to ``dtype``, in float32.
+    """Return the largest absolute values of shards in ``dtype``, as float32 ``[shards]``.
 
-    Returns:
-        ``[shards]``; for "rowwise", ``[rows of all ranks' padded shards]``, with 0 in the rows of
-        other ranks.
+    For "rowwise": ``[rows of all ranks' padded shards]``, with 0 in other ranks' rows.
     """
     # Rounding is monotonic, so the cast may come last.
     if recipe != ROWWISE:

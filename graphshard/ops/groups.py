@@ -27,12 +27,10 @@ def span_of(group: str) -> GroupSpan:
 
 
 def uses_all_to_all(group: str, dtype: torch.dtype) -> bool:
-    """Return whether gradients are reduced by an all-to-all, with each rank averaging its part.
-
-    gloo's own reduce-scatter is an all-reduce of a copy
-    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp), which sends twice as many bytes: on two
-    ranks, 40 MB took 52 ms, and 20 ms by an all-to-all. gloo has no all-to-all of complex numbers.
-    """
+    """Return whether gradients are reduced by an all-to-all, with each rank averaging its part."""
+    # gloo's own reduce-scatter is an all-reduce of a copy
+    # (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp), which sends twice as many bytes: on two
+    # ranks, 40 MB took 52 ms, and 20 ms by an all-to-all. It has no all-to-all of complex numbers.
     return not dtype.is_complex and keeps_send_copies(group)
 
 
@@ -42,15 +40,12 @@ def keeps_send_copies(group: str) -> bool:
 
 
 def averages(group: str, value: Value) -> bool:
-    """Return whether an all-reduce of ``value`` averages; gloo only sums, and others may, too.
-
-    A fake group stands for NCCL.
-    """
+    """Return whether an all-reduce of ``value`` averages; gloo only sums, and others may, too."""
+    # A fake group stands for NCCL.
     return _backends(group).get(value_of(value).device.type) in ("nccl", "fake")
 
 
 def _backends(group: str) -> dict[str, str]:
-    """Return the backend of each device type."""
     pairs = dist.get_backend_config(process_group(group)).split(",")
     return dict(pair.split(":") for pair in pairs)
 
@@ -58,8 +53,7 @@ def _backends(group: str) -> dict[str, str]:
 def padded_rows(rows: int, world: int) -> int:
     """Return the number of rows of every rank's shard, padding included.
 
-    Rows are split as ``torch.chunk`` splits them: fewer rows, or none, on the last ranks. See
-    [Note: padded shards] in ``graphshard.ops.markers``.
+    See [Note: padded shards] in ``graphshard.ops.markers``.
     """
     return -(-rows // world)
 

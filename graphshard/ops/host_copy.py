@@ -1,11 +1,11 @@
-"""Operators that copy between host memory and the device, while compute runs.
+"""Copy between host memory and the device while compute runs.
 
     host tensors ─► copy_to_device ─► wait ─► all_gather ..
                                               .. reduce_scatter ─► copy_to_host ─► wait ─► wait
 
-Copies in one direction run one after the other on their own stream. A copy starts once the compute
-stream has reached its launch. The first wait for a copy makes the compute stream wait, and frees
-the source. A second wait, for copies that the host reads, makes the host wait. On a CPU these are
+Copies in one direction run one after the other on their own stream, and start once the compute
+stream has reached their launch. The first wait for a copy makes the compute stream wait, and frees
+the source; a second wait, for copies that the host reads, makes the host wait. On a CPU these are
 plain copies. ``graphshard.planning.offload`` plans them.
 """
 
@@ -21,8 +21,7 @@ from .._torch.distributed import register_work
 from .._torch.inductor import lower_as_collective
 from .library import define, fake, implement
 
-PINNED, PAGEABLE = "pinned", "pageable"
-"""Kinds of host memory, as operators take them."""
+PINNED, PAGEABLE = "pinned", "pageable"  # kinds of host memory, as operators take them
 
 copy_to_device = define("copy_to_device(Tensor[] host_tensors, Device device) -> Tensor[]")
 copy_to_host = define(
@@ -33,11 +32,7 @@ lower_as_collective(copy_to_host)
 
 
 def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tensor:
-    """Return ``tensor`` in the given kind of host memory, copied now.
-
-    Returns:
-        ``tensor`` itself if it is already there, if ``host_memory`` is None, or if it has no data.
-    """
+    """Return ``tensor``, copied to this kind of host memory unless it is there or has no data."""
     if not host_memory or tensor.is_meta:
         return tensor
     tensor = tensor.cpu()
@@ -53,24 +48,19 @@ class _Launch:
         self._host_has_waited = False
 
     def wait_on_stream(self) -> None:
-        """Make the current stream wait, once."""
         stream = torch.accelerator.current_stream(self._device)
         if stream not in self._streams:
             stream.wait_event(self._event)
             self._streams.add(stream)
 
     def wait_on_host(self) -> None:
-        """Make the host wait, once."""
         if not self._host_has_waited:
             self._event.synchronize()
             self._host_has_waited = True
 
 
 class _HostCopy(dist.Work):
-    """A launched copy. After the compute stream waits for it, its source may be freed.
-
-    If the host reads the target, a second wait for the target makes the host wait.
-    """
+    """A launched copy, whose source may be freed once the compute stream has waited for it."""
 
     def __init__(
         self, launch: _Launch, target: torch.Tensor, source: torch.Tensor, host_reads: bool
@@ -82,7 +72,7 @@ class _HostCopy(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._launch.wait_on_stream()
         if self._host_reads:
-            register_work(self._target, _HostWait(self._launch))
+            register_work(self._target, _HostWait(self._launch))  # the second wait
         del self._target, self._source
         return True
 
@@ -101,8 +91,7 @@ class _HostWait(dist.Work):
 
 @functools.cache
 def _copy_stream(device: torch.device, target_type: str) -> torch.Stream:
-    """Return the stream of copies between the host and ``device`` in one direction."""
-    return torch.Stream(device=device)
+    return torch.Stream(device=device)  # one for each direction
 
 
 @implement(copy_to_device)

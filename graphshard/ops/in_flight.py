@@ -5,8 +5,7 @@
 Torch keeps a launched collective, with the memory that it reads and writes, until it is waited for.
 A user who catches "out of memory" and tries a smaller batch would have less memory each time. So
 before an error leaves a graph, everything in flight is waited for. The launched tensors are local
-variables of the generated code, which the error's traceback keeps alive; a run without an error
-pays nothing.
+variables of the generated code, which the traceback keeps alive; without an error, this is free.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from .._torch.frames import locals_at
 
 R = TypeVar("R")
 
+# Longest delay of an error, in seconds. Ranks that run the same graph launch everything that a
+# failed rank has launched, unless they fail at an earlier point; then a background thread goes on
+# waiting until the process group's timeout.
 LIMIT_S = 5.0
-"""Longest delay of an error, in seconds. Ranks that run the same graph launch everything that a
-failed rank has launched, unless they fail at an earlier point; in that case a background thread
-goes on waiting until the process group's timeout."""
 
 _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
@@ -57,20 +56,17 @@ def _wait_at(error: BaseException) -> None:
 
 
 def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among ``values``, and in lists among them (coalesced collectives)."""
     for value in values:
+        # Coalesced collectives return lists.
         for part in value if isinstance(value, list | tuple) else [value]:
             if type(part) is torch.Tensor:  # graphs never launch on subclasses
                 yield part
 
 
 def _wait_for(tensors: list[torch.Tensor]) -> None:
-    """Wait for work that is registered for ``tensors``, for at most ``LIMIT_S`` on the host.
-
-    Device tensors only make their stream wait.
-    """
     on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     _wait_now([tensor for tensor in tensors if tensor.device.type != "cpu"])
+    # Waits for device tensors only make their stream wait; these block.
     waiter = threading.Thread(target=_wait_now, args=(on_host,), daemon=True)
     waiter.start()
     waiter.join(LIMIT_S)

@@ -65,7 +65,6 @@ class MarkerSpec:
 
     @classmethod
     def schema(cls) -> str:
-        """Return the op's schema for ``torch.library``."""
         types = get_type_hints(cls)
         arguments = [f"{_SCHEMA_TYPES[types[name]]} {name}" for name in cls.argument_names()]
         return f"{cls.name}({', '.join(arguments)}) -> Tensor"
@@ -88,21 +87,17 @@ class MarkerSpec:
         return tuple(gradients.get(name) for name in cls.argument_names())
 
     def arguments(self) -> tuple[Argument, ...]:
-        """Return the arguments in the order of the schema."""
         return tuple(getattr(self, name) for name in self.argument_names())
 
     def without_tensors(self) -> Self:
-        """Return the spec with None for all tensors, for a backward that must not keep them."""
+        """Return the spec without tensors, for a backward that must not keep them."""
         values = zip(self.argument_names(), self.arguments())
         tensors = [name for name, v in values if isinstance(v, (torch.Tensor, fx.Node, list))]
         nothing: dict[str, Any] = dict.fromkeys(tensors)
         return dataclasses.replace(self, **nothing)
 
     def constants(self) -> tuple[Any, ...]:
-        """Return the arguments between the first tensor and the accumulators.
-
-        They are hashable if ``scales`` is None.
-        """
+        """Return the arguments between the first and the accumulators, hashable without scales."""
         return self.arguments()[1 : len(self.argument_names()) - len(self.accumulators)]
 
     def call(self, call: Call) -> Any:
@@ -110,7 +105,6 @@ class MarkerSpec:
         return call(self.op(), *self.arguments())
 
     def collective_input(self) -> CollectiveInput:
-        """Return the input of the marker's collective."""
         raise AssertionError(f"{self.name} sends nothing")
 
 
@@ -124,18 +118,17 @@ class UnshardSpec(MarkerSpec):
         group: ranks that hold the shards.
         regather_group: ranks from which backward gathers again: ``group`` (ZeRO-3) or some of them
             (ZeRO++'s hpZ); None: the full parameter is kept for backward (ZeRO-2).
-        replica_group: ranks that hold the same shard, over which reduced gradients are also
-            averaged (HSDP); None: there are no others.
+        replica_group: ranks with the same shard, over which reduced gradients are also averaged
+            (HSDP); None: there are no others.
         dtype: dtype in which the parameter travels and is used; None: its own.
         reduce_dtype: dtype in which its gradient is reduced; None: the gradient's own.
         float8_recipe: recipe by which linears use the parameter in fp8; None: they do not.
         scales: scales of several parameters; if given, the parameter travels in fp8.
-        scale_index: position of the parameter's own scale in ``scales``.
-        device: device to copy the shard to before it is gathered; None: it is already there.
-        host_memory: kind of host memory that keeps the shard (``graphshard.ops.host_copy``); None:
-            the device keeps it.
-        unsynced: stand-in in which full gradients accumulate, or key of an accumulator.
-        partial: stand-in in which reduced shards accumulate, or key of an accumulator.
+        scale_index: position of its own scale in ``scales``.
+        device: device that the shard is copied to before the gather; None: it is already there.
+        host_memory: kind of host memory of the shard (``ops.host_copy``); None: it is on a device.
+        unsynced: accumulator of full gradients, as a stand-in or a key (``ops.markers``).
+        partial: accumulator of reduced shards, likewise.
     """
 
     name: ClassVar[str] = "unshard"
@@ -179,7 +172,6 @@ class UnshardSpec(MarkerSpec):
         Args:
             padded_shape: shape of this rank's shard, padding included.
             result_dtype: dtype of the shard's gradient.
-            partial: key of an accumulator; see ``ReduceGradSpec``.
         """
         return ReduceGradSpec(
             grad=grad,
@@ -209,11 +201,9 @@ class ReduceGradSpec(MarkerSpec):
 
     Attributes:
         grad: full gradient, ``[rows, ...]``.
-        padded_rows: number of rows of the padded shard.
-        replica_group: same as in ``UnshardSpec``.
         partial: key of an accumulator whose total is added before the mean over replicas.
         result_dtype: dtype of the shard; None: the dtype of ``grad``.
-        host_memory: kind of host memory to copy the shard to; None: it stays on the device.
+        host_memory: kind of host memory that the shard is copied to; None: it stays on the device.
     """
 
     name: ClassVar[str] = "reduce_grad"
@@ -258,7 +248,6 @@ class ReplicateSpec(MarkerSpec):
         result_dtype: torch.dtype,
         partial: None = None,  # only shards have partial reductions
     ) -> AllReduceGradSpec:
-        """Return the marker that reduces this parameter's gradient."""
         return AllReduceGradSpec(
             grad=grad, group=self.group, reduce_dtype=self.reduce_dtype, result_dtype=result_dtype
         )

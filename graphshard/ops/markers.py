@@ -1,32 +1,18 @@
 """The marker ops: a sharded parameter and its gradient in every graph before lowering.
 
-A parameter enters the graph as its padded local shard. ``unshard`` turns it into the full
-parameter. In backward, ``reduce_grad`` turns the full gradient into a shard, averaged over the
-group:
+A parameter enters the graph as its padded local shard, which ``unshard`` gathers. In backward,
+``reduce_grad`` turns the full gradient into a shard, averaged over the group:
 
     forward    shard ─► unshard ─► linear         backward   grad ─► reduce_grad ─► shard's grad
 
 A parameter that is not split (a scalar, or one to be replicated) has ``replicate`` and
 ``all_reduce_grad``. ``max_over_ranks`` reduces the largest absolute values, from which fp8 scales
 are computed. ``secondary_shard`` returns a padded shard of a full parameter, from which backward
-gathers within a few ranks (hpZ). ``offload_activation`` and ``reload_activation`` copy activations
-to the host and back. ``graphshard.ops.marker_specs`` defines the arguments.
-
-Gradients of microbatches add up in accumulators (``graphshard.params.sharded_param``). A marker
-takes an accumulator in one of two forms:
-
-- Its stand-in, which requires a gradient and receives it instead of the shard: before the reduction
-  (``unsynced``), or before the average over replicas (``partial``).
-- Its key. The marker's backward adds the total to the gradient: before the reduction
-  (``unsynced``), or between reduce-scatter and the average over replicas (``partial``).
+gathers within a few ranks (hpZ). ``offload_activation`` and ``reload_activation`` copy activations.
+``marker_specs`` defines the arguments.
 
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
 them to functional collectives. In eager parts of a model they run directly, by the same lowering.
-
-[Note: padded shards] Rows are split as ``torch.chunk`` splits them: ``ceil(rows / world)`` per
-rank, fewer or none on the last ranks. The tensor that enters the graph is padded to
-``ceil(rows / world)`` rows on every rank, so that all ranks trace the same graph. Gathered rows
-past ``rows`` are padding, which a view cuts off; the padding of a gradient is zero.
 """
 
 from __future__ import annotations
@@ -80,6 +66,7 @@ SPECS: dict[OpOverload, type[MarkerSpec]] = {
     reload_activation: ReloadSpec,
 }
 MARKERS = tuple(SPECS)
+# Kind of transfer that each marker stands for; ``replicate`` has none.
 KIND_OF_MARKER: dict[OpOverload, TransferKind] = {
     unshard: TransferKind.ALL_GATHER,
     reduce_grad: TransferKind.REDUCE_SCATTER,
@@ -88,7 +75,6 @@ KIND_OF_MARKER: dict[OpOverload, TransferKind] = {
     offload_activation: TransferKind.COPY_TO_HOST,
     reload_activation: TransferKind.COPY_TO_DEVICE,
 }
-"""Kind of transfer that each marker stands for; ``replicate`` has none."""
 
 _Dtype = torch.dtype | None
 _Tensor = torch.Tensor | None
@@ -105,11 +91,7 @@ def read(node: fx.Node) -> MarkerSpec:
 
 
 def change(node: fx.Node, **fields: Any) -> None:
-    """Change some arguments of a marker in a graph, in place.
-
-    Args:
-        fields: new values of fields of the marker's spec.
-    """
+    """Change fields of a marker's spec in a graph, in place."""
     spec = dataclasses.replace(read(node), **fields)
     node.args = spec.arguments()
     values = fx.map_arg(node.args, lambda n: n.meta["val"])
@@ -121,7 +103,6 @@ def change(node: fx.Node, **fields: Any) -> None:
 def _communicate(
     kind: TransferKind, sent: CollectiveInput, group: str, replica_group: str | None = None
 ) -> torch.Tensor:
-    """Send one tensor now, and wait for the result."""
     world = process_group(group).size()
     (buffer,) = collectives.launch_bucket(run, kind, [[sent]], group, world)
     done = collectives.wait_buffer(run, kind, buffer, group, world)
@@ -135,6 +116,12 @@ def _communicate(
         )
     (result,) = collectives.results_in_buffer(run, kind, [sent], done, world)
     return result
+
+
+# [Note: padded shards] Rows are split as ``torch.chunk`` splits them: ``ceil(rows / world)`` per
+# rank, fewer or none on the last ranks. The tensor that enters the graph is padded to
+# ``ceil(rows / world)`` rows on every rank, so that all ranks trace the same graph. Gathered rows
+# past ``rows`` are padding, which a view cuts off; the padding of a gradient is zero.
 
 
 @implement(unshard)
@@ -256,13 +243,20 @@ def _secondary_shard_fake(full: torch.Tensor, group: str) -> torch.Tensor:
     return full.new_empty((rows, *full.shape[1:]))
 
 
+# Gradients of microbatches add up in accumulators (``graphshard.params.sharded_param``). A marker
+# takes an accumulator in one of two forms:
+#
+# - Its stand-in, which requires a gradient and receives it instead of the shard: before the
+#   reduction (``unsynced``), or before the average over replicas (``partial``).
+# - Its key. The marker's backward adds the total to the gradient: before the reduction
+#   (``unsynced``), or between reduce-scatter and the average over replicas (``partial``).
+
+
 def _is_stand_in(accumulator: Value | None) -> bool:
-    """Return whether a marker's accumulator is a stand-in, as opposed to a key or None."""
     return accumulator is not None and value_of(accumulator).requires_grad
 
 
 def _add_unsynced(grad: torch.Tensor, key: _Tensor, reduce_dtype: _Dtype) -> torch.Tensor:
-    """Return ``grad`` plus the accumulator's total, if any, in the dtype of the reduction."""
     if key is None:
         return grad
     return add_accumulated(grad, [key], [0], used_dtype(grad, reduce_dtype))
@@ -307,7 +301,6 @@ def _save(
     unsynced: Value | None,
     partial: Value | None,
 ) -> None:
-    """Save what the backward of a marker needs."""
     ctx.spec = spec.without_tensors()
     ctx.padded_shape, ctx.param_dtype = param.shape, param.dtype
     ctx.to_unsynced, ctx.to_partial = _is_stand_in(unsynced), _is_stand_in(partial)

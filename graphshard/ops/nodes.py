@@ -17,24 +17,22 @@ from torch.fx.node import Argument
 
 from .._torch.tensors import fake_mode_of, size_hint
 
-Value: TypeAlias = torch.Tensor | fx.Node
-"""A tensor, or the graph node that stands for one."""
+Value: TypeAlias = torch.Tensor | fx.Node  # a tensor, or the graph node that stands for one
 
-Values: TypeAlias = Sequence[torch.Tensor] | fx.Node
-"""Tensors, or the node of a list of tensors."""
+Values: TypeAlias = Sequence[torch.Tensor] | fx.Node  # tensors, or the node of a list of them
 
+# Our keys in ``node.meta``. PLANNED marks nodes that a rewrite has inserted for a plan.
 PLANNED = "graphshard_planned"
-"""Key in ``node.meta`` that marks nodes inserted by a rewrite for a plan."""
 
+# Why a parameter travels in its wire dtype.
 REASON = "graphshard_reason"
-"""Key in ``node.meta`` for the reason why a parameter travels in its wire dtype."""
 
+# Marks an input that is a parameter's only shard.
 WHOLE_SHARD = "graphshard_whole_shard"
-"""Key in ``node.meta`` that marks an input that is a parameter's only shard."""
 
+# Bytes of the memory of an input that is a parameter as gathered in forward, or a part of one,
+# padding included. That memory is freed after its last use.
 HELD_BYTES = "graphshard_held_bytes"
-"""Key in ``node.meta`` of an input that is a parameter as gathered in forward, or a part of one:
-bytes of its memory, padding included. That memory is freed after its last use."""
 
 
 def value_of(value: Value) -> torch.Tensor:
@@ -100,8 +98,8 @@ def outputs_of(graph: fx.Graph) -> Sequence[Argument]:
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
+# ``call(op, *args)`` runs ``op`` on tensors, or inserts it into a graph for nodes.
 Call: TypeAlias = Callable[..., Any]
-"""``call(op, *args)`` runs ``op`` on tensors, or inserts it into a graph for nodes."""
 
 # Other entries of ``meta`` describe the replaced node's call, not its origin: its eager inputs,
 # for example, which Inductor reads.

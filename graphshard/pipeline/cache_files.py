@@ -1,22 +1,19 @@
 """Files of compiled code: plans next to Inductor's caches, and one file for another machine.
 
-A warm Inductor cache returns compiled graphs without running any pass. Only the process that
-compiled them knew the plan, so each plan is written to a file, named by a key of the Dynamo graph
-and of everything else that a plan depends on.
+A warm Inductor cache returns compiled graphs without running any pass. So the plan of each is in a
+file, too, named by a key of the Dynamo graph and of everything else that a plan depends on.
 
     rank 0   lock ─► compile ──────────────► KEY.compiled, unlock
     rank 1   wait for the lock ......................... ─► compile: all is in the cache
 
-All ranks have the same graphs, so one rank compiles for all ranks that share a cache, with all
-cores of its host. If it raises or ends, the system releases the lock and the next rank compiles. If
-it takes too long or hangs, all others compile; the hanging rank is noticed later, as usual.
+All ranks have the same graphs, so one compiles for all that share a cache, with all cores of its
+host. If it raises or ends, the system releases the lock and the next rank compiles. If it takes too
+long or hangs, all others compile.
 
     save_compiled   torch's cache artifacts, our plans, loaded C++ kernels ─► one file
     load_compiled   one file ─► the caches of this machine
 
-Loading the file of another model does no harm: the keys of the caches cover all that a graph is
-compiled from, so nothing in the file is used. If a graph is compiled although a file was loaded,
-graphshard warns.
+Loading the file of another model does no harm: nothing in it has the keys of this model's graphs.
 """
 
 from __future__ import annotations
@@ -40,11 +37,10 @@ from ..kinds import GraphKind
 from ..planning.plan import Plan
 from .settings import CompileSettings, sources_hash
 
-PLANS_FOLDER = "graphshard"
-"""Name of the folder of plans in the folder of Inductor's caches."""
+PLANS_FOLDER = "graphshard"  # in the folder of Inductor's caches
 
+# What each graph that this process requested from Inductor was compiled for, by its key.
 GRAPHS: dict[str, str] = {}
-"""What each graph that this process requested from Inductor was compiled for, by its key."""
 
 
 class PlanCache:
@@ -57,27 +53,21 @@ class PlanCache:
             GRAPHS[self.key] = settings.facts()
 
     def save(self, plan: Plan) -> None:
-        """Write the plan of one graph, still without parameter names."""
+        """Write the plan of one graph, which has no parameter names yet."""
         self._folder().mkdir(parents=True, exist_ok=True)
         write_whole(self._path(plan.graph), plan.to_json())
 
     def load(self, kind: GraphKind) -> Plan | None:
-        """Read the plan of the graph of this kind; None if it has no file."""
         path = self._path(kind)
         return Plan.from_json(path.read_text()) if path.exists() else None
 
     def was_compiled_before(self, time_s: float) -> bool:
-        """Return whether the graph was compiled into Inductor's cache before ``time_s``."""
         mark = self._mark()
         return mark.exists() and mark.stat().st_mtime < time_s
 
     @contextlib.contextmanager
     def compiling(self, wait_s: float) -> Iterator[None]:
-        """Hold the lock of this graph, so one process compiles for all that share Inductor's cache.
-
-        Processes on other devices do not wait, since code is for one device; others wait for at
-        most ``wait_s``.
-        """
+        """Hold the lock of this graph, so one process compiles for all that share the cache."""
         settings = self._settings
         if not (settings.compiler == "inductor" and settings.caches_graphs and caches_graphs()):
             yield
@@ -99,6 +89,7 @@ class PlanCache:
             lock.release()
 
     def _mark(self) -> Path:
+        # Code is for one device, so processes on others do not wait for it.
         return self._folder() / f"{self.key}-{self._settings.device.index or 0}.compiled"
 
     def _path(self, kind: GraphKind) -> Path:
@@ -114,8 +105,8 @@ _FORMAT, _HEADER, _GRAPHS, _FILES = 1, "header.json", "graphs", "files/"
 
 _WORDS = {"inputs": "sizes of inputs or parameters", "modes": "modes of torch, such as autocast"}
 
+# Graphs of all loaded files: what each was compiled for, by its key.
 _loaded: dict[str, str] = {}
-"""Graphs of all loaded files: what each was compiled for, by its key."""
 
 
 def save_compiled(path: str | Path) -> None:
@@ -169,7 +160,7 @@ def load_compiled(path: str | Path) -> None:
 
 
 def warn_unless_loaded(key: str) -> None:
-    """Warn if a file was loaded but does not contain this graph, and say what differs."""
+    """Warn if a file was loaded without this graph, and say what differs."""
     if not _loaded or key in _loaded or key not in GRAPHS:
         return
     made_for = _facts(GRAPHS[key])
@@ -195,7 +186,6 @@ def _different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 
 def _circumstances() -> dict[str, str]:
-    """Return the environment that compiled code depends on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "torch": torch.__version__,

@@ -2,13 +2,10 @@
 
     Dynamo graph ─► AOTAutograd ─► joint graph ─► each candidate: joint passes, cut, plan ─► best
 
-The first rank chooses for all ranks. All ranks must run the same all-gathers, so all keep the same
-parameters unsharded. How many activations a rank saves does not affect its collectives. A rank that
+The first rank chooses for all ranks, which must run the same all-gathers, and so keep the same
+parameters unsharded. How many activations a rank saves does not affect its collectives: a rank that
 would exceed the budget, because its batch is larger or because it compiles again while its peers do
-not, therefore saves fewer of them.
-
-The graph is then compiled as if the user had asked for the chosen candidate, so caches and plans
-need no special case.
+not, saves fewer of them.
 """
 
 from __future__ import annotations
@@ -54,22 +51,18 @@ from .partition import Partitioner
 from .settings import CompileSettings
 from .traced_graph import TracedGraph
 
+# Fraction of the budget reserved for Inductor's own passes, which run after the partitioner.
+# Measured: they added 10 % to the peak of a GPT of one layer; ATen added nothing. A larger value
+# saves less than would fit; with a smaller one, the chosen candidate may exceed the budget.
 RESERVED_FRACTION = 0.1
-"""Fraction of the budget reserved for Inductor's own passes, which run after the partitioner.
 
-Measured: they added 10 % to the peak of a GPT of one layer; ATen added nothing. A larger value
-saves less than would fit; with a smaller one, the chosen candidate may exceed the budget.
-"""
-
+# Granularity of free memory, as a fraction of a GPU's memory; free memory is rounded down to it,
+# because it is part of cache keys, and differs by some bytes from start to start. Chosen by
+# judgement: smaller steps recompile after more restarts, larger ones leave more memory unused.
 STEP = 0.02
-"""Granularity of free memory, as a fraction of a GPU's memory; free memory is rounded down to it.
 
-Free memory is part of cache keys, and differs by some bytes from start to start. Chosen by
-judgement: smaller steps recompile after more restarts, larger ones leave more memory unused.
-"""
-
+# Whether a rank fits the budget: as chosen, only with fewer parameters kept, or not at all.
 FITS, MAY_FIT, NOTHING_FITS = range(3)
-"""Whether a rank fits the budget: as chosen, only with fewer parameters kept, or not at all."""
 
 
 class ChosenSaving(NamedTuple):
@@ -83,9 +76,7 @@ class ChosenSaving(NamedTuple):
 def choose_saving(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
 ) -> ChosenSaving:
-    """Choose what this rank saves.
-
-    The settings stay unchanged if the policy does not ask for a choice, or nothing is trained.
+    """Choose what this rank saves, unless the policy does not ask for it or nothing is trained.
 
     Raises:
         ValueError: there is no budget, and the device does not report its memory.
@@ -121,6 +112,7 @@ def choose_saving(
         return unchosen
     writer.write_saving(choice)
     saving = choice.best.saving
+    # Compiled as if the user had asked for it, so caches and plans need no special case.
     settings = settings.with_saving(saving, choice.budget_gb)
     # Plans depend on the choice: a later one, for a larger batch, must not reuse earlier plans.
     return ChosenSaving(settings, saving_table(choice), f"{unchosen.context} {text}")
@@ -131,8 +123,7 @@ class _Chooser:
     """Chooses for one graph: the first rank for all ranks, other ranks only to save less.
 
     Attributes:
-        raised: error raised on this rank, or the ``Restart`` that makes Dynamo trace the frame
-            again. All ranks must raise a ``Restart``; AOTAutograd raises it once on each of them.
+        raised: error of this rank, or the ``Restart`` that makes Dynamo trace the frame again.
         budget_gb: budget of an earlier choice, such as a GPU's free memory before gradients and
             optimizer states existed; None: not known yet.
         own: candidates that this rank tried for itself; None if it saves what the first rank does.
@@ -147,18 +138,18 @@ class _Chooser:
     def choose(self, excess: int) -> str:
         """Return a ``SavingChoice`` as JSON; "" if the frame is traced again.
 
-        Errors are returned in the choice. If raised, they would become a fault of the call log,
-        after which no rank could try a smaller batch.
-
         Args:
             excess: largest value that ``excess`` returned on any rank for the last choice.
         """
+        # Errors are a part of the choice. If raised, they would become a fault of the call log,
+        # after which no rank could try a smaller batch.
         if excess == NOTHING_FITS:
             error = "auto=True: on another rank, with a larger batch, nothing fits into the budget"
             return SavingChoice(0.0, (), error=error).to_json()
         try:
             return self._try_all(False if excess == MAY_FIT else None).to_json()
         except Restart as error:
+            # All ranks must raise it: this one after the choice, the others in their own compile.
             self.raised = error
             return ""
         except Exception as error:
@@ -167,10 +158,9 @@ class _Chooser:
             return SavingChoice(0.0, (), error=what).to_json()
 
     def fits_earlier_choice(self, text: str) -> bool:
-        """Return whether this rank fits the budget with the parameters kept by an earlier choice.
+        """Return whether this rank fits the budget with the parameters that a choice keeps.
 
-        If this rank cannot save as many activations as the first rank, ``own`` is set to what it
-        tried instead.
+        If it cannot save as many activations as the first rank, ``own`` is set to what it tried.
         """
         choice, self.own = SavingChoice.from_json(text), None
         self.budget_gb = choice.budget_gb or None
@@ -184,10 +174,7 @@ class _Chooser:
         return self.own.best is not None
 
     def excess(self, text: str) -> int:
-        """Return ``FITS``, ``MAY_FIT`` or ``NOTHING_FITS`` for a new choice on this rank.
-
-        An error is stored instead of raised, because the other ranks wait for this rank's answer.
-        """
+        """Return ``FITS``, ``MAY_FIT`` or ``NOTHING_FITS`` for a new choice on this rank."""
         choice = SavingChoice.from_json(text)
         if choice.best is None:
             return FITS
@@ -196,23 +183,19 @@ class _Chooser:
             if choice.inputs == self.traced.batch_sizes()[0] or self.fits_earlier_choice(text):
                 return FITS
         except Exception as error:
-            self.raised = error
+            self.raised = error  # not now, because the other ranks wait for the answer
             return FITS
         return MAY_FIT if choice.best.saving.all_params else NOTHING_FITS
 
     def error_of(self, common: SavingChoice) -> BackendError:
-        """Return the error to raise if nothing fits, with the table of a rank that failed."""
+        """Return the error if nothing fits, with the table of a rank that failed."""
         failed = self.own if self.own is not None and self.own.best is None else common
         if failed.error:
             return BackendError(failed.error)
         return NothingFitsError(failed, saving_table(failed))
 
     def _try_all(self, all_params: bool | None) -> SavingChoice:
-        """Plan all candidates on this rank.
-
-        Args:
-            all_params: value of ``Saving.all_params`` to try; None: both.
-        """
+        """Plan all candidates on this rank; unless None, only those with this ``all_params``."""
         settings, budget_gb, within_gb = self.settings, self._budget_gb(), self._within_gb()
         parts, notes = _parts_to_try(settings)
         may_offload = settings.device.type != "cpu"
@@ -269,16 +252,13 @@ def _parts_to_try(settings: CompileSettings) -> tuple[Sequence[float | None], li
 
 
 def _free_gb(traced: TracedGraph, device: torch.device) -> float:
-    """Return the GPU memory available to a graph and its inputs, in GB, rounded down.
-
-    Two values per trained parameter are reserved for an optimizer like Adam, which has no state
-    before the first step.
-    """
+    """Return the GPU memory available to a graph and its inputs, in GB, rounded down."""
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     inputs = [value for value in traced.inputs if isinstance(value, torch.Tensor)]
     on_device = [tensor for tensor in inputs if tensor.device.type == device.type]
     own = sum(tensor.nbytes for tensor in on_device)
+    # Two values per trained parameter, for an optimizer like Adam before its first step.
     states = 2 * sum(shard.nbytes for shard in traced.shards if shard.requires_grad)
     left = free + cached + own - states - int(FRAGMENTATION * total)
     return max(left // (STEP * total), 1) * STEP * total / 1e9
@@ -341,11 +321,8 @@ def _partitioned(
     candidates: Sequence[CompileSettings],
     **kwargs: Any,
 ) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
-    """Yield the settings of each candidate with its forward and backward graph.
-
-    Cutting the joint graph takes longest and does not depend on which parameters stay unsharded,
-    so candidates that differ only in that share one cut.
-    """
+    """Yield the settings of each candidate with its forward and backward graph."""
+    # Cutting the joint graph takes longest, and does not depend on which parameters stay unsharded.
     by_offload = itertools.groupby(
         candidates, key=lambda settings: settings.may_offload_activations
     )
@@ -367,7 +344,6 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _plan(parts: tuple[fx.GraphModule, fx.GraphModule], settings: CompileSettings) -> TriedSaving:
-    """Plan the forward and the backward graph of one candidate."""
     saving, budget = settings.saving, settings.schedule.limits().peak
     assert saving is not None and budget is not None
     context, cost_model = settings.pass_context(), settings.cost_model()

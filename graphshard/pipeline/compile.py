@@ -4,9 +4,7 @@
                                                                                       │
                         differs from the first rank's plan? compile again with it ◄─ plans
 
-``Partitioner`` and ``Lowering`` hook our passes into AOTAutograd and Inductor. Both compilers run
-the same passes: "inductor" through its custom-pass hooks, which are part of its cache keys;
-"aot_eager" by calling them on graphs that then run op by op.
+``Partitioner`` and ``Lowering`` hook our passes into AOTAutograd and Inductor.
 """
 
 from __future__ import annotations
@@ -68,12 +66,11 @@ class CompiledGraph:
     tried: str = ""  # table of what ``SchedulePolicy.auto`` tried
 
     def max_gathered_bytes(self) -> int:
-        """Return the largest number of bytes of unsharded parameters in any graph, by its plan."""
+        """Return the most bytes of unsharded parameters in any graph, by its plan."""
         by_step = (gathered_bytes(plan.problem, plan.buckets) for plan in self.plans)
         return max((num_bytes for graph in by_step for num_bytes in graph), default=0)
 
     def dumps(self) -> list[Dump]:
-        """Return the plans, each with the settings that it was made for."""
         return [_dump_of(plan, self.settings, self.compile_id) for plan in self.plans]
 
 
@@ -119,7 +116,6 @@ def _warn_over_budget(compiled: CompiledGraph) -> None:
 
 
 def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> CompiledGraph:
-    """Compile as ``settings`` say, and write the dumps."""
     lowering = Lowering(traced, settings, writer)
     cache = lowering.cache
     warn_unless_loaded(cache.key)
@@ -139,22 +135,18 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
 
 
 def _half_timeout_s(groups: Sequence[str]) -> float:
-    """Return how long to wait for another rank's compile: half of the shortest group timeout.
-
-    A rank that has stopped is noticed later, when the group times out.
-    """
+    """Return how long to wait for another rank's compile: half of the shortest group timeout."""
+    # A rank that has stopped is noticed later, when the group times out.
     timeouts = (group_timeout_s(process_group(name)) for name in groups)
     return min(timeouts, default=_WAIT_S) / 2
 
 
 def _is_complete(plans: Sequence[Plan]) -> bool:
-    """Return whether there is a plan for inference or for both graphs of training."""
     kinds = {plan.graph for plan in plans}
     return GraphKind.INFERENCE in kinds or {GraphKind.FORWARD, GraphKind.BACKWARD} <= kinds
 
 
 def _dump_of(plan: Plan, settings: CompileSettings, compile_id: str) -> Dump:
-    """Return ``plan`` with the settings that it was made for."""
     hardware = settings.cost_model().hardware
     return Dump(plan, hardware, settings.schedule.limits(), compile_id)
 
@@ -162,8 +154,7 @@ def _dump_of(plan: Plan, settings: CompileSettings, compile_id: str) -> Dump:
 def _compile_graphs(
     traced: TracedGraph, lowering: Lowering, inductor_options: Mapping[str, Any]
 ) -> Runnable:
-    """Compile forward and backward right away, so all plans are known before any communication."""
-    with eager_backward():
+    with eager_backward():  # all plans must be known before any communication
         if lowering.settings.compiler == "inductor":
             return _by_inductor(traced, lowering, inductor_options)
         return _by_aten(traced, lowering)
@@ -177,7 +168,7 @@ def _by_inductor(
         **options_of_plans(settings.device),
         **with_planned_order(inductor_options),
         **(KEEP_HOST_COPIES if settings.may_offload_activations else {}),
-        "post_grad_custom_post_pass": lowering,
+        "post_grad_custom_post_pass": lowering,  # these two are a part of Inductor's cache keys
         "custom_partitioner_fn": Partitioner(settings, lowering.writer),
     }
     if settings.device.type == "cuda":
@@ -193,6 +184,7 @@ def _by_inductor(
     return run
 
 
+# Runs the same passes as Inductor's hooks do, on graphs that then run op by op.
 def _by_aten(traced: TracedGraph, lowering: Lowering) -> Runnable:
     def lower_and_run(gm: fx.GraphModule, _: Sequence[object]) -> Runnable:
         lowering(gm.graph)
@@ -211,8 +203,6 @@ class Lowering(CustomGraphPass):
     """Plans and lowers each final graph, and keeps its plan in memory, in a file and in the dumps.
 
     Attributes:
-        cache: plan files of the graph.
-        compile_id: Dynamo's name for the compilation.
         has_loaded: whether a graph came from Inductor's cache, so no pass ran.
     """
 
@@ -240,7 +230,7 @@ class Lowering(CustomGraphPass):
         donate_nothing()
 
     def known_plans(self) -> list[Plan]:
-        """Return the plans of lowered graphs, and of graphs from Inductor's cache if on file."""
+        """Return the plans of lowered graphs, and of cached ones that have plan files."""
         for kind in GraphKind:
             if kind not in self._plans and (plan := self.cache.load(kind)) is not None:
                 self.has_loaded = True
@@ -262,13 +252,11 @@ class Lowering(CustomGraphPass):
 
 # --- tracing without compiling --------------------------------------------------------------------
 
+# Reads a forward, backward or inference graph before it is lowered.
 Read = Callable[[fx.Graph, GraphKind], None]
-"""Reads a forward, backward or inference graph before it is lowered."""
 
 
 class _Reader(CustomGraphPass):
-    """Passes a graph to a function at the point where it would be lowered."""
-
     def __init__(self, read: Read) -> None:
         self._read = read
 

@@ -26,9 +26,7 @@ class CutGraphs(NamedTuple):
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    param_derived: frozenset[
-        str
-    ]  # nodes computed from parameters alone: forward must not save them
+    param_derived: frozenset[str]  # computed from parameters alone: forward must not save them
     num_outputs: int  # of the forward, to the user; its others are saved
 
 

@@ -21,8 +21,8 @@ from ..show.dump_folder import DumpWriter
 from .verify import verify_lowered
 
 _log = logging.getLogger(__name__)
+# Names of the dumps of whole stages; the code of others is not dumped.
 _DUMPS = {Stage.JOINT: "joint", Stage.FINAL: "{kind}"}
-"""Names of the dumps of whole stages; the code of others is not dumped."""
 
 
 def run_stage(

@@ -1,37 +1,11 @@
 """Settings of one compile: the compiler, the device, and the policy that decides the schedule.
 
 Passes ask here for every decision: which parameters to keep unsharded, which activations to
-offload, which buckets to make. All answers follow from the user's ``SchedulePolicy``, unless this
-rank follows the plans of the first rank (``graphshard.ranks.plan_consensus``).
+offload, which buckets to make. The user's ``SchedulePolicy`` decides, unless this rank follows the
+plans of the first rank (``graphshard.ranks.plan_consensus``).
 
-A graph from a cache runs no pass and reads nothing again. Therefore everything that a pass, the
-planner or torch itself reads while a graph is compiled is part of the one key that we add to every
-cache, ``CompileSettings.cache_key``. AOTAutograd's and Inductor's caches use it as the key of our
-passes, and plan files are named after it.
-
-    read by                                what                             part of the key
-    ------------------------------------   ------------------------------   ------------------------
-    all passes, planning, cost             our own code                     hash of the source files
-    compile, planning, cost                compiler, ``SchedulePolicy``,    ``fingerprint``
-                                           hardware, the first rank's
-                                           plans, ``saving``
-    keep_gathered                          ``overrides`` of                 ``cache_key``:
-                                           ``reshard_after_forward``        ``regathered``
-    lower, ops, describe, saving,          number of ranks and stride of    ``baked_in``: groups
-    float8, single_rank, cost              each group, by name
-    ops.groups (uses_all_to_all)           backend of each group            ``baked_in``: groups
-    float8 (unsupported products)          torch, the device, by name       ``baked_in``: machine
-    cost (symbolic sizes, as traced)       sizes of the inputs              ``baked_in``: inputs
-    cost (tf32), AOTAutograd's trace,      precision of matrix products,    ``baked_in``: modes
-    casts                                  autocast, grad mode, default
-                                           dtype, deterministic algorithms
-    partitioner, Inductor's own passes     settings of both, and other      ``baked_in``: torch's
-                                           custom passes                    settings
-    all passes                             dtypes, rows, names of groups,   text of the Dynamo
-                                           devices: arguments of markers    graph, which torch's own
-                                                                            keys contain, too
-
-No graph contains a rank's own number: ops that need it read it at run time.
+A graph from a cache runs no pass and reads nothing again. So everything that is read while a graph
+is compiled is part of the one key that we add to every cache, ``CompileSettings.cache_key``.
 """
 
 from __future__ import annotations
@@ -90,10 +64,7 @@ class CompileSettings:
 
     Attributes:
         compiler: "inductor" or "aot_eager".
-        schedule: the user's policy.
-        device: compute device.
-        baked_in: other facts that graphs and plans depend on (``baked_in``); ranks may
-            differ.
+        baked_in: other facts that graphs and plans depend on (``baked_in``); ranks may differ.
         first_rank_plans: the first rank's plans by kind of graph, if they differ from this rank's;
             empty while this rank decides for itself.
         saving: choice of ``SchedulePolicy.auto``; None: the schedule alone decides.
@@ -109,7 +80,7 @@ class CompileSettings:
     regathered: frozenset[int] = frozenset()
 
     def following(self, plans: Sequence[Plan]) -> CompileSettings:
-        """Return settings under which graphs get the buckets of ``plans``, one of each kind."""
+        """Return settings under which graphs get the buckets of ``plans``."""
         return dataclasses.replace(self, first_rank_plans={plan.graph: plan for plan in plans})
 
     def with_saving(self, saving: Saving, budget_gb: float) -> CompileSettings:
@@ -134,10 +105,7 @@ class CompileSettings:
         return f"options: {self.fingerprint()!r}\n{self.baked_in}"
 
     def cache_key(self, *texts: str) -> bytes:
-        """Return a hash of our sources, ``texts``, and everything else that graphs and plans use.
-
-        The table at the top of this file lists all of it.
-        """
+        """Return a hash of our sources, ``texts`` and all else that a compile reads."""
         facts = [*texts, self.fingerprint(), self.baked_in, str(sorted(self.regathered))]
         return get_hash_for_files(_SOURCES, "\n".join(facts))
 
@@ -147,11 +115,10 @@ class CompileSettings:
 
     @property
     def caches_graphs(self) -> bool:
-        """Whether graphs may be cached; a user's function cannot be part of a key."""
+        # A user's function cannot be part of a key.
         return self.schedule.node_cost is None
 
     def cost_model(self) -> CostModel:
-        """Return the cost model for graphs on the device."""
         model = self.schedule.cost_model(self.device)
         return dataclasses.replace(model, fuses=self.compiler == "inductor")
 
@@ -162,7 +129,7 @@ class CompileSettings:
         gathered_in_forward: Mapping[int, Transfer],
         cost_model: CostModel,
     ) -> Sequence[int]:
-        """Return the transfers that ``backward`` leaves out; see ``planning.keep_unsharded``."""
+        """Return the transfers that ``backward`` leaves out (``planning.keep_unsharded``)."""
         if GraphKind.FORWARD in self.first_rank_plans:
             followed = self.first_rank_plans[GraphKind.FORWARD]
             inputs = {followed.params[i].input for i in followed.kept}
@@ -182,7 +149,6 @@ class CompileSettings:
         return limited and may_offload and self.schedule.overlap and self.device.type != "cpu"
 
     def pass_context(self, kind: GraphKind | None = None) -> PassContext:
-        """Return what passes may use."""
         regions = self.schedule.regions
         shares = regions is True or (regions == "auto" and self.compiler == "inductor")
         return PassContext(
@@ -217,9 +183,7 @@ class CompileSettings:
     ) -> tuple[Bucket, ...]:
         """Return the buckets of a graph, host copies included, in launch order.
 
-        Args:
-            params: parameters of ``problem``.
-            refine: see ``planning.search.find_schedule``.
+        ``refine`` is that of ``planning.search.find_schedule``.
         """
         collectives = without_host_copies(problem)
         if problem.graph in self.first_rank_plans:
@@ -231,6 +195,32 @@ class CompileSettings:
 
 
 # --- facts that a graph depends on but does not show ----------------------------------------------
+
+# All that a pass, the planner or torch reads while a graph is compiled. ``cache_key`` is the key of
+# our passes in AOTAutograd's and Inductor's caches, and plan files are named after it. No graph
+# contains a rank's own number: ops that need it read it at run time.
+#
+# read by                                what                             part of the key
+# ------------------------------------   ------------------------------   ------------------------
+# all passes, planning, cost             our own code                     hash of the source files
+# compile, planning, cost                compiler, ``SchedulePolicy``,    ``fingerprint``
+#                                        hardware, the first rank's
+#                                        plans, ``saving``
+# keep_gathered                          ``overrides`` of                 ``cache_key``:
+#                                        ``reshard_after_forward``        ``regathered``
+# lower, ops, describe, saving,          number of ranks and stride of    ``baked_in``: groups
+# float8, single_rank, cost              each group, by name
+# ops.groups (uses_all_to_all)           backend of each group            ``baked_in``: groups
+# float8 (unsupported products)          torch, the device, by name       ``baked_in``: machine
+# cost (symbolic sizes, as traced)       sizes of the inputs              ``baked_in``: inputs
+# cost (tf32), AOTAutograd's trace,      precision of matrix products,    ``baked_in``: modes
+# casts                                  autocast, grad mode, default
+#                                        dtype, deterministic algorithms
+# partitioner, Inductor's own passes     settings of both, and other      ``baked_in``: torch's
+#                                        custom passes                    settings
+# all passes                             dtypes, rows, names of groups,   text of the Dynamo
+#                                        devices: arguments of markers    graph, which torch's own
+#                                                                         keys contain, too
 
 
 def baked_in(
@@ -244,7 +234,6 @@ def baked_in(
     Args:
         inputs: one example for each placeholder of the Dynamo graph.
         groups: names of all groups that the graph's markers may use.
-        device: compute device.
         inductor_options: the user's options of ``torch.compile``.
     """
     return "\n".join(
@@ -271,7 +260,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _describe_input(value: object) -> str:
-    """Return what plans depend on: sizes as traced, and whether a gradient is required."""
+    # Plans depend on sizes as traced, and on whether a gradient is required.
     if isinstance(value, torch.Tensor):
         sizes = [_size(size) for size in value.shape]
         return f"{value.dtype} {sizes} {value.device.type} {value.requires_grad}"
@@ -283,7 +272,7 @@ def _size(size: int | torch.SymInt) -> int:
 
 
 def _modes() -> tuple[object, ...]:
-    """Return torch's global modes that affect the trace or its cost."""
+    # Torch's global modes that affect the trace or its cost.
     autocast = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")

@@ -12,8 +12,7 @@ from torch import fx
 from .._torch.dynamo import source_name, sources
 from .._torch.tensors import size_hint
 
-Runnable = Callable[..., Any]
-"""A compiled graph, called with its inputs."""
+Runnable = Callable[..., Any]  # a compiled graph, called with its inputs
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,8 @@ class TracedGraph:
         inputs: one example for each placeholder.
         fqns: parameter name for each input of AOTAutograd's graph that is a shard; "" for others.
         shards: inputs that are shards of parameters.
-        groups: for each mesh of its parameters, the name of the group of all ranks, which compile
-            this graph, too.
+        groups: names of the groups of all ranks, one per mesh; their ranks compile this graph, too.
         marker_groups: names of all groups that the markers may use.
-        inductor_options: the user's options of ``torch.compile``.
         regathered: positions in ``fqns`` of the parameters for which the user's ``overrides``
             decide what is kept for backward.
     """
@@ -43,24 +40,19 @@ class TracedGraph:
     regathered: frozenset[int] = frozenset()
 
     def device_of_inputs(self) -> torch.device:
-        """Return the device of the first tensor among the inputs."""
         tensors = (value for value in self.inputs if isinstance(value, torch.Tensor))
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def trains(self) -> bool:
-        """Return whether the forward graph will have a backward graph."""
+        """Return whether there will be a backward graph."""
         tensors = (value for value in self.inputs if isinstance(value, torch.Tensor))
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     def batch_sizes(self) -> tuple[str, bool]:
-        """Describe the sizes of the inputs that are neither parameters nor buffers.
-
-        Returns:
-            The sizes of each input, as in "16x24, 16", and whether the graph accepts others, too.
-        """
+        """Return the batch's sizes, as in "16x24, 16", and whether the graph accepts others."""
         shards = {id(shard) for shard in self.shards}
         nodes = self.gm.graph.find_nodes(op="placeholder")
-        batch = [
+        batch = [  # all inputs that are neither parameters nor buffers
             (node.meta["example_value"].shape, value.shape)
             for node, source, value in zip(nodes, sources(self.gm), self.inputs, strict=True)
             if isinstance(value, torch.Tensor) and value.ndim and id(value) not in shards

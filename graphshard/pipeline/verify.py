@@ -106,9 +106,9 @@ def _num_waits(bucket: Bucket) -> int:
 
 
 def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
-    """Return the bytes of each launch of a bucket; exchanges cannot be coalesced into one."""
     transfers = plan.problem.transfers
     dtype = dtype_named(transfers[bucket.transfers[0]].dtype)
+    # Exchanges cannot be coalesced into one launch.
     if bucket.kind == TransferKind.REDUCE_SCATTER and uses_all_to_all(bucket.group, dtype):
         return [sum(transfers[i].num_bytes for i in buffer) for buffer in bucket.buffers]
     return [bucket.num_bytes]

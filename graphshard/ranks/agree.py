@@ -1,7 +1,7 @@
-"""Compare values of all ranks at once: one reduction, and one text on all ranks if they differ.
+"""Compare values of all ranks at once, for what is done once, such as sharding or loading.
 
-For what is done once, such as sharding or loading; a call that may be repeated goes into the call
-log. ``group`` is the name of the group of all ranks that take part.
+One reduction compares; a text is sent only if ranks differ. ``group`` names the group of all ranks
+that take part. A call that may be repeated goes into the call log instead.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ def raise_if_different(
 ) -> None:
     """Raise on all ranks if one has a fault, or if their descriptions differ.
 
-    One reduction compares a hash. Only if it differs are texts sent: each rank compares itself with
-    the first rank, and all ranks raise the text of the first rank that has a fault. If none has,
-    they raise the text of the first rank that differs.
-
     Args:
         descriptions: texts that have to be equal on all ranks, by name.
         advise: function that returns what the user should do, given the name of a description and
@@ -40,7 +36,8 @@ def raise_if_different(
         fault: reason why this rank cannot go on; None if it can.
 
     Raises:
-        BackendError: on all ranks, if one has a fault or another description.
+        BackendError: on all ranks, with the text of the first rank that has a fault or, if none
+            has, of the first that differs from the first rank.
     """
     text = "\n".join(f"{name} {value}" for name, value in sorted(descriptions.items()))
     number = int(digest(text)[:14], 16)  # fits into an int64
@@ -61,7 +58,7 @@ def _difference(
     rank: int,
     advise: Callable[[str, str, str], str],
 ) -> str | None:
-    """Describe the first difference of ``rank`` from the first rank; None if equal."""
+    """Describe the first difference from the first rank; None if equal."""
     for name in [*first, *other]:
         ours, theirs = first.get(name, "missing"), other.get(name, "missing")
         if ours != theirs:
@@ -95,10 +92,8 @@ def raise_on_all_ranks(group: str) -> Iterator[None]:
 
 
 def first_text(text: str | None, group: str) -> str | None:
-    """Return, on all ranks, the text of the first rank that has one; None if no rank has.
-
-    Costs one reduction, and one broadcast if there is a text.
-    """
+    """Return, on all ranks, the text of the first rank that has one; None if no rank has."""
+    # One reduction, and one broadcast if there is a text.
     rank, num_ranks = dist.get_rank(process_group(group)), process_group(group).size()
     first = -max_over_ranks([-num_ranks if text is None else -rank], group)[0]
     return None if first == num_ranks else broadcast_from_rank(text, first, group)

@@ -13,8 +13,8 @@ calls of compiled graphs and logs their plans, and ranks compare calls through t
     a fault     ends all ranks: a waiting rank raises, and a collective that blocks a rank is
                 aborted
 
-A thread on each rank (``watcher``) waits for posts. No verdict depends on time, because ranks may
-reach a compile minutes apart. A call that no rank has posted about does not touch the store.
+No verdict depends on time, because ranks may reach a compile minutes apart. A call that no rank has
+posted about does not touch the store.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from .calls import CALL_TOGETHER, CallHistory
 from .members import Members
 from .watcher import Watcher
 
-READ_S = 10.0
-"""Longest wait, in seconds, for the watcher to read what is already in the store."""
+READ_S = 10.0  # longest wait for the watcher to read what is already in the store
 
 
 class CallLog:
     """One rank's side of a group's call log; :func:`call_log_of` creates it.
 
     A call is a run of a graph with collectives, a gather or reduction outside of any graph, or
-    anything else that all ranks do together. Every rank makes the same calls in the same order, one
-    at a time. After a fault, every further call raises that fault again.
+    anything else that all ranks do together, in the same order and one at a time.
 
     Attributes:
         is_alone: whether the group has no other ranks, or none that exist.
 
     Raises:
-        BackendError: from every method, if ranks differ; all ranks raise the same text.
+        BackendError: from every method, with the same text on all ranks, if ranks differ; after
+            that from every further call.
     """
 
     def __init__(self, members: Members, *, is_alone: bool) -> None:
@@ -105,14 +104,13 @@ class CallLog:
             self.first_run(plan_id, text)
 
     def post_fault(self, text: str) -> None:
-        """Have all other ranks raise an error that says ``text``."""
         if self._watcher is not None:
             self._watcher.events.post_fault(lambda: text)
 
     def can_agree(self) -> bool:
         """Return whether there are other ranks that the caller can wait for.
 
-        False in any thread but the rank's own, after a fault, and once the store is lost.
+        False outside of the rank's own thread, after a fault, and once the store is lost.
         """
         watcher = self._watcher
         if watcher is None or not watcher.is_rank_thread():
@@ -130,16 +128,14 @@ class CallLog:
             raise
 
     def raise_posted_fault(self, error: BaseException) -> None:
-        """Raise the fault that made a collective raise ``error``, if there is one.
-
-        A peer posts a fault before it closes its connections, but this rank may not have read the
-        fault yet. A peer that is gone or does not answer posts nothing; then this rank does.
-        """
+        """Raise the fault that made a collective raise ``error``, if there is one."""
         watcher = self._watcher
         if watcher is None or not isinstance(error, RuntimeError):
             return
         if isinstance(error, BackendError):  # a RuntimeError, too, that already says what is wrong
             return
+        # A peer posts a fault before it closes its connections, but it may not be read yet. A peer
+        # that is gone or does not answer posts nothing; then this rank does.
         self._read_all_posted(watcher)
         if watcher.fault is None and is_lost_peer(error):
             self._post_lost_peer(watcher, error)
@@ -147,7 +143,6 @@ class CallLog:
             raise self._error(watcher) from error
 
     def _compare_early(self, watcher: Watcher, call: int) -> None:
-        """Raise a fault, or compare this call with what a rank has already posted about it."""
         with watcher.changed:
             event = watcher.early_calls.pop(call, None)
         if watcher.fault is not None:
@@ -156,7 +151,7 @@ class CallLog:
             self._raise_fault(watcher)
 
     def _wait(self, watcher: Watcher, call: int) -> None:
-        """Wait until all ranks have agreed to ``call``, at most for the group's timeout."""
+        """Wait until all ranks have agreed to ``call``, or raise."""
         timeout_s = self._members.timeout_s()
         watcher.awaited = call
         try:
@@ -171,35 +166,31 @@ class CallLog:
             watcher.awaited = None
 
     def _describe_timeout(self, watcher: Watcher, call: int, timeout_s: float) -> str:
-        """Describe which ranks did not arrive in time."""
         names = self._history.rank_names(*watcher.missing_ranks(call))
         text = f"{names} did not arrive within {timeout_s:g} s, the timeout of the group"
         return f"{text}; {self._history.position()}. {CALL_TOGETHER}"
 
     def _read_all_posted(self, watcher: Watcher) -> None:
-        """Wait until the watcher has read all that is in the store, if the store still exists."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the store is lost
             num_posted = watcher.events.num_posted()
             watcher.wait_until(lambda: watcher.num_read >= num_posted, READ_S)
 
     def _post_lost_peer(self, watcher: Watcher, error: RuntimeError) -> NoReturn:
-        """Have all ranks raise that a peer is gone; only this rank if the store is gone as well."""
         text = (
             "a rank has ended, or does not answer: look for the cause in its own output. "
             f"{self._history.position()}: {str(error).splitlines()[0]}"
         )
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # with the store gone, only this rank raises
             watcher.events.post_fault(lambda: text)
             watcher.wait_until(lambda: False, READ_S)
         raise self._error(watcher, text) from error
 
     def _raise_fault(self, watcher: Watcher) -> NoReturn:
-        """Raise the fault that was posted first, as every rank does; there must be one."""
+        """Raise the fault that was posted first, as every rank does."""
         watcher.wait_until(lambda: False, READ_S)
         raise self._error(watcher)
 
     def _error(self, watcher: Watcher, text: str = "ranks differ") -> BackendError:
-        """Return the error for the fault that was read, or for ``text`` if there is none."""
         return BackendError(f"process group {self._members.name!r}: {watcher.fault or text}")
 
 

@@ -1,8 +1,8 @@
 """The numbered calls that a rank has made, and how they differ from the calls of another rank.
 
 Each call runs a plan, which has a text. Its first line says what is called: graphs for training, a
-graph for inference, an eager gather, an optimizer's step. The lines that follow list what is
-gathered and reduced. An error shows the first difference and its most likely cause.
+graph for inference, an eager gather, an optimizer's step. Further lines list what is gathered and
+reduced. An error shows the first difference and its most likely cause.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from typing import NamedTuple
 
 from .store import BlockedEvent, CallEvent
 
+# Calls that a rank remembers. Collectives keep ranks much closer together than that.
 NUM_LOGGED = 4096
-"""Number of calls that a rank remembers. Collectives keep ranks much closer together than that."""
 
 TRAINING, INFERENCE = "graphs for training", "a graph for inference"
-OPTIMIZER_STEP = "a step"
-"""Start of the first line for an optimizer's step in which ranks exchange data."""
+OPTIMIZER_STEP = "a step"  # start of the first line, for a step in which ranks exchange data
+# Part of the first line of an eager gather in code that Dynamo has given up compiling.
 LIMIT = "the recompile limit is reached"
-"""Part of the first line of an eager gather in code that Dynamo has given up compiling."""
 
+# Start of the first line of a choice that has to be made again: no earlier one serves.
 CHOICE_AGAIN = "another choice"
-"""Start of the first line of a choice that has to be made again: no earlier one serves."""
 
+# Part of the first line of a call that DDP scripts make on the first rank only, such as saving.
 BY_ALL_RANKS = "which all ranks have to call"
-"""Part of the first line of a call that DDP scripts make on the first rank only, such as saving."""
 
-MAX_SHOWN = 160
-"""Largest number of characters that an error shows of a line, around its first difference."""
+MAX_SHOWN = 160  # characters of a line in an error, around its first difference
 
 SAME_GRAPHS = (
     "All ranks must run the same graphs in the same order; a guard on a value or a shape that "
@@ -75,16 +73,12 @@ FORGOTTEN = LoggedCall("forgotten", 0)
 class CallHistory:
     """The last calls of this rank, written by the rank's thread while its watcher reads them.
 
-    Args:
-        rank: this rank's number in the group.
-        global_ranks: global rank of each rank in the group, for messages.
-
     Attributes:
         num_calls: number of calls so far, which is also the number of the next call.
     """
 
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
-        self._rank, self._global_ranks = rank, global_ranks
+        self._rank, self._global_ranks = rank, global_ranks  # global ranks only for messages
         self.num_calls = 0
         self._checksum = 0
         self._calls = [("", 0)] * NUM_LOGGED  # plain tuples: a LoggedCall takes longer to make
@@ -105,15 +99,13 @@ class CallHistory:
         return LoggedCall(*self._calls[call % NUM_LOGGED])
 
     def remember_text(self, plan_id: str, text: str) -> None:
-        """Remember the text that errors show for the plan."""
         self._plan_texts[plan_id] = text
 
     def knows(self, plan_id: str) -> bool:
-        """Return whether this rank has a text for the plan."""
         return plan_id in self._plan_texts
 
     def plan_text(self, plan_id: str) -> str:
-        """Return the text of a plan, or its id if this rank has no text."""
+        """Return the text of a plan, or its id if this rank has none."""
         return self._plan_texts.get(plan_id, plan_id)
 
     # --- messages ----------------------------------------------------------------------------
@@ -124,7 +116,6 @@ class CallHistory:
         return f"rank{'s' * (len(ranks) > 1)} {numbers}"
 
     def position(self) -> str:
-        """Describe where this rank waits: in its last call."""
         call, name = self.num_calls - 1, self.rank_names(self._rank)
         if call < 0:
             return f"{name} has made no call"
@@ -132,7 +123,7 @@ class CallHistory:
         return f"{name} waits in call {call} ({text.splitlines()[0]})"
 
     def describe_difference(self, event: CallEvent, their_text: str) -> str:
-        """Describe how this rank's call differs from the call that another rank has posted."""
+        """Describe how this rank's call differs from the posted call of another rank."""
         ranks = (event.rank, self._rank)
         texts = [their_text, self.plan_text(self.entry(event.call).plan_id)]
         difference = describe_difference(texts, [self.rank_names(rank) for rank in ranks])
@@ -147,12 +138,7 @@ class CallHistory:
 
 
 def describe_difference(texts: Sequence[str], names: Sequence[str]) -> str:
-    """Describe how the calls of two ranks differ, and the likely cause.
-
-    Args:
-        texts: what each rank calls.
-        names: names of the two ranks, such as "rank 3".
-    """
+    """Describe how the calls of two ranks differ, and the likely cause; ``names``: "rank 3"."""
     ours, theirs = (text.splitlines() or ["nothing"] for text in texts)
     if ours == theirs:
         return f"in an earlier call they ran different plans. {SAME_GRAPHS}"
@@ -164,7 +150,7 @@ def describe_difference(texts: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _cause(ours: str, theirs: str) -> str:
-    """Return the likely cause of a difference, given the first lines of both calls."""
+    """Return the likely cause, given the first lines of both calls."""
     heads = (ours, theirs)
     if any(head.startswith(OPTIMIZER_STEP) for head in heads):
         return _STEP_TOGETHER
@@ -190,7 +176,7 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str], names: Sequenc
 
 
 def _excerpts(ours: str, theirs: str) -> list[str]:
-    """Return both lines; long ones are cut to the part around their first difference."""
+    """Return both lines, cut to the part around their first difference."""
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
     start = max(0, same - MAX_SHOWN // 2)
     return [_excerpt(line, start) for line in (ours, theirs)]

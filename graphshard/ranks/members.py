@@ -41,25 +41,22 @@ class Members:
         self.release_also(group)
 
     def connect(self) -> dist.Store:
-        """Return a new connection to the store that all members share."""
+        """Return a new connection to the store of all members."""
         group = self._group()
         assert group is not None
         return store_of(group)
 
     def exist(self) -> bool:
-        """Return whether the group still exists, that is, has not been destroyed."""
         return is_registered(self._group())
 
     def timeout_s(self) -> float:
-        """Return the timeout of the group's collectives; 0 if the group is gone."""
+        """Return the timeout of the group's collectives; 0 if it is gone."""
         group = self._group()
         return 0.0 if group is None else group_timeout_s(group)
 
     def mismatch_is_fatal(self) -> bool:
-        """Return whether collectives of mismatched sizes end the process.
-
-        Gloo ends it from its own thread, where no one can catch the error; other backends hang.
-        """
+        """Return whether collectives of mismatched sizes end the process."""
+        # Gloo does, from its own thread, where no one can catch the error; other backends hang.
         group = self._group()
         return group is not None and uses_only_gloo(group)
 
@@ -80,7 +77,7 @@ class Members:
 
 
 def _shut_down(listeners: Collection[bytes]) -> None:
-    """Shut down every TCP connection of this process that has one of ``listeners`` as an end.
+    """Shut down the TCP connections of this process that have a listener as one of their ends.
 
     Args:
         listeners: byte strings that contain a ``struct sockaddr_in`` or ``sockaddr_in6``.
@@ -95,7 +92,7 @@ def _shut_down(listeners: Collection[bytes]) -> None:
 
 
 def _ends(connection: socket.socket) -> Iterator[bytes]:
-    """Yield both ends as ``struct sockaddr_in`` or ``sockaddr_in6``, cut after the host."""
+    """Yield both ends as ``sockaddr_in`` or ``sockaddr_in6``, cut after the host."""
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         flow = b"" if connection.family == socket.AF_INET else bytes(4)
         for host, port, *_ in (connection.getsockname(), connection.getpeername()):
@@ -104,11 +101,9 @@ def _ends(connection: socket.socket) -> Iterator[bytes]:
 
 
 def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[bytes]:
-    """Yield what gloo left in the store for every network device of every rank.
-
-    Each value contains the ``sockaddr`` on which gloo listens. Every connection has such an address
-    at one of its ends.
-    """
+    """Yield what gloo left in the store for every network device of every rank."""
+    # Each value contains the ``sockaddr`` on which gloo listens. Every connection has such an
+    # address at one of its ends.
     for device_type in device_types(group):
         for index in itertools.count():
             keys = [f"{device_type}//{index}/{rank}" for rank in range(group.size())]

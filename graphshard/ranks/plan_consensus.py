@@ -10,11 +10,6 @@ bucket and waits for it (``planning.place_buckets``).
 
 Transfers that the first rank has planned before keep their buckets, so a rank may compile again,
 for another batch size, while its peers do not.
-
-Ranks need not trace a model identically: a batch of one sample, for example, may swap two tensors,
-and ranks may meet parameters in different orders. So nothing that ranks share depends on the order
-of a trace: a parameter is identified by its name, a process group by a number, and a transfer by
-its contents. Each rank replaces names and numbers by its own graph inputs and groups.
 """
 
 from __future__ import annotations
@@ -39,10 +34,9 @@ from .calls import CHOICE_AGAIN, INFERENCE, TRAINING
 
 R = TypeVar("R")
 
+# Fields that the text of a transfer leaves out: it starts with them anyway, or they may differ
+# between ranks. The gradient of a batch of one sample, for example, may be an expanded tensor.
 _NOT_COMMON = {"param", "kind", "ready", "due", "last", "stride", "replica_stride", "grad_bytes"}
-"""Fields that the text of a transfer leaves out: the text starts with them anyway, or they may
-differ between ranks. The gradient of a batch of one sample, for example, may be an expanded tensor.
-"""
 
 
 class PlanConsensus:
@@ -73,15 +67,14 @@ class PlanConsensus:
                 the previous attempt (0 at first). "" means no choice and is not remembered.
             groups: names of the process groups of all ranks that have to choose.
             serves: returns whether an earlier choice serves this rank.
-            excess: returns how badly a new choice suits this rank; 0 if it serves. While any rank
-                returns more, the first rank chooses again.
+            excess: returns how badly a new choice suits this rank; 0 if it serves.
         """
         known = self._choices.setdefault((about, tuple(groups)), [])
         if (earlier := next(filter(serves, known), None)) is not None:
             return earlier
         text = f"{CHOICE_AGAIN} (no. {len(known) + 1}): {about}" if known else about
         largest = 0
-        while True:
+        while True:  # until no rank has an excess
             chosen = choose_on_first_rank(
                 partial(choose, largest), about.splitlines()[0], text, groups
             )
@@ -97,7 +90,6 @@ class PlanConsensus:
         """Return the plans that all ranks follow instead of their own.
 
         Args:
-            plans: this rank's plans for one Dynamo graph.
             context: what plans depend on in addition to the graph.
             groups: names of the process groups of all ranks that have this graph.
 
@@ -126,7 +118,6 @@ def choose_on_first_rank(
     This is a call of each group's log: all ranks must make it, about the same ``text``.
 
     Args:
-        choose: called on the first rank only.
         what: name of the choice, for errors.
         text: what the choice is about; an error shows its first line that differs.
         groups: names of the process groups of all ranks that take part.
@@ -154,7 +145,6 @@ def choose_on_first_rank(
 
 
 def _max_over_groups(number: int, groups: Sequence[str]) -> int:
-    """Return the largest number of any rank; runs one collective in each group."""
     for name in groups:
         with call_log_of(process_group(name)).raising_posted_fault():
             [number] = max_over_ranks([number], name)
@@ -164,10 +154,7 @@ def _max_over_groups(number: int, groups: Sequence[str]) -> int:
 def log_every_call(
     compiled: Callable[..., R], plans: Sequence[Plan], groups: Sequence[str]
 ) -> Callable[..., R]:
-    """Wrap a compiled graph so that each of its calls goes into the call logs of its groups.
-
-    Without collectives in ``plans``, ``compiled`` is returned as is.
-    """
+    """Wrap a compiled graph so that each call goes into its groups' logs, if it communicates."""
     numbers = _group_numbers(plans)
     common = [_with_group_names(plan, numbers) for plan in plans]
     text = f"{_communication_text(common)}\n{collectives_text(common)}"
@@ -210,12 +197,16 @@ def _communicate(plans: Sequence[Plan]) -> bool:
 
 # --- plans in a form that all ranks share ------------------------------------------------------
 
+# Ranks need not trace a model identically: a batch of one sample, for example, may swap two
+# tensors, and ranks may meet parameters in different orders. So nothing that ranks share depends on
+# the order of a trace: a parameter is identified by its name, a process group by a number, and a
+# transfer by its contents. Each rank replaces names and numbers by its own graph inputs and groups.
+
 
 def _group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
     """Return "#0", "#1", ... for the names of the groups in which ``plans`` communicate.
 
-    Group names differ between ranks. All ranks give the same number to their groups along the same
-    axis of the mesh.
+    All ranks give the same number to their groups along the same axis of the mesh.
     """
     described = [
         (plan.fqn_of(t), t.kind, t.dtype, t.num_bytes, t.group, t.replicas)
@@ -229,7 +220,6 @@ def _group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
 
 
 def _with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """Return ``plan`` with every group name replaced by its entry in ``names``."""
     transfers = tuple(
         dataclasses.replace(t, group=names.get(t.group, ""), replicas=names.get(t.replicas, ""))
         for t in plan.problem.transfers
@@ -240,10 +230,8 @@ def _with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def _with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first rank's plans with this rank's graph inputs.
-
-    Graphs share plans even if they differ in parameters that never travel; these get the input -1.
-    """
+    """Return the first rank's plans with this rank's graph inputs; -1 for what never travels."""
+    # Graphs that differ only in such parameters share plans.
     own, theirs = (
         _inputs_by_fqn([param for plan in some for param in _travelling(plan)])
         for some in (own_plans, plans)
@@ -262,13 +250,12 @@ def _with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Pl
 
 
 def _travelling(plan: Plan) -> list[PlanParam]:
-    """Return the parameters that the plan's graph gathers, reduces or keeps unsharded."""
     travelling = {transfer.param for transfer in plan.problem.transfers} | set(plan.kept)
     return [param for i, param in enumerate(plan.params) if i in travelling]
 
 
 def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:
-    """Return the inputs by parameter name; two models may each have a parameter of that name."""
+    """Return the inputs by parameter name, which two models may share."""
     inputs: dict[str, list[int]] = {}
     for param in sorted(params, key=lambda param: param.input):
         of_fqn = inputs.setdefault(param.fqn, [])
@@ -278,11 +265,9 @@ def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:
 
 
 def _communication_text(plans: Sequence[Plan]) -> str:
-    """Describe what graphs must have in common to follow one plan: what they gather and reduce.
-
-    Excludes which parameters stay unsharded, the order of transfers, and the steps at which they
-    are ready or due: all of these may depend on a rank's batch size.
-    """
+    """Describe what graphs must have in common to follow one plan: what they gather and reduce."""
+    # Not which parameters stay unsharded, the order of transfers, and the steps at which they are
+    # ready or due: all of these may depend on a rank's batch size.
     kinds = {plan.graph for plan in plans}
     lines = [INFERENCE if kinds == {GraphKind.INFERENCE} else TRAINING]
     kept: list[str] = []
@@ -313,10 +298,8 @@ def _transfer_text(plan: Plan, transfer: Transfer) -> str:
 
 
 def _float8_names(plan: Plan) -> list[str]:
-    """Return the names of the parameters that are gathered in fp8, in the order of their scales.
-
-    That order comes from a rank's trace, and must be the same on all ranks.
-    """
+    """Return the names of the parameters that are gathered in fp8, in the order of their scales."""
+    # That order comes from a rank's trace, and must be the same on all ranks.
     gathered = {
         transfer.param
         for transfer in plan.problem.transfers

@@ -21,7 +21,7 @@ class Event:
     """A message from one rank to all ranks.
 
     Attributes:
-        index: position in the order of all events; -1 until the event is posted.
+        index: position in the order of all events; -1 until it is posted.
     """
 
     index: int = -1
@@ -32,9 +32,7 @@ class CallEvent(Event):
     """Request that all ranks compare the plan that they run in a call.
 
     Attributes:
-        call: number of the call.
         rank: number, in the group, of the rank that posted this event.
-        plan_id: id of its plan.
         history: checksum of its plans in all calls up to this one.
     """
 
@@ -71,7 +69,7 @@ class BlockedEvent(Event):
     Attributes:
         rank: number, in the group, of the rank that posted this event.
         call: number of that rank's next call.
-        what, group, number: see ``graphshard._torch.distributed.PendingCollective``.
+        what, group, number: fields of ``_torch.distributed.PendingCollective``.
     """
 
     rank: int
@@ -90,17 +88,15 @@ _FOREVER = timedelta(days=20)
 class EventStore:
     """The events of one process group; an event is deleted once all ranks have read it.
 
-    One rank's work takes a constant number of store operations, except for finding the names of
-    missing ranks.
+    A rank's work takes a constant number of store operations, except to find missing ranks.
 
     Args:
         connect: function that returns a new connection to the group's store; ``wait`` blocks one.
         prefix: prefix of all keys, different for each group that shares the store.
         rank: this rank's number in the group.
-        num_ranks: number of ranks in the group.
 
     Attributes:
-        progress: the last call that this rank has agreed to; -1 if there is none.
+        progress: last call that this rank has agreed to; -1 if there is none.
     """
 
     def __init__(
@@ -117,19 +113,14 @@ class EventStore:
         self.progress = -1
 
     def post(self, event: Event) -> None:
-        """Append ``event`` to the events that all ranks read."""
         index = self._store.add("events", 1) - 1
         fields = asdict(replace(event, index=index))
         self._store.set(f"event/{index}", json.dumps([type(event).__name__, fields]))
 
     def post_call(self, call: int, plan_id: str, history: int, text: str) -> None:
-        """Post that ``call`` runs a plan, unless a rank has already posted about this call.
-
-        Args:
-            text: the plan itself, which other ranks read if they differ.
-        """
+        """Post that ``call`` runs a plan, unless a rank has already posted about this call."""
         if self._store.add(f"claim/{call}", 1) == 1:
-            self._store.set(f"text/{call}", text)
+            self._store.set(f"text/{call}", text)  # read only by ranks that differ
             self.post(CallEvent(call=call, rank=self._rank, plan_id=plan_id, history=history))
 
     def post_fault(self, describe: Callable[[], str]) -> None:
@@ -138,7 +129,7 @@ class EventStore:
             self.post(FaultEvent(text=describe()))
 
     def read(self, index: int) -> Event | None:
-        """Return the event at position ``index``, or None if it is not posted yet."""
+        """Return the event at ``index``, or None if it is not posted yet."""
         key = f"event/{index}"
         if not self._store.check([key]):
             return None
@@ -146,27 +137,24 @@ class EventStore:
         return _EVENT_TYPES[name](**fields)
 
     def wait(self, index: int) -> None:
-        """Block, without a timeout, until the event at position ``index`` is posted."""
+        """Block, without a timeout, until there is an event at ``index``."""
         with contextlib.suppress(dist.DistStoreError):  # the caller finds no event and waits again
             self._reader.wait([f"event/{index}"], _FOREVER)
 
     def num_posted(self) -> int:
-        """Return the number of events that all ranks have posted."""
         return self._store.add("events", 0)
 
     def plan_text(self, event: CallEvent) -> str:
-        """Return the plan that ``event`` is about; valid until this rank has agreed to it."""
+        """Return the plan of ``event``, until this rank has agreed to it."""
         return self._store.get(f"text/{event.call}").decode()
 
     def agree(self, event: CallEvent) -> None:
-        """Record that this rank runs the same plan in that call.
-
-        The last rank to agree posts an :class:`AgreedEvent` and deletes what all ranks have read.
-        """
+        """Record that this rank runs the same plan in that call."""
         call, index = event.call, event.index
         with self._agreeing:
             self.progress = max(self.progress, call)
             self._store.set(f"progress/{self._rank}", str(self.progress))
+        # The last rank to agree tells all, and deletes what they have read.
         if self._store.add(f"agreed/{index}", 1) == self._num_ranks:
             # Listed before the post: this rank's other thread may read it and move ``_first``.
             events = [f"event/{i}" for i in range(self._first, index + 1)]
@@ -183,13 +171,11 @@ class EventStore:
         self._first = max(self._first, agreed.call_event + 1)
 
     def leave(self) -> None:
-        """Record that this rank takes no further part."""
         self._store.set(f"left/{self._rank}", "")
-        if self._store.add("num_left", 1) == 1:
+        if self._store.add("num_left", 1) == 1:  # one event is enough: then all poll
             self.post(LeaveEvent())
 
     def has_left(self, rank: int) -> bool:
-        """Return whether ``rank`` has left."""
         return self._store.check([f"left/{rank}"])
 
     def _delete(self, *keys: str) -> None:

@@ -1,7 +1,7 @@
-"""The thread of each rank that reads its peers' events, in one order for all ranks.
+"""The threads of each rank, which read its peers' events and detect stalls and deadlocks.
 
-It compares the peers' calls with this rank's calls, wakes this rank when what it awaits has arrived
-and, after a fault, releases it from a blocked collective.
+A group's thread compares the peers' calls with this rank's calls, wakes this rank when what it
+awaits has arrived and, after a fault, releases it from a blocked collective.
 
 A second thread ticks the watchers of all groups. It posts the last call of a rank that has stalled,
 and detects that a rank waits for a call that another rank can never make:
@@ -9,11 +9,6 @@ and detects that a rank waits for a call that another rank can never make:
     rank 0   waits in call 7                       rank 1   waits in dist.barrier(), before call 7
              ─► posts "call 7 runs plan P"                  ─► posts "I am in collective 12"
              has begun 11 collectives of that group; begins no. 12 only after call 7
-
-Ranks begin the collectives of a group in the same order, so these numbers prove the deadlock, and
-no verdict depends on time: a rank that is slow, or that waits for a slow third rank, has begun
-nothing that the others have not. Only the post of a blocked rank is delayed, because most
-collectives end soon.
 """
 
 from __future__ import annotations
@@ -45,17 +40,14 @@ from .store import (
     LeaveEvent,
 )
 
-TICK_S = 0.25
-"""Seconds between checks of this rank's state, which do not touch the store."""
-POLL_S = 0.5
-"""Seconds between reads of the store once a rank has left; before that, reads block."""
-AUDIT_S = 30.0
-"""Seconds between audit posts of the first rank, which find differences that hang no rank."""
+TICK_S = 0.25  # between checks of this rank's state, which do not touch the store
+POLL_S = 0.5  # between reads of the store once a rank has left; before that, reads block
+AUDIT_S = 30.0  # between audit posts of the first rank, which find differences that hang no rank
+# Without a call for this long, a rank posts its last one: it may be blocked in a graph that its
+# peers do not run.
 STALL_S = 2.0
-"""Seconds without a call after which a rank posts its last one: it may be blocked in a graph that
-its peers do not run."""
+# In one collective for this long, a rank posts that, if its peers are a call ahead. Most end soon.
 BLOCKED_S = 2.0
-"""Seconds that a rank is in one collective before it posts that, if its peers are a call ahead."""
 
 
 class Watcher:
@@ -66,7 +58,6 @@ class Watcher:
     methods and writes ``history``.
 
     Attributes:
-        events: events of the group.
         changed: condition that guards the attributes below.
         early_calls: events about calls that this rank has not made yet, by call.
         agreed: last call that all ranks are known to have agreed to; -1 if there is none.
@@ -105,31 +96,29 @@ class Watcher:
     # --- called by the rank's thread ---------------------------------------------------------
 
     def is_rank_thread(self) -> bool:
-        """Return whether the calling thread is the rank's."""
         return threading.get_ident() == self._rank_thread
 
     def wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for ``done()``, a fault, or the end of all events, for at most ``timeout_s``."""
+        """Wait for ``done()``, a fault, or the end of all events."""
         with self.changed:
             self.changed.wait_for(
                 lambda: done() or self.fault is not None or self.lost is not None, timeout_s
             )
 
     def missing_ranks(self, call: int) -> list[int]:
-        """Return the ranks that are not known to have reached ``call``."""
         return [r for r in range(self._num_ranks) if not self.events.has_agreed(call, r)]
 
     # --- called by all threads ---------------------------------------------------------------
 
     def post_call(self, call: int) -> None:
-        """Post about this rank's last call unless a rank has already."""
+        """Post this rank's last call, unless a rank has posted about it."""
         # Once all ranks have agreed, another post would start another round.
         if self.events.progress < call:
             plan_id, history = self._history.entry(call)
             self.events.post_call(call, plan_id, history, self._history.plan_text(plan_id))
 
     def compare(self, event: CallEvent) -> bool:
-        """Agree to an event about one of this rank's calls and return True, or post a fault."""
+        """Agree to an event about one of this rank's calls, or post a fault and return False."""
         if self._history.entry(event.call) == LoggedCall(event.plan_id, event.history):
             self.events.agree(event)
             return True
@@ -141,7 +130,6 @@ class Watcher:
     # --- called by the thread that ticks all watchers, and at exit ----------------------------
 
     def tick(self) -> None:
-        """Post what is due, and end the thread if the group is gone."""
         if not self._thread.is_alive() or self._stopped.is_set():
             return
         with contextlib.suppress(RuntimeError):  # the watcher's thread reports the same error
@@ -160,13 +148,12 @@ class Watcher:
                 self.events.leave()
 
     def stop(self) -> None:
-        """End the thread, and wait at most two seconds for that."""
         if not self._stopped.is_set():
             self.leave()
         self._thread.join(2.0)
 
     def _post_last_call(self) -> None:
-        """Post this rank's last call if it was made ``STALL_S`` ago, or if an audit is due."""
+        """Post the last call if it was made ``STALL_S`` ago, or if an audit is due."""
         now, num_calls = time.monotonic(), self._history.num_calls
         if num_calls != self._num_seen:
             self._num_seen, self._stalls_at = num_calls, now + STALL_S
@@ -190,12 +177,14 @@ class Watcher:
             self.events.post(BlockedEvent(rank=self._rank, call=call, **pending._asdict()))
 
     def _post_deadlock(self) -> None:
-        """Post a fault if this rank waits for a rank that can never make the call."""
         for event in list(self.blocked.values()):
-            if self._is_deadlocked(event):
+            if self._is_deadlocked(event):  # this rank waits for one that can never make the call
                 self.events.post_fault(partial(self._history.describe_deadlock, event))
 
     def _is_deadlocked(self, event: BlockedEvent) -> bool:
+        # Ranks begin the collectives of a group in the same order, so these numbers prove the
+        # deadlock, and no verdict depends on time: a rank that is slow, or that waits for a slow
+        # third rank, has begun nothing that the others have not.
         if self.awaited is None or self.awaited < event.call:
             return False
         number = num_started(event.group)
@@ -217,7 +206,6 @@ class Watcher:
             self.changed.notify_all()
 
     def _read_all(self) -> None:
-        """Read all events in order, until a fault or the end of the group."""
         while not self._stopped.is_set() and self.fault is None:
             if not self._some_left:
                 self.events.wait(self.num_read)
@@ -229,7 +217,6 @@ class Watcher:
                 self._stopped.wait(POLL_S)
 
     def _handle(self, event: Event) -> None:
-        """Note what ``event`` says; compare it if this rank has made the call."""
         due = None
         with self.changed:
             match event:
@@ -252,11 +239,11 @@ class Watcher:
             self.compare(due)
 
     def _post_missing(self) -> None:
-        """Post a fault if this rank waits for one that has left."""
         if (awaited := self.awaited) is None:
             return
         gone = [rank for rank in self.missing_ranks(awaited) if self.events.has_left(rank)]
-        if gone and self.events.num_posted() == self.num_read:  # all posts are read
+        # A rank that has left makes no further call, once all its posts are read.
+        if gone and self.events.num_posted() == self.num_read:
             names = self._history.rank_names(*gone)
             self.events.post_fault(
                 lambda: f"{names} left: exited, or destroyed the group; {self._history.position()}"
@@ -269,7 +256,7 @@ _ended = threading.Event()
 
 
 def _start_ticking() -> None:
-    """Start the one thread that ticks the watchers of all groups, unless it is running."""
+    """Start the thread that ticks the watchers of all groups, unless it is running."""
     if _ticking.acquire(blocking=False):
         threading.Thread(target=_tick_all, name="graphshard ticks", daemon=True).start()
 
