@@ -11,13 +11,11 @@ from typing import ParamSpec, TypeVar
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
+# Stack size, in pointers, of the frame that makes room. CPython doubles the size of a chunk until
+# the frame fits: 1 MB, of which 0.5 MB are left for the frames below. Only pages that frames write
+# use memory.
 _SLOTS = 1 << 16
-"""Stack size, in pointers, of the frame that makes room. CPython doubles the size of a chunk until
-the frame fits: 1 MB, of which 0.5 MB are left for the frames below. Only pages that frames write
-use memory."""
-
-_NEVER = 2**31 - 1
-"""Largest possible number of middle-generation collections before a full collection."""
+_NEVER = 2**31 - 1  # most collections of the middle generation before a full one
 
 
 def with_stack_room(
@@ -27,14 +25,12 @@ def with_stack_room(
 
     CPython keeps frames in chunks of 16 KB. If a function whose frame is the last that fits into a
     chunk calls others in a loop, every call maps and unmaps a new chunk (python/cpython#142183;
-    releases of 3.13 and later with pull request 145789, of March 2026, keep a spare chunk). Whether
-    and where a compile hits the end of a chunk depends on its caller's depth: torch's joint passes
-    and its min-cut partitioner took three times as long when called through our frames.
-
-    Measured: 2,000 calls of an empty function in a loop, at depths of 10 to 330 frames. At the
-    worst depth they take 188 times as long as at the best one on Python 3.11.7, 192 on 3.12.1 and
-    200 on 3.13.0; below this decorator 1.5, 1.3 and 1.6 times.
+    releases of 3.13 and later with pull request 145789, of March 2026, keep a spare chunk). Torch's
+    joint passes and its min-cut partitioner took three times as long when called at such a depth.
     """
+    # Measured: 2,000 calls of an empty function in a loop, at depths of 10 to 330 frames. At the
+    # worst depth they take 188 times as long as at the best one on Python 3.11.7, 192 on 3.12.1 and
+    # 200 on 3.13.0; below this decorator 1.5, 1.3 and 1.6 times.
 
     def with_room(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         return function(*args, **kwargs)
@@ -45,12 +41,10 @@ def with_stack_room(
 
 @contextlib.contextmanager
 def without_full_collections() -> Iterator[None]:
-    """Restrict garbage collection to young objects while the context is active.
-
-    CPython runs a full collection whenever the number of objects has grown by a quarter. torch
-    alone has 400,000 objects, and a compile makes and drops millions: 11 full collections took 7 of
-    the 50 seconds of a first step of 48 layers.
-    """
+    """Restrict garbage collection to young objects while the context is active."""
+    # CPython runs a full collection whenever the number of objects has grown by a quarter. torch
+    # alone has 400,000 objects, and a compile makes and drops millions: 11 full collections took 7
+    # of the 50 seconds of a first step of 48 layers.
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)
     try:

@@ -3,24 +3,8 @@
 AOTAutograd names the inputs of forward and backward graphs ``primals_1``, ``primals_2``, ..., the
 gradients of outputs ``tangents_1``, ..., and the inputs of inference graphs ``arg0_1``, ``arg1_1``,
 ...: torch/_functorch/_aot_autograd/graph_capture_wrappers.py and
-torch/fx/experimental/proxy_tensor.py. Two kinds of inputs come before Dynamo's:
-
-- A token for each kind of operator effect (raising an error, printing). A backward graph has no
-  tokens, but its names count them: if ``primals_1`` is a token, ``primals_2`` is Dynamo's first
-  input, whose gradient is the first output of backward. Inductor removes tokens and keeps the
-  names: torch/_functorch/_aot_autograd/graph_compile.py.
-- Constants that Dynamo stores as attributes of its graph. They are numbered like its inputs:
-  ``prepare_aot_module_simplified`` in torch/_functorch/aot_autograd.py.
-
-A tensor subclass becomes several inputs: its inner tensors, and its symbolic sizes and strides
-(``unwrap_tensor_subclasses`` in torch/_functorch/_aot_autograd/subclass_utils.py). If it requires
-no gradient, backward returns a single None for it.
-
-A host wait, such as ``torch.cuda.synchronize()`` in torch 2.13, is a node through which AOTAutograd
-threads all earlier values, so that nothing moves across it
-(``wrap_all_sync_nodes_with_control_deps`` in torch/_functorch/_aot_autograd/streams.py):
-
-    control_deps((a, w), wait, a, w)      outputs 1 and 2 are a and w; ``wait`` is a submodule
+torch/fx/experimental/proxy_tensor.py. Dynamo's inputs come after tokens, one for each kind of
+operator effect (raising an error, printing), and after constants.
 """
 
 from __future__ import annotations
@@ -40,41 +24,44 @@ from torch._functorch._aot_autograd.subclass_utils import unwrap_tensor_subclass
 
 _PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)_\d+")
 
+# Key in ``meta`` of backward nodes. On a placeholder: its number as an input of forward. On a
+# gradient: the number of the input that it is the gradient of.
 _INPUT = "graphshard_input"
-"""Key in ``meta`` of backward nodes. On a placeholder: its number as an input of forward. On a
-gradient: the number of the input that it is the gradient of."""
 
 
 def num_constants(gm: fx.GraphModule) -> int:
     """Return the number of constants that precede the inputs of Dynamo's graph."""
+    # Dynamo stores them as attributes of its graph; AOTAutograd numbers them like its inputs
+    # (``prepare_aot_module_simplified`` in torch/_functorch/aot_autograd.py).
     parameters = gm.named_parameters(remove_duplicate=False)
     return len([*parameters, *gm.named_buffers(remove_duplicate=False)])
 
 
 def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
-    """Return, for each input of AOTAutograd's graph, the position of its Dynamo input.
-
-    Constants have position None. Tokens are not counted.
-    """
+    """Return the position of each input among Dynamo's; tokens are left out, constants are None."""
     positions: list[int | None] = [None] * num_constants(gm)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
+        # A tensor subclass becomes several inputs: its inner tensors, and its symbolic sizes and
+        # strides (torch/_functorch/_aot_autograd/subclass_utils.py).
         parts, _ = unwrap_tensor_subclasses([value], [DummyAOTInput(position)], append_symints=True)
         positions += [position] * len(parts)
     return positions
 
 
 def original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the number of each placeholder that is an original input, counting constants.
+    """Number the placeholders that are original inputs, constants included and tokens left out.
 
-    Tokens are not counted. If the forward graph has tokens, its backward graph must have gone
-    through :func:`number_inputs`.
+    A backward graph must have gone through :func:`number_inputs` if its forward graph has tokens.
     """
     kind = graph_kind(graph)
     # Saved activations have arbitrary names, even ones that match inputs of inference graphs.
     pattern = _ARG if kind == "inference" else _PRIMAL
     matches = {n: pattern.fullmatch(n.target) for n in graph.find_nodes(op="placeholder")}
     names = {node: match for node, match in matches.items() if match}
+    # A backward graph has no tokens, but its names count them: if ``primals_1`` is a token,
+    # ``primals_2`` is Dynamo's first input, whose gradient is the first output. Inductor removes
+    # tokens and keeps the names (torch/_functorch/_aot_autograd/graph_compile.py).
     if kind == "backward":
         return {node: node.meta.get(_INPUT, int(match[1]) - 1) for node, match in names.items()}
     effects = graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)
@@ -96,6 +83,7 @@ def number_inputs(forward: fx.Graph, backward: fx.Graph) -> None:
 
 def inputs_of_gradients(backward: fx.Graph) -> dict[fx.Node, int]:
     """Return, for each gradient that a backward graph outputs, the number of its input."""
+    # For a tensor subclass that requires no gradient, backward returns a single None.
     outputs = enumerate(_outputs(backward))
     return {n: n.meta.get(_INPUT, i) for i, n in outputs if isinstance(n, fx.Node)}
 
@@ -119,11 +107,9 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def mutated_inputs(forward: fx.Graph) -> set[fx.Node]:
-    """Return the inputs that a forward graph mutates, in the graph or after it.
-
-    Inductor's graph copies the new value into the input. If it cannot, it returns the value, and
-    AOTAutograd copies it after the graph has run.
-    """
+    """Return the inputs that a forward graph mutates, in the graph or after it."""
+    # Inductor's graph copies the new value into the input. If it cannot, it returns the value, and
+    # AOTAutograd copies it after the graph has run.
     copies = forward.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     descriptions = forward.output_node().meta.get("desc", ())
     returned = {d.mutated_input for d in descriptions if isinstance(d, InputMutationAOTOutput)}
@@ -135,6 +121,10 @@ def mutated_inputs(forward: fx.Graph) -> set[fx.Node]:
 
 def is_sync_node(node: fx.Node) -> bool:
     """Return whether ``node`` threads values through a host wait or a stream operator."""
+    # AOTAutograd threads all earlier values through ``torch.cuda.synchronize()`` (torch 2.13), so
+    # that nothing moves across it (``wrap_all_sync_nodes_with_control_deps`` in
+    # torch/_functorch/_aot_autograd/streams.py):
+    #     control_deps((a, w), wait, a, w)      outputs 1 and 2 are a and w; ``wait`` is a submodule
     if node.op != "call_function" or str(node.target) != "control_deps":
         return False
     subgraph: Any = node.args[1]

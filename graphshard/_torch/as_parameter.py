@@ -25,16 +25,14 @@ from torch.nn.utils.stateless import _functional_call
 
 from .tensors import OpOverload
 
-_TRACED = "_graphshard_traced_parameters"
-"""Attribute of an ``OutputGraph`` that holds the parameters traced so far."""
+_TRACED = "_graphshard_traced_parameters"  # attribute of an ``OutputGraph``: those traced so far
 
 
 class GatheredParameter(nn.Parameter):
-    """A gathered tensor that looks like a leaf to eager parts of forward, which may register it.
+    """A gathered tensor that looks like a leaf to eager parts of forward, which may register it."""
 
-    With a plain tensor, slicing an ``nn.ParameterList`` would create new parameters, which get no
-    gradient.
-    """
+    # With a plain tensor, slicing an ``nn.ParameterList`` would create new parameters, which get no
+    # gradient.
 
     # Dynamo gets the real values, because it copies tensors that are leaves.
     grad_fn: Any = property(lambda self: _is_in_graph(self, "grad_fn", None))
@@ -48,12 +46,11 @@ def _is_in_graph(tensor: torch.Tensor, attribute: str, as_a_leaf: object) -> obj
 
 
 class _ParameterVariable(TensorVariable):
-    """A full parameter in a trace.
+    """A full parameter in a trace, whose marker is emitted on use.
 
     A trace has one variable per parameter, so identity checks give the same result as in the plain
-    model. The parameter's marker is emitted on use, once per graph (the body of a higher-order
-    operator is its own graph) and grad mode. So a parameter that is first read under ``no_grad``
-    still gets gradients from uses outside of it.
+    model. It has one marker per graph (the body of a higher-order operator is its own) and grad
+    mode, so a parameter first read under ``no_grad`` still gets gradients from uses outside of it.
     """
 
     _nonvar_fields = {"_markers", "_emit", "_shard", "_grad", *TensorVariable._nonvar_fields}
@@ -78,8 +75,7 @@ class _ParameterVariable(TensorVariable):
 
     @property
     def source(self) -> None:
-        """None, so code after a graph break takes the full parameter from the graph's outputs."""
-        return None
+        return None  # code after a graph break then takes the full parameter from graph outputs
 
     @source.setter
     def source(self, source: Source | None) -> None:
@@ -152,7 +148,7 @@ def _identity(argument: VariableTracker) -> object:
 
 
 def _in_functional_call(tx: Any) -> bool:
-    """Return whether ``_functional_call`` (torch/nn/utils/stateless.py) is a traced caller."""
+    # Is ``_functional_call`` (torch/nn/utils/stateless.py) a traced caller?
     while tx is not None and tx.f_code is not _functional_call.__code__:
         tx = tx.parent
     return tx is not None
@@ -192,13 +188,12 @@ def _as_parameter(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
     """Make Dynamo read a parameter that it finds in ``_parameters`` as an attribute of its module.
 
-    ``_parameters`` holds DTensors; ``parameters()``, ``named_parameters()`` and ``state_dict()``
-    read it.
-
     Args:
         is_ours: whether the code being traced should see the full parameter of a DTensor.
     """
 
+    # ``_parameters`` holds DTensors; ``parameters()``, ``named_parameters()`` and ``state_dict()``
+    # read it.
     def wrap(builder: VariableBuilder, value: DTensor) -> VariableTracker:
         owner, tx = _owner_of_table(builder.source), builder.tx
         if owner is None or not is_ours(value):

@@ -66,10 +66,8 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the version counter of ``tensor``, which every in-place change increments.
-
-    Return 0 for inference tensors, which have none.
-    """
+    """Return the version of ``tensor``, which in-place changes increment; 0 if it has none."""
+    # Inference tensors have none.
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -79,11 +77,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 class _BackwardEnd:
-    """Callbacks for the end of one backward.
-
-    Autograd calls this object only if backward succeeds, but drops it in any case,
-    so ``__del__`` covers failures.
-    """
+    """Callbacks for the end of one backward."""
 
     def __init__(self) -> None:
         self.acts: list[Callable[[], None]] = []
@@ -95,6 +89,7 @@ class _BackwardEnd:
         for act in self.success_acts:
             act()
 
+    # Autograd calls this object only if backward succeeds, but drops it in any case.
     def __del__(self) -> None:
         self._act()
 
@@ -104,9 +99,8 @@ class _BackwardEnd:
             self.acts.pop(0)()
 
 
+# Ends of the backwards in progress, by graph task ID. Autograd's callback queue keeps them alive.
 _ends: weakref.WeakValueDictionary[int, _BackwardEnd] = weakref.WeakValueDictionary()
-"""Ends of the backwards in progress, by graph task ID. Autograd's callback queue keeps them
-alive."""
 
 
 def current_backward() -> int:
@@ -136,31 +130,21 @@ def on_backward_end(act: Callable[[], None]) -> None:
 
 
 def on_backward_success(act: Callable[[], None]) -> None:
-    """Call ``act`` once if the backward in progress succeeds.
+    """Call ``act``, a module-level function, once if the backward in progress succeeds.
 
     It runs after all ``on_backward_end`` callbacks, and never outside of a backward.
-
-    Args:
-        act: module-level function, so that all registrations pass the same object.
     """
     if (end := _current_end()) is not None:
-        end.success_acts.setdefault(act)
+        end.success_acts.setdefault(act)  # the same object in all registrations
 
 
 def on_backward_error(outputs: Iterable[object], act: Callable[[BaseException], None]) -> bool:
     """Call ``act`` with any error from the backward of a compiled graph, before it propagates.
 
-    Callbacks run in registration order.
-
-    AOTAutograd creates one ``autograd.Function`` class per compiled graph, whose ``backward`` runs
-    the backward graph (torch/_functorch/_aot_autograd/runtime_wrappers.py).
-
-    Args:
-        outputs: outputs of the forward graph.
-
-    Returns:
-        Whether ``outputs`` lead to such a class.
+    Callbacks run in registration order. Return whether ``outputs`` are those of such a graph.
     """
+    # AOTAutograd creates one ``autograd.Function`` class per compiled graph, whose ``backward``
+    # runs the backward graph (torch/_functorch/_aot_autograd/runtime_wrappers.py).
     compiled = {type(node)._forward_cls for node in compiled_nodes(outputs)}
     for function in compiled:
         function.backward = staticmethod(_acting_on_errors(function.backward, act))
@@ -215,20 +199,16 @@ def _is_compiled(node_type: Any) -> bool:
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:
-    """Return what a node of ``compiled_nodes`` saved for backward.
-
-    AOTAutograd keeps what a user's ``autograd.Function`` saves in a separate list, whose versions
-    autograd does not check.
-    """
+    """Return what a node of ``compiled_nodes`` saved for backward."""
+    # AOTAutograd keeps what a user's ``autograd.Function`` saves in a separate list, whose versions
+    # autograd does not check.
     return [*node.saved_tensors, *node._tensors_no_vc_check]
 
 
 def saves_unpacked() -> bool:
-    """Return whether autograd saves tensors themselves, without a hook that packs them.
-
-    See ``saved_tensors_hooks`` in torch/autograd/graph.py. Reading a tensor that a
-    ``torch.utils.checkpoint`` hook has packed would recompute it.
-    """
+    """Return whether autograd saves tensors themselves, without a hook that packs them."""
+    # See ``saved_tensors_hooks`` in torch/autograd/graph.py. Reading a tensor that a
+    # ``torch.utils.checkpoint`` hook has packed would recompute it.
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
@@ -238,9 +218,6 @@ def substitute_backward_inputs(
     gradient_of: Callable[[Any, torch.Tensor | None], torch.Tensor | None],
 ) -> None:
     """Make ``torch.autograd.grad`` and ``backward(inputs=)`` use other tensors for some inputs.
-
-    Patches the two modules that ``torch.compiler`` also patches during tracing
-    (torch/compiler/__init__.py).
 
     Args:
         leaves_of: ``leaves_of(input, accumulates)`` returns the tensors that replace an input, or
@@ -268,5 +245,6 @@ def substitute_backward_inputs(
             for value, own, result in zip(inputs, leaves, results)
         )
 
+    # The modules that ``torch.compiler`` also patches during tracing (torch/compiler/__init__.py).
     torch.autograd.graph._engine_run_backward = run_backward  # type: ignore[assignment]
     torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment]

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = ["StorageInfo", "read_metadata"]
 
+# Names that the pickle may contain, by module; none of them does more than build a value.
 _CLASSES: dict[str, tuple[str, ...]] = {
     metadata.__name__: (
         "Metadata",
@@ -32,17 +33,11 @@ _CLASSES: dict[str, tuple[str, ...]] = {
     "torch.serialization": ("_get_layout",),
     "collections": ("OrderedDict",),
 }
-"""Names that the pickle may contain, by module; none of them does more than build a value."""
 
 
 def _set_attributes(unpickler: Any) -> None:
-    """Set attributes of an object (the BUILD opcode), if the pickle itself has built the object.
-
-    Classes, functions and enum members that the pickle names belong to torch and must not change.
-
-    Raises:
-        UnpicklingError: the object is one of those.
-    """
+    """Set attributes of an object (the BUILD opcode), if the pickle itself has built the object."""
+    # Classes, functions and enum members that the pickle names belong to torch and must not change.
     made = unpickler.stack[-2]
     if isinstance(made, type) or not dataclasses.is_dataclass(made):
         raise pickle.UnpicklingError(f"the file changes {made!r}, which metadata never does")
@@ -50,11 +45,9 @@ def _set_attributes(unpickler: Any) -> None:
 
 
 class _Unpickler(pickle._Unpickler):
-    """An unpickler that builds the contents of checkpoint metadata, and nothing else.
+    """An unpickler that builds the contents of checkpoint metadata, and nothing else."""
 
-    Derived from Python's implementation: the C one hides the object that is about to be changed.
-    """
-
+    # Derived from Python's implementation: the C one hides the object that is about to be changed.
     dispatch: ClassVar = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _set_attributes}
 
     def find_class(self, module: str, name: str) -> Any:

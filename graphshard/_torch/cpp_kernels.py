@@ -1,24 +1,20 @@
 """C++ kernels of a graph, compiled in a few files while the next graphs are lowered.
 
 On a CPU, Inductor writes each kernel to its own file, and waits for all files of a graph before it
-lowers the next graph. Of the 0.5 s that a file takes, 0.3 s go to torch's headers: even precompiled
-they are 160 MB, and each file instantiates their templates again. So here the kernels of a graph
-share as many files as can compile in parallel. The first step of a GPT of four layers takes 34
-processor seconds with this module, imports included, and 49 without. While another graph remains to
-be lowered, one core is reserved for that. With two cores:
+lowers the next graph. Of the 0.5 s that a file takes, torch's headers take 0.3 s, even precompiled.
+So here the kernels of a graph share as many files as can compile in parallel; while another graph
+remains to be lowered, one core is reserved for that. The first step of a GPT of four layers takes
+34 processor seconds with this module, imports included, and 49 without. With two cores:
 
     Inductor  lower forward   a.cpp b.cpp .. i.cpp   lower backward   j.cpp k.cpp .. r.cpp
     here      lower forward   lower backward   j.cpp k.cpp
                               a.cpp
 
-A kernel in a shared file is still a Python module of its own: a library may contain several, told
-apart by the names of their ``PyInit_`` functions. GPU kernels are left alone: they compile in
-separate processes, without such headers, and Inductor adds them to its cache where it waits for
-them.
+GPU kernels are left alone: they compile in separate processes, without such headers, and Inductor
+adds them to its cache where it waits for them.
 
-Relies on torch/_inductor/async_compile.py (``AsyncCompile``, which a graph's generated code
-instantiates) and torch/_inductor/codecache.py (``CppPythonBindingsCodeCache``, which compiles for
-it).
+Relies on torch/_inductor/async_compile.py (``AsyncCompile``, made by a graph's generated code) and
+torch/_inductor/codecache.py (``CppPythonBindingsCodeCache``, which compiles for it).
 """
 
 from __future__ import annotations
@@ -44,8 +40,7 @@ _EXPORTED = re.compile(r'extern "C"\s+void\s+kernel\(')
 _INCLUDE = re.compile(r"^[ \t]*#include.*$", re.MULTILINE)
 _OTHER_DIRECTIVE = re.compile(r"^[ \t]*#(?!include|pragma)", re.MULTILINE)
 
-_thread = threading.local()
-"""Thread-local state: ``put_off`` is set inside `few_cpp_files`."""
+_thread = threading.local()  # ``put_off`` is set inside `few_cpp_files`
 
 
 @dataclass
@@ -116,19 +111,14 @@ class _FewFiles(AsyncCompile):
 
 @dataclass(frozen=True, eq=False)
 class _Kernel:
-    """A C++ kernel as it appears in a graph's generated code.
-
-    Attributes:
-        argtypes: types of the arguments of its C++ function, which is named "kernel".
-        source: code of that function, including its helpers and ``#include`` lines.
-    """
+    """A C++ kernel in a graph's generated code: a function "kernel", helpers and includes."""
 
     argtypes: tuple[str, ...]
     source: str
 
     @property
     def may_share_a_file(self) -> bool:
-        """Return whether this exports a single function, and all of it may stand in a namespace."""
+        # It must export a single function, and all of it must be allowed in a namespace.
         is_alone = len(_EXPORTED.findall(self.source)) == self.source.count('extern "C"') == 1
         return is_alone and not _OTHER_DIRECTIVE.search(self.source)
 
@@ -154,11 +144,7 @@ class _File:
         self._load = CppPythonBindingsCodeCache.load_async(code, submit_fn=submit)
 
     def function(self, position: int) -> Any:
-        """Return the function of the kernel at ``position``.
-
-        Raises:
-            CppCompileError: the file does not compile.
-        """
+        """Return the function of the kernel at ``position``; raise if the file does not compile."""
         first: ModuleType = self._load()  # named "<hash of the file>.kernel"
         name = _name(position)
         module = _module_of(first.__file__, f"{first.__name__.rpartition('.')[0]}.{name}")
@@ -192,6 +178,7 @@ def _balanced(kernels: Sequence[_Kernel], num_files: int) -> list[list[_Kernel]]
 
 def _module_of(path: str | None, name: str) -> ModuleType:
     """Return one module of a library that has several, by the name of its ``PyInit_`` function."""
+    # A kernel in a shared file is still a Python module of its own.
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None

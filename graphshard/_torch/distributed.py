@@ -54,11 +54,8 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return a second connection to the group's store, which ``_world`` keeps.
-
-    The shared connection may be blocked by another thread. A store without ``clone`` is returned
-    itself.
-    """
+    """Return a second connection to the group's store; the store itself if it has no ``clone``."""
+    # ``_world`` keeps the store. The shared connection may be blocked by another thread.
     store = dist.distributed_c10d._world.pg_map[group][1]
     return store.clone() if hasattr(store, "clone") else store
 
@@ -82,11 +79,8 @@ def device_for(group: dist.ProcessGroup) -> torch.device:
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """Return the timeout of a collective of ``group``, in seconds.
-
-    It is the longest ``_timeout`` in the options of the group's backends, or torch's default if
-    they have none (backend "fake").
-    """
+    """Return the timeout of a collective of ``group``, in seconds."""
+    # The longest ``_timeout`` of its backends; backend "fake" has no options, so torch's default.
     backends = [group._get_backend(device) for device in group._device_types]
     options = [getattr(backend, "options", None) for backend in backends]
     timeouts = [getattr(backend_options, "_timeout", None) for backend_options in options]
@@ -95,18 +89,14 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because a peer closed its connection or was too late.
-
-    gloo's errors have no class of their own, but name its source files.
-    """
+    """Return whether a collective failed because a peer closed its connection or was too late."""
+    # gloo's errors have no class of their own, but name its source files.
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
-    """Make ``wait_tensor`` of ``tensor`` wait for ``work``.
-
-    Functional collectives do this in C++ (torch/csrc/distributed/c10d/Functional.cpp).
-    """
+    """Make ``wait_tensor`` of ``tensor`` wait for ``work``."""
+    # Functional collectives do this in C++ (torch/csrc/distributed/c10d/Functional.cpp).
     torch._C._distributed_c10d._register_work(tensor, work)
 
 
@@ -120,7 +110,6 @@ class PendingCollective(NamedTuple):
 
     Attributes:
         what: function, and the line that called it.
-        group: name of the process group.
         number: number of this group's collectives that this rank has begun, including this one.
     """
 
@@ -130,10 +119,8 @@ class PendingCollective(NamedTuple):
 
 
 def pending_collective(thread: int) -> PendingCollective | None:
-    """Return the collective that a thread of this process is in, or None if it is in none.
-
-    Ignores point-to-point operations, functional collectives and those of compiled graphs.
-    """
+    """Return the collective that a thread of this process is in, or None if it is in none."""
+    # Point-to-point operations, functional collectives and those of compiled graphs do not count.
     # Functions and their local variable "group" are those of distributed_c10d.py.
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code.co_filename != _COLLECTIVES:
@@ -156,7 +143,7 @@ def num_started(group: str) -> int | None:
 
 
 def _user_line(frame: FrameType) -> str:
-    """Return the innermost line outside of torch."""
+    # The innermost line outside of torch.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -32,10 +32,8 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 def dtensor_of(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> DTensor:
-    """Wrap ``local`` in a contiguous DTensor of the full ``shape``.
-
-    ``DTensor.from_local`` would move an offloaded local tensor to the mesh's device.
-    """
+    """Wrap ``local`` in a contiguous DTensor of the full ``shape``."""
+    # ``DTensor.from_local`` would move an offloaded local tensor to the mesh's device.
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
 
@@ -52,12 +50,10 @@ def replace_data(dtensor: DTensor, new: DTensor) -> None:
 
 
 def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
-    """Call ``act(dtensor, value)`` on ``dtensor.data = value``.
+    """Call ``act(dtensor, value)`` on ``dtensor.data = value``; False runs torch's assignment."""
 
-    If ``act`` returns False, torch's own assignment runs. It replaces the storage of the wrapper,
-    which holds no memory, instead of the local tensor, so the assigned value is lost.
-    """
-
+    # Torch's own replaces the storage of the wrapper, which holds no memory, instead of the local
+    # tensor, so the assigned value is lost.
     def assign(dtensor: DTensor, value: torch.Tensor) -> None:
         if not act(dtensor, value):
             _set_data(dtensor, value)

@@ -35,47 +35,35 @@ __all__ = ["ShortenTraceback", "Source"]
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
-set_grad_enabled = torch._C._set_grad_enabled
-"""The function that Dynamo's graphs call where a grad mode begins or ends."""
+set_grad_enabled = torch._C._set_grad_enabled  # called in graphs where a grad mode begins or ends
 
+# Makes Dynamo trace the frame again if a backend raises it, or AOTAutograd within the backend.
+# Torch raises it when a float that Dynamo treated as a variable has to be a constant.
 Restart = TensorifyScalarRestartAnalysis
-"""Exception that makes Dynamo trace the frame again if a backend raises it, or AOTAutograd within
-the backend. Torch raises it when a float that Dynamo treated as a variable has to be a constant."""
 
 
+# Of Dynamo's restart exceptions, ``OutputGraph.call_user_compiler`` lets only ``Restart`` pass.
 class Retrace(Restart):
-    """An exception by which a backend makes Dynamo trace the frame again.
-
-    Of Dynamo's restart exceptions, ``OutputGraph.call_user_compiler`` lets only ``Restart`` pass.
-    """
+    """An exception by which a backend makes Dynamo trace the frame again."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(restart_reason=reason)
 
 
 class Trace:
-    """The frame that Dynamo is tracing while it calls the backend.
-
-    Read from ``InstructionTranslator.current_tx()`` (torch/_dynamo/symbolic_convert.py).
-    """
+    """The frame that Dynamo is tracing while it calls the backend."""
 
     def __init__(self) -> None:
         self._tx = InstructionTranslator.current_tx()
 
     def retrace(self, reason: str) -> Retrace:
-        """Clear the speculation log, and return the exception to raise for a new trace.
-
-        The log must match the trace, and the new trace takes other branches.
-        """
+        """Return the exception to raise for a new trace."""
+        # The log must match the trace, and the new trace takes other branches.
         self._tx.speculation_log.clear()
         return Retrace(reason)
 
     def value(self, source: Source) -> object:
-        """Return the object that ``source`` refers to in the frame.
-
-        Raises:
-            Exception: of any kind, for a source that Dynamo can evaluate only in its guards.
-        """
+        """Return the object that ``source`` refers to; raise if only guards can evaluate it."""
         return source.get_value({"G": self._tx.f_globals, "L": self._tx.f_locals}, {}, {})
 
     def owners(self, source: Source) -> Iterator[object]:
@@ -98,10 +86,8 @@ class Trace:
         return is_resumed(self._tx.f_code)
 
     def graph_break(self) -> str | None:
-        """Return ``file:line: reason`` if this graph ends in a graph break, otherwise None.
-
-        See ``GraphCompileReason`` in torch/_dynamo/output_graph.py.
-        """
+        """Return ``file:line: reason`` if this graph ends in a graph break, otherwise None."""
+        # See ``GraphCompileReason`` in torch/_dynamo/output_graph.py.
         reason = self._tx.output.compile_subgraph_reason
         if reason is None or not reason.graph_break:
             return None
@@ -112,14 +98,8 @@ class Trace:
     def guard(self, source: Source, attribute: str, holds: Callable[[Any], bool]) -> None:
         """Guard the frame on ``holds(value of source)``, evaluated at every call.
 
-        ``holds`` runs before Dynamo's own guards on the value, so it may change what they check:
-        guards on one source are sorted by the line that creates them (``Guard.sort_key`` in
-        torch/_guards.py).
-
-        Args:
-            attribute: name of any attribute of the value. Dynamo may skip the guards on a tensor
-                while the dictionaries that lead to it are unchanged, but not if there is a guard on
-                one of its attributes (``find_tag_safe_roots`` in torch/_dynamo/guards.py).
+        ``holds`` runs before Dynamo's own guards on the value, so it may change what they check.
+        ``attribute`` is the name of any attribute of the value.
         """
         text = f"graphshard: {source_name(source)} is in sync"
 
@@ -127,15 +107,20 @@ class Trace:
             builder.get_guard_manager(guard).add_lambda_guard(holds, [text], guard.user_stack)
 
         guards = self._tx.output.guards
+        # Guards on one source are sorted by the line that creates them (``Guard.sort_key`` in
+        # torch/_guards.py).
         guards.add(source.make_guard(create))
+        # Dynamo may skip the guards on a tensor while the dictionaries that lead to it are
+        # unchanged, but not if there is a guard on one of its attributes
+        # (``find_tag_safe_roots`` in torch/_dynamo/guards.py).
         guards.add(AttrSource(source, attribute).make_guard(GuardBuilder.TYPE_MATCH))
 
 
 def on_compile_start(act: Callable[[object], None]) -> None:
-    """Call ``act`` before Dynamo traces a frame, whatever the frame's backend.
+    """Call ``act`` before Dynamo traces a frame, whatever the frame's backend; register repeatedly.
 
-    ``torch._dynamo.reset()`` clears the callbacks (torch/_dynamo/callback.py), so callers should
-    register ``act`` repeatedly. It still runs only once per compilation.
+    ``torch._dynamo.reset()`` clears the callbacks (torch/_dynamo/callback.py). ``act`` still runs
+    only once per compilation.
     """
     handler = torch._dynamo.callback_handler
     if act not in handler.start_callbacks:
@@ -143,10 +128,8 @@ def on_compile_start(act: Callable[[object], None]) -> None:
 
 
 def on_compile_error(act: Callable[[BaseException], None]) -> None:
-    """Call ``act`` with the error that ends a compilation; register it as in `on_compile_start`.
-
-    End callbacks run while the error passes through ``install_callbacks``.
-    """
+    """Call ``act`` with the error that ends a compilation; register it as in `on_compile_start`."""
+    # End callbacks run while the error passes through ``install_callbacks``.
     handler, callback = torch._dynamo.callback_handler, _OnError(act)
     if callback not in handler.end_callbacks:
         handler.register_end_callback(callback)
@@ -178,22 +161,17 @@ class _Noticing(dict[str, Any]):
 
 
 def on_lookup(name: str, act: Callable[[], None]) -> None:
-    """Call ``act()`` whenever ``torch.compile`` looks up the backend ``name``.
-
-    ``torch.compile`` uses nothing else of a named backend before the first compilation, which may
-    never come (``lookup_backend`` in torch/_dynamo/backends/registry.py).
-    """
+    """Call ``act()`` whenever ``torch.compile`` looks up the backend ``name``."""
+    # ``torch.compile`` uses nothing else of a named backend before the first compilation, which may
+    # never come (``lookup_backend`` in torch/_dynamo/backends/registry.py).
     if not isinstance(registry._COMPILER_FNS, _Noticing):
         registry._COMPILER_FNS = _Noticing(registry._COMPILER_FNS)
     registry._COMPILER_FNS.actions[name] = act
 
 
 def run_as_python(function: Callable[..., object]) -> None:
-    """Let Dynamo inline ``function`` into traces, but never compile a call of it from Python.
-
-    See ``skip_code`` in torch/_dynamo/eval_frame.py.
-    """
-    skip_code(function.__code__)
+    """Let Dynamo inline ``function`` into traces, but never compile a call of it from Python."""
+    skip_code(function.__code__)  # see torch/_dynamo/eval_frame.py
 
 
 def run_with_callees_as_python(function: _F) -> _F:
@@ -208,27 +186,19 @@ def run_with_callees_as_python(function: _F) -> _F:
 
 
 def at_recompile_limit(code: CodeType) -> bool:
-    """Return whether ``code`` has reached Dynamo's recompile limit and runs eagerly from now on.
-
-    See ``recompile_limit`` in torch/_dynamo/config.py.
-    """
+    """Return whether ``code`` has reached Dynamo's recompile limit and runs eagerly from now on."""
     limit: int = torch._dynamo.config.recompile_limit
     return len(_debug_get_cache_entry_list(code)) >= limit
 
 
 def graph_break_reasons() -> list[str]:
-    """Return the first line of each graph-break reason since the last ``torch.compiler.reset``.
-
-    See ``counters`` in torch/_dynamo/utils.py.
-    """
+    """Return the first line of each graph-break reason since the last ``torch.compiler.reset``."""
     return [reason.splitlines()[0] for reason in counters["graph_break"]]
 
 
 def sources(gm: fx.GraphModule) -> list[Source]:
-    """Return the source of each placeholder's value, in placeholder order.
-
-    ``OutputGraph`` stores it on the nodes (torch/_dynamo/output_graph.py).
-    """
+    """Return the source of each placeholder's value, in placeholder order."""
+    # ``OutputGraph`` stores it on the nodes (torch/_dynamo/output_graph.py).
     return [node._dynamo_source for node in gm.graph.nodes if node.op == "placeholder"]
 
 
@@ -251,7 +221,7 @@ def is_capturing() -> bool:
 def capture_graph(call: Callable[[], object]) -> tuple[fx.GraphModule, list[Any]] | None:
     """Return the first graph that Dynamo traces of ``call()``, with its inputs; run nothing.
 
-    Return None if Dynamo gives up before it has traced a graph.
+    Return None if Dynamo gives up before.
     """
     global _capturing
     captured: list[tuple[fx.GraphModule, list[Any]]] = []
@@ -271,10 +241,7 @@ def capture_graph(call: Callable[[], object]) -> tuple[fx.GraphModule, list[Any]
 
 
 def compile_id() -> str:
-    """Return Dynamo's ID of the compilation in progress, such as "0/0"; "" if there is none.
-
-    See ``CompileContext`` in torch/_guards.py.
-    """
+    """Return Dynamo's ID of the compilation in progress, such as "0/0"; "" if there is none."""
     compiling = CompileContext.current_compile_id()
     return "" if compiling is None else str(compiling)
 
@@ -303,10 +270,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error and of its causes, innermost last.
-
-    If Dynamo was tracing, the frames of the traced code come last.
-    """
+    """Return the frames of an error and of its causes, innermost last; traced code comes last."""
     frames: list[traceback.FrameSummary] = []
     for one in _chain(error):
         frames += traceback.extract_tb(one.__traceback__)
@@ -332,18 +296,13 @@ def freed_on_reset(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _FreedOnReset:
-    """A callable that can be emptied.
-
-    Args:
-        function: function to call.
-        code: weak reference to the code of the frame that calls it.
-    """
+    """A callable that can be emptied."""
 
     # No __dict__: Dynamo's own wrapper would copy its entries and keep the function alive.
     __slots__ = ("__weakref__", "code", "function")
 
     def __init__(self, function: Callable[..., Any], code: weakref.ref[CodeType]) -> None:
-        self.function, self.code = function, code
+        self.function, self.code = function, code  # code of the frame that calls the function
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
@@ -361,7 +320,6 @@ class _OnReset:
 
 
 def _wrappers() -> weakref.WeakSet[_FreedOnReset]:
-    """Return the wrappers that the next reset empties."""
     handler = torch._dynamo.callback_handler
     for callback in handler.start_callbacks:
         if isinstance(callback, _OnReset):

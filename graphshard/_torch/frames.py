@@ -2,24 +2,23 @@
 
 Torch does not tell a backend which module is compiled, what the arguments of ``torch.compile``
 were, or which call is in progress. This module reads them from the frames of torch's own functions.
-The names of these functions and of their local variables appear only here.
-They are those of torch 2.11.0 and 2.13.0: torch/nn/modules/module.py, torch/__init__.py,
-torch/_dynamo/eval_frame.py and resume_execution.py.
+The names of these functions and of their local variables, which appear only here, are those of
+torch 2.11.0 and 2.13.0: torch/nn/modules/module.py, torch/__init__.py, torch/_dynamo/eval_frame.py
+and resume_execution.py.
 
 [Note: call scope] ``call_scope`` stores values that live as long as one call of a module or of
 compiled code, in the ``kwargs`` dictionary of torch's own frame. Alternatives fail:
 
-- A forward pre-hook that sets state and a forward hook that resets it: Dynamo traces both. After a
-  graph break between them, the state stays set, or is set while nothing runs.
-- Our own ``__call__`` around ``nn.Module.__call__``: the same, if Dynamo traces it. If Dynamo is
-  told to skip it, ``torch.compile(module)`` has nothing to compile. Compiled functions that read a
-  parameter outside of any module's call have no ``__call__`` at all.
+- Forward hooks that set and reset state, or our own ``__call__``: Dynamo traces them. After a graph
+  break between set and reset, the state stays set, or is set while nothing runs. If Dynamo skips
+  our ``__call__``, ``torch.compile(module)`` has nothing to compile; and compiled functions may
+  read a parameter outside of any module's call.
 - Weak references to the values: under ``torch.no_grad()``, a value would die between two reads.
 - A key that identifies the call, such as ``id(frame)``: nothing signals the end of the call, so
   full parameters would stay alive until the next one.
 
-It relies on three facts (line numbers are of torch 2.13.0; 2.11.0), which
-``tests/graph/test_call_scope.py`` tests:
+It relies on three facts (lines of torch 2.13.0; 2.11.0), which ``tests/graph/test_call_scope.py``
+tests:
 
 - ``nn.Module._wrapped_call_impl(self, *args, **kwargs)`` calls ``self._call_impl(*args, **kwargs)``
   and does not use ``kwargs`` again; the callee gets a copy (torch/nn/modules/module.py:1774; 1775).
@@ -45,8 +44,7 @@ from torch._dynamo.eval_frame import innermost_backend
 
 from .nn import uncompiled
 
-WRAPPED_CALL = "_wrapped_call_impl"
-"""The ``nn.Module`` method that ``__call__`` is an alias of."""
+WRAPPED_CALL = "_wrapped_call_impl"  # the ``nn.Module`` method that ``__call__`` is an alias of
 _MODULE_CALL = ("__call__", "_call_impl", WRAPPED_CALL)
 _RESUMED_PREFIX = "torch_dynamo_resume_in_"
 
@@ -84,7 +82,6 @@ class CompiledCall:
         running: modules with a running method that Dynamo left to Python, outermost first.
         codes: code objects of all functions that run inside the call, innermost first.
         backend: ``backend`` argument of ``torch.compile``, resolved if it was a name.
-        options: ``options`` argument of ``torch.compile``.
     """
 
     module: nn.Module | None = None
@@ -95,12 +92,10 @@ class CompiledCall:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def root(self) -> nn.Module | None:
-        """Return the compiled module; for a compiled function, the outermost module that it runs.
-
-        That is the outermost of ``called``, or the running module that it is a part of.
-        """
+        """Return the compiled module; for a compiled function, the outermost module it runs."""
         if self.module is not None:  # bool(module) may be False, or raise
             return self.module
+        # The outermost called module, or the running one that it is a part of.
         called = next(iter(self.called), None)
         owners = (m for m in self.running if any(part is called for part in m.modules()))
         return next(owners, called)
@@ -111,10 +106,7 @@ class CompiledCall:
 
 
 def compiled_call() -> CompiledCall:
-    """Return the compiled call in progress, from the outermost entry of ``torch.compile``.
-
-    See torch/_dynamo/eval_frame.py.
-    """
+    """Return the compiled call in progress, from the outermost entry of ``torch.compile``."""
     stack = list(frames())
     entries = [i for i, frame in enumerate(stack) if is_dynamo_entry(frame)]
     if not entries:
@@ -156,7 +148,6 @@ class CompileRequest:
     Attributes:
         given: the function or module to compile, also if ``module.compile()`` made the call.
         is_off: whether the call returns ``given`` itself.
-        options: ``options`` argument of ``torch.compile``.
     """
 
     given: object
@@ -170,11 +161,9 @@ class CompileRequest:
 
 
 def compile_request() -> CompileRequest | None:
-    """Return the arguments of the ``torch.compile`` call in progress; None if there is none.
-
-    Relies on torch/__init__.py, torch/nn/modules/module.py and ``_optimize`` in
-    torch/_dynamo/eval_frame.py.
-    """
+    """Return the arguments of the ``torch.compile`` call in progress; None if there is none."""
+    # See torch/__init__.py, torch/nn/modules/module.py and ``_optimize`` in
+    # torch/_dynamo/eval_frame.py.
     for frame in frames():
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == ("torch", "compile"):
             given = frame.f_locals.get("model")
@@ -189,10 +178,10 @@ def compile_request() -> CompileRequest | None:
 def call_arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments of the innermost call of ``module`` in progress in Python.
 
-    Return None if there is no such call, or if Dynamo is tracing it. A call of the wrapper that
-    ``torch.compile`` returned for the module does not count, because Dynamo may trace the module's
-    own call inside it.
+    Return None if there is no such call, or if Dynamo is tracing it.
     """
+    # A call of the wrapper that ``torch.compile`` returned for the module does not count: Dynamo
+    # may trace the module's own call inside it.
     for frame in frames():
         if frame.f_code.co_name == "_call_impl" and _first_argument(frame) is module:
             return frame.f_locals["args"], frame.f_locals["kwargs"]
@@ -220,11 +209,9 @@ def is_resumed(code: CodeType) -> bool:
 
 
 def is_forward(frame: FrameType) -> bool:
-    """Return whether ``frame`` is named like a module's call, its forward, or any continuation.
-
-    Continuations of other functions count, too.
-    """
+    """Return whether ``frame`` is named like a module's call, its forward, or any continuation."""
     name = frame.f_code.co_name
+    # Continuations of other functions count, too.
     return name in ("forward", "_call_impl", WRAPPED_CALL) or is_resumed(frame.f_code)
 
 
@@ -236,7 +223,7 @@ def module_of_method(frame: FrameType) -> nn.Module | None:
 
 
 def _first_argument(frame: FrameType) -> object:
-    """Return the first positional argument of the frame's function; None if it has none."""
+    # None if the function has no positional arguments.
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
@@ -247,13 +234,11 @@ def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] 
     The dictionary also holds the keyword arguments of that call: use keys that are not strings.
 
     Args:
-        is_part_of_model: whether a module belongs to the model of interest; calls of other modules
-            are skipped.
+        is_part_of_model: whether a module's calls count.
 
     Returns:
-        The ``kwargs`` of the innermost call of such a module or of compiled code. A new dictionary
-        if such a module's forward runs without a call (``module.forward(x)``) or
-        torch.utils.checkpoint reruns part of one. None outside of any forward.
+        The ``kwargs`` of the innermost call of such a module or of compiled code; None outside of
+        any forward.
     """
     inside = False
     for frame in frames():
@@ -262,10 +247,11 @@ def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] 
             kwargs: dict[Any, Any] = frame.f_locals["kwargs"]
             return kwargs
         inside = inside or part or is_recomputation(frame)
+    # A new one if a module's forward runs without a call (``module.forward(x)``), or
+    # torch.utils.checkpoint reruns part of one.
     return {} if inside else None
 
 
 def _is_forward_of(frame: FrameType, is_part_of_model: Callable[[nn.Module], bool]) -> bool:
-    """Return whether ``frame`` runs a call or a forward of a module of the model."""
     owner = module_of_method(frame) if is_forward(frame) else None
     return owner is not None and is_part_of_model(owner)

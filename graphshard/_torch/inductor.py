@@ -59,25 +59,23 @@ __all__ = [
 ]
 
 
+# Inductor options (torch/_inductor/config.py) that keep collectives in their written order.
 KEEP_ORDER = {
     "combo_kernels": False,  # these are reordered after `KeepWaits`
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
 }
-"""Inductor options (torch/_inductor/config.py) that keep collectives in their written order."""
 
+# Inductor options for graphs that may offload activations to the host. With layout optimization,
+# Inductor would store activations after convolutions channels-last and convert the host copies to
+# another layout, on the host, before the copies have completed.
 KEEP_HOST_COPIES = {"layout_optimization": False}
-"""Inductor options for graphs that may offload activations to the host. With layout optimization,
-Inductor would store activations after convolutions channels-last and convert the host copies to
-another layout, on the host, before the copies have completed."""
 
 
 def decompositions_for(inputs: Sequence[object]) -> dict[Any, Any] | None:
-    """Return Inductor's decompositions for a graph with these inputs; None for the default ones.
-
-    By default a complex add becomes views and a real add, which no pass of ours recognizes as the
-    sum of two gradients of one parameter. So with complex inputs, adds are not decomposed.
-    """
+    """Return Inductor's decompositions for a graph with these inputs; None for the default ones."""
+    # By default a complex add becomes views and a real add, which no pass of ours recognizes as the
+    # sum of two gradients of one parameter. So with complex inputs, adds are not decomposed.
     if not any(isinstance(value, torch.Tensor) and value.is_complex() for value in inputs):
         return None
     table = dict(select_decomp_table())
@@ -96,10 +94,7 @@ def options_of_plans(device: torch.device) -> dict[str, Any]:
 
 
 def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a user's Inductor options without those that reorder kernels, launches and waits.
-
-    Warns of each one that is switched on.
-    """
+    """Return a user's Inductor options; warn of, and drop, those that move launches or waits."""
     undone = [f"{name}={asked[name]}" for name in KEEP_ORDER if asked.get(name, False)]
     if undone:
         warnings.warn(
@@ -113,21 +108,18 @@ def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
 def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     """Return Inductor options with its CUDA graphs off, and warn if they were on.
 
-    They cannot replay NCCL collectives, which hold buffers that CUDA graphs consider free
-    (pytorch/torchtitan#2444, pytorch/pytorch#187565). A user who sets a ``cudagraph_policy`` (torch
-    2.13) captures whole graphs, so they stay on.
-
     Args:
-        options: Inductor options.
         asked: ``meta`` of the graph module, where Dynamo stores ``override_cudagraphs`` (torch
             2.13) of the user's code. It is removed if it would turn CUDA graphs on again.
     """
-    # Its ``bwd`` can only turn them off (``create_compiler_config_extra`` in
-    # torch/_inductor/compile_fx.py).
+    # They cannot replay NCCL collectives, which hold buffers that CUDA graphs consider free
+    # (pytorch/torchtitan#2444, pytorch/pytorch#187565). The override's ``bwd`` can only turn them
+    # off (``create_compiler_config_extra`` in torch/_inductor/compile_fx.py).
     override = getattr(asked.get("cudagraph_annotation"), "fwd", None)
     with inductor_config.patch(dict(options)):
         policy = getattr(inductor_config, "cudagraph_policy", None)
         is_on = inductor_config.triton.cudagraphs if override is None else override
+        # A user who sets a ``cudagraph_policy`` (torch 2.13) captures whole graphs.
         if not is_on or policy is not None:
             return dict(options)
     asked.pop("cudagraph_annotation", None)
@@ -141,30 +133,28 @@ def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> di
     return {**options, "triton.cudagraphs": False}
 
 
+# Inductor options for the user's passes, which change the graphs that our passes receive.
 _OTHER_PASSES = (
     "pre_grad_custom_pass",
     "joint_custom_pre_pass",
     "joint_custom_post_pass",
     "post_grad_custom_pre_pass",
 )
-"""Inductor options for the user's passes, which change the graphs that our passes receive."""
 
 
 def lower_as_collective(op: OpOverload) -> None:
     """Make Inductor treat an operator as an asynchronous launch, which ``wait_tensor`` completes.
 
-    Inductor normally reuses or overwrites a buffer after the last operator that reads it. The
-    inputs of a collective stay intact until its wait (``get_volatile_reads`` in
-    torch/_inductor/ir.py, ``register_comm_lowerings`` in torch/_inductor/comm_lowering.py).
-
-    Inputs and results keep their traced layouts, because Inductor passes ``wait_tensor`` the traced
-    layout. From any other, it would insert a copy before the wait, and wait for the copy.
-
     Args:
         op: operator that takes a list of tensors first and returns a result for each.
     """
 
+    # Inductor reuses or overwrites a buffer after the last operator that reads it. The inputs of a
+    # collective stay intact until its wait (``get_volatile_reads`` in torch/_inductor/ir.py,
+    # ``register_comm_lowerings`` in torch/_inductor/comm_lowering.py).
     def lower(tensors: list[Any], *args: Any) -> list[Any]:
+        # Inductor passes ``wait_tensor`` the traced layout. From any other, it would insert a copy
+        # before the wait, and wait for the copy.
         traced: Any = V.graph.current_node.args[0]
         ordered = list(map(_laid_out_as, tensors, traced))
         launched: Any = ir._CollectiveKernel.create_out_of_place(op, ordered, *args)
@@ -174,17 +164,14 @@ def lower_as_collective(op: OpOverload) -> None:
 
 
 def _laid_out_as(tensor: Any, traced: fx.Node) -> Any:
-    """Return Inductor's value of a node, with strides in the order of the traced strides.
-
-    Does what ``constrain_to_fx_strides`` in torch/_inductor/lowering.py does; in torch 2.11 that
-    skips lists.
-    """
+    """Return Inductor's value of a node, with strides in the order of the traced strides."""
+    # Like ``constrain_to_fx_strides`` in torch/_inductor/lowering.py, which skips lists in 2.11.
     order = ir.get_stride_order(traced.meta["val"].stride(), V.graph.sizevars.shape_env)
     return ir.ExternKernel.require_stride_order(tensor, order)
 
 
+# Reads one seed from the tensor of seeds that Inductor creates for a graph's random numbers.
 lookup_seed = torch.ops.prims.inductor_lookup_seed.default
-"""Reads one seed from the tensor of seeds that Inductor creates for a graph's random numbers."""
 
 
 def call_subgraph(graph: fx.Graph, name: str, arguments: Sequence[fx.Node]) -> fx.Node:
@@ -203,11 +190,8 @@ def call_subgraph(graph: fx.Graph, name: str, arguments: Sequence[fx.Node]) -> f
 
 
 def force_realize(node: fx.Node) -> None:
-    """Make Inductor materialize a node's value where it is computed, and never recompute it.
-
-    See ``run_node`` in torch/_inductor/graph.py.
-    """
-    node.meta["inductor_realize_to_strides"] = True
+    """Make Inductor materialize a node's value where it is computed, and never recompute it."""
+    node.meta["inductor_realize_to_strides"] = True  # see ``run_node``, torch/_inductor/graph.py
 
 
 def compile_without_code(
@@ -219,12 +203,8 @@ def compile_without_code(
 ) -> Any:
     """Run all of Inductor's passes on a graph with fake inputs, without generating code.
 
-    The result returns new fake tensors with the shapes of the graph's outputs. The passes are those
-    of ``_InProcessFxCompile.codegen_and_compile`` in torch/_inductor/compile_fx.py.
-
-    Args:
-        options: Inductor options, including custom passes.
-        inner_compile: called with each partitioned graph, in place of the post-grad passes.
+    The result returns new fake tensors with the shapes of the graph's outputs. ``inner_compile``
+    is called with each partitioned graph, in place of the post-grad passes.
     """
     patches = {**options, "force_disable_caches": True}
     return compile_fx(
@@ -246,6 +226,7 @@ def stub_compiler(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -
 
 
 def _run_passes(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
+    # As ``_InProcessFxCompile.codegen_and_compile`` in torch/_inductor/compile_fx.py does.
     view_to_reshape(gm)
     with torch.no_grad():
         fake_mode = fake_tensor_prop(gm, inputs)
@@ -271,21 +252,12 @@ def _like(output: object) -> object:
 
 
 def eager_backward() -> AbstractContextManager[None]:
-    """Make AOTAutograd compile a backward graph together with its forward graph.
-
-    See ``force_non_lazy_backward_lowering`` in torch/_functorch/config.py.
-    """
+    """Make AOTAutograd compile a backward graph together with its forward graph."""
     return functorch_config.patch(force_non_lazy_backward_lowering=True)
 
 
 def saving_activations(budget: float | None) -> AbstractContextManager[None]:
-    """Limit the activations that the partitioner saves to a fraction of what it would save.
-
-    See ``activation_memory_budget`` in torch/_functorch/config.py.
-
-    Args:
-        budget: fraction from 0 to 1; None keeps the configured one.
-    """
+    """Limit what the partitioner saves to this fraction of the activations; None: as configured."""
     if budget is None:
         return nullcontext()
     # A budget of 0 would also recompute what has to be saved.
@@ -298,68 +270,46 @@ def has_activation_budget() -> bool:
 
 
 def uses_channels_last(graph: fx.Graph, kind: str) -> bool:
-    """Return whether Inductor converts the images in a graph to channels-last layout.
-
-    See ``decide_layout_opt`` in torch/_inductor/graph.py.
-
-    Args:
-        kind: "forward", "backward" or "inference".
-    """
+    """Return whether Inductor converts the images in a graph to channels-last layout."""
     gm = graph.owning_module
     assert gm is not None
     return GraphLowering.decide_layout_opt(gm, is_inference=kind == "inference")
 
 
 def donate_nothing() -> None:
-    """Keep the backward graph being compiled from overwriting the activations saved for it.
-
-    AOTAutograd donates them to backward unless the first backward retains its graph, which is not
-    known yet (``bw_donated_idxs`` in torch/_functorch/_aot_autograd/schemas.py).
-    """
+    """Keep the backward graph being compiled from overwriting the activations saved for it."""
+    # AOTAutograd donates them to backward unless the first backward retains its graph, which is not
+    # known yet (``bw_donated_idxs`` in torch/_functorch/_aot_autograd/schemas.py).
     metadata = TracingContext.get().fw_metadata
     if metadata is not None:
         metadata.bw_donated_idxs = []
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add a file to the ``TORCH_TRACE`` log, which tlparse shows (torch/_logging/_internal.py).
-
-    Args:
-        encoding: "json" or "string".
-        payload: returns the file's contents; called only if the log is enabled.
-    """
+    """Add a file, with encoding "json" or "string", to the ``TORCH_TRACE`` log of tlparse."""
+    # ``payload`` is called only if the log is enabled (torch/_logging/_internal.py).
     metadata = {"name": name, "encoding": encoding}
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload)
 
 
 def caches_graphs() -> bool:
-    """Return whether Inductor can reuse graphs that another process on this host has compiled.
-
-    If ranks autotune kernels together (torch/_inductor/config.py), they have to compile at the same
-    time, so none can wait for another's graphs.
-    """
+    """Return whether Inductor can reuse graphs that another process on this host has compiled."""
+    # If ranks autotune kernels together (torch/_inductor/config.py), they have to compile at the
+    # same time, so none can wait for another's graphs.
     together = getattr(inductor_config, "distributed_max_autotune_gemm", False)
     disabled = inductor_config.force_disable_caches or together
     return bool(inductor_config.fx_graph_cache) and not disabled
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """Return the Inductor options that ``torch.compile(mode=...)`` stands for; none for None.
-
-    See ``list_mode_options`` in torch/_inductor/__init__.py.
-    """
+    """Return the Inductor options that ``torch.compile(mode=...)`` stands for; none for None."""
     return torch._inductor.list_mode_options(mode) if mode else {}
 
 
 def settings_text(options: Mapping[str, Any]) -> str:
-    """Return all settings of Inductor and AOTAutograd as text that is the same in every process.
-
-    Leaves out what torch leaves out of its own cache keys (``save_config_portable`` in
-    torch/utils/_config_module.py).
-
-    Args:
-        options: Inductor options that override its config.
-    """
+    """Return all settings of Inductor and AOTAutograd as text that is the same in every process."""
+    # ``save_config_portable`` (torch/utils/_config_module.py) leaves out what torch leaves out of
+    # its own cache keys.
     with inductor_config.patch(dict(options)):
         configs = [
             sorted(config.save_config_portable(ignore_private_configs=False).items())

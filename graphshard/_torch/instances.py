@@ -17,15 +17,12 @@ from torch.optim import Optimizer
 
 _T = TypeVar("_T")
 
+# Keyed by id, because a user's module may not be hashable.
 _instances: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Keyed by id, because a user's module may not be hashable."""
 
 
 def live_instances(kind: type[_T]) -> dict[int, _T]:
-    """Return the live objects of type ``kind``, by id.
-
-    These are optimizers, and modules that hold parameters or modules.
-    """
+    """Return the live optimizers or modules of type ``kind``, by id."""
     return {key: thing for key, thing in _instances.items() if issubclass(type(thing), kind)}
 
 
@@ -45,5 +42,6 @@ def _noting(method: Any) -> Any:
 
 # Called by __init__ and by __setstate__, so copies are covered, too.
 Optimizer._patch_step_function = _noting(Optimizer._patch_step_function)  # type: ignore[method-assign]
+# So a module counts once it holds a parameter or a module.
 registration.register_module_parameter_registration_hook(_note_module)
 registration.register_module_module_registration_hook(_note_module)

@@ -28,8 +28,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
 from torch._inductor.utils import contains_collective, contains_wait
 
-_MIN_SPLIT_BYTES = 64 << 20
-"""Smallest allocation that justifies splitting a fused kernel, in bytes."""
+_MIN_SPLIT_BYTES = 64 << 20  # smallest allocation that justifies splitting a fused kernel
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11 lacks it
 
@@ -38,28 +37,22 @@ class KeepWaits(_Pass):
     """The scheduler pass, for Inductor's ``_post_fusion_custom_pass``."""
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        """Return the scheduler's nodes in the order in which they should run."""
         while len(split := _split(nodes)) > len(nodes):
             nodes = split
         return _ordered(nodes)
 
     def uuid(self) -> bytes:
-        """Return a constant: the cache key of our graph pass already covers all our sources."""
-        return b"graphshard"
+        return b"graphshard"  # the cache key of our graph pass already covers all our sources
 
 
 Nodes = list[BaseSchedulerNode]
+# Has an edge from each node to every node that it must come after.
 _Dependencies: TypeAlias = "nx.DiGraph[Any]"
-"""Graph with an edge from each node to every node that it must come after."""
 _ROOT = object()
 
 
 def _split(nodes: Nodes) -> Nodes:
-    """Split each fused kernel that needs a wait but feeds a launch or wait written before it.
-
-    The nodes that need the wait become one kernel and the others another. Nodes that cannot share a
-    loop become one kernel each.
-    """
+    """Split each fused kernel that needs a wait but feeds a launch or wait written before it."""
     needed = _dependencies(nodes)
     last_wait = _last_waits_for_memory(nodes, needed)
     writer = _writers(nodes)
@@ -101,18 +94,16 @@ def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
         return [kernel]
     parts: Nodes = []
     for group in groups:
-        # Inductor's CPU backend has fitted loops to each other that may now be in different parts.
+        # Nodes that cannot share a loop become one kernel each. Inductor's CPU backend has fitted
+        # loops to each other that may now be in different parts.
         whole = kernel.get_device().type != "cpu" and _can_share_triton_kernel(group)
         parts += [_fused(kernel, nodes) for nodes in ([group] if whole else [[n] for n in group])]
     return parts
 
 
 def _can_share_triton_kernel(nodes: list[Any]) -> bool:
-    """Return whether nodes can be one Triton kernel.
-
-    They can if each iterates over all elements, or over the results of a reduction
-    (``generate_node_schedule`` in torch/_inductor/codegen/simd.py).
-    """
+    # Nodes can be one Triton kernel if each iterates over all elements, or over the results of a
+    # reduction (``generate_node_schedule`` in torch/_inductor/codegen/simd.py).
     _, (rows, columns) = max(nodes, key=lambda node: node.is_reduction()).group
     sizes = ((rows, columns), (rows * columns, 1), (rows, 1))
     return all(tuple(node.group[1]) in sizes for node in nodes)
@@ -134,12 +125,12 @@ def _last_waits(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, 
 def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
     """Return `_last_waits`, as if large allocations also needed the last wait before them.
 
-    The collective of that wait frees memory for them. Large allocations are nodes without inputs
-    that write at least ``_MIN_SPLIT_BYTES`` bytes, such as the zeros that a gradient is added to.
+    The collective of that wait frees memory for them.
     """
     waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
     own = {}
     for node in nodes:
+        # Large allocations have no inputs, such as the zeros that a gradient is added to.
         makes = not (needed[node] or contains_collective(node))
         frees_first = contains_wait(node) or (
             makes and node.get_write_buffer_sizes() >= _MIN_SPLIT_BYTES
@@ -151,12 +142,9 @@ def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSche
 def _latest(
     own: dict[BaseSchedulerNode, int], needed: _Dependencies
 ) -> dict[BaseSchedulerNode, int]:
-    """Return, for each node, the largest number among itself and all nodes that it depends on.
-
-    Nodes must come after those that they depend on.
-    """
+    """Return, for each node, the largest number among itself and all nodes that it depends on."""
     latest: dict[BaseSchedulerNode, int] = {}
-    for node, number in own.items():
+    for node, number in own.items():  # each comes after the nodes that it depends on
         latest[node] = max([number, *(latest.get(other, -1) for other in needed[node])])
     return latest
 
@@ -176,15 +164,13 @@ def _writers(nodes: Nodes) -> dict[str, BaseSchedulerNode]:
 
 
 def _dependencies(nodes: Nodes) -> _Dependencies:
-    """Return the graph with an edge from each node to every node that it must come after.
-
-    A fused node may list its own buffers as dependencies; these are skipped.
-    """
+    """Return the graph with an edge from each node to every node that it must come after."""
     writer = _writers(nodes)
     graph: _Dependencies = nx.DiGraph()
     graph.add_nodes_from(nodes)
     for node in nodes:
         for dep in sorted(node.unmet_dependencies, key=lambda dep: dep.name):
+            # A fused node may list its own buffers as dependencies.
             if writer.get(dep.name, node) is not node:
                 graph.add_edge(node, writer[dep.name])
     return graph

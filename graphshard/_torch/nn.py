@@ -19,12 +19,8 @@ from torch.optim import Optimizer
 
 __all__ = ["apply_to_tensors", "unflatten_state_dict"]
 
-FLAT_WEIGHTS = "_flat_weights"
-"""Attribute of ``nn.RNNBase`` that lists its parameters a second time."""
-
-
-COMPILED_PREFIX = "_orig_mod."
-"""Prefix that ``torch.compile`` adds to the names in a module that it wraps."""
+FLAT_WEIGHTS = "_flat_weights"  # attribute of ``nn.RNNBase``: its parameters a second time
+COMPILED_PREFIX = "_orig_mod."  # of names in a module that ``torch.compile`` wraps
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -76,11 +72,8 @@ def ddp_parameters(ddp: nn.parallel.DistributedDataParallel) -> list[nn.Paramete
 
 
 def uncompiled(value: object) -> object:
-    """Return the module that ``torch.compile`` wrapped in ``value``, or ``value`` itself.
-
-    See ``OptimizedModule._orig_mod`` in torch/_dynamo/eval_frame.py.
-    """
-    return getattr(value, "_orig_mod", value)
+    """Return the module that ``torch.compile`` wrapped in ``value``, or ``value`` itself."""
+    return getattr(value, "_orig_mod", value)  # see torch/_dynamo/eval_frame.py
 
 
 def versions_of(state_dict: Mapping[str, object]) -> dict[str, Any]:
@@ -89,15 +82,11 @@ def versions_of(state_dict: Mapping[str, object]) -> dict[str, Any]:
 
 
 def set_versions(state_dict: OrderedDict[str, Any], versions: dict[str, Any]) -> None:
-    """Store module versions in a state dict.
-
-    Modules use them to load the formats of older versions.
-    """
+    """Store module versions in a state dict; modules use them to load older formats."""
     state_dict._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
 
 
-_EMPTIES = "Module.to_empty.<locals>.<lambda>"
-"""Name of the function that ``to_empty`` applies to every parameter."""
+_EMPTIES = "Module.to_empty.<locals>.<lambda>"  # function that ``to_empty`` applies
 
 
 class NoticesReplacement(nn.Module):
@@ -143,18 +132,14 @@ class NoticesReplacement(nn.Module):
 def _before_loading(
     module: NoticesReplacement, state_dict: Any, prefix: str, metadata: Any, *rest: object
 ) -> None:
-    """Call ``_graphshard_before_loading``, as a pre-hook of ``load_state_dict``."""
     assigns = metadata.get("assign_to_params_buffers", False)
     module._graphshard_before_loading(state_dict, prefix, assigns)
 
 
-@functools.cache
+@functools.cache  # registering ``act`` again has no effect
 def before_loading_optimizers(act: Callable[[Optimizer, dict[str, Any]], None]) -> None:
-    """Call ``act(optimizer, state_dict)`` before any optimizer loads a state dict.
-
-    Torch has no global hook: ``register_load_state_dict_pre_hook`` is per optimizer. Registering
-    ``act`` again has no effect.
-    """
+    """Call ``act(optimizer, state_dict)`` before any optimizer loads a state dict."""
+    # Torch has no global hook: ``register_load_state_dict_pre_hook`` is per optimizer.
     load_state_dict = Optimizer.load_state_dict
 
     @functools.wraps(load_state_dict)

@@ -65,10 +65,7 @@ def _reject(record: logging.LogRecord) -> bool:
 
 
 def traced_storage(node: fx.Node) -> int | None:
-    """Return an ID of the storage a node's value had while Dynamo traced; None for non-tensors.
-
-    Aliases share the ID.
-    """
+    """Return the ID of the storage that a node's value had in the trace; None for non-tensors."""
     value = traced_value(node)
     return storage_of(value) if isinstance(value, FakeTensor) else None
 
@@ -79,11 +76,9 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def traced_value(node: fx.Node) -> object:
-    """Return the value of a node while Dynamo traced (``example_value`` in its ``meta``).
-
-    If ``torch.func`` transforms wrap the value, return the innermost tensor.
-    """
+    """Return the value of a node while Dynamo traced (``example_value`` in its ``meta``)."""
     value = node.meta.get("example_value")
+    # If ``torch.func`` transforms wrap the value, take the innermost tensor.
     while isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(
         value
     ):
@@ -92,10 +87,7 @@ def traced_value(node: fx.Node) -> object:
 
 
 def base_name(op: object) -> str:
-    """Return an operator's name without namespace and overload: "mm" for ``aten.mm.out``.
-
-    Return "" for a higher-order operator.
-    """
+    """Return an operator's bare name, "mm" for ``aten.mm.out``; "" for a higher-order operator."""
     return op.name().partition("::")[2].partition(".")[0] if isinstance(op, OpOverload) else ""
 
 
@@ -126,11 +118,9 @@ def size_hint(size: int | torch.SymInt, fallback: int = 4096) -> int:
 
 
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target, casting where dtypes differ.
-
-    On a GPU this takes one kernel per pair of dtypes if all tensors are dense
-    (aten/src/ATen/native/cuda/ForeachBinaryOpList.cu).
-    """
+    """Copy each source into its target, casting where dtypes differ."""
+    # On a GPU, one kernel per pair of dtypes if all tensors are dense
+    # (aten/src/ATen/native/cuda/ForeachBinaryOpList.cu).
     by_dtypes: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
     by_dtypes = {}
     for target, source in zip(targets, sources, strict=True):
@@ -142,10 +132,8 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 
 def chunk_cat_is_one_kernel(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
-    """Return whether `chunk_cat_` is one kernel for these dtypes and devices.
-
-    See aten/src/ATen/native/cuda/TensorShape.cu. A CPU makes padded copies first.
-    """
+    """Return whether `chunk_cat_` is one kernel for these dtypes and devices."""
+    # See aten/src/ATen/native/cuda/TensorShape.cu. A CPU makes padded copies first.
     dtypes = {source.dtype for source in sources}
     casts = dtypes == {torch.bfloat16} and target.dtype == torch.float32
     return target.device.type == "cuda" and (dtypes == {target.dtype} or casts)

@@ -31,9 +31,9 @@ from ..dynamo_backend import backend
 from ..params.state_dict import full_state_dict
 from .common import is_sharded, load_sharded, may_be_moved, save_sharded, shard_and_compile
 
+# Subfolder of a ``save_state`` folder with the checkpoint of the first sharded model; other models
+# append a number to the name.
 FOLDER = "graphshard"
-"""Subfolder of a ``save_state`` folder with the checkpoint of the first sharded model; other models
-append a number to the name."""
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -110,8 +110,8 @@ class ShardedAccelerator(Accelerator):
 
     _models: list[Any]
     _optimizers: list[Any]
+    # Sharded models with their optimizers, while a state is saved or loaded.
     _sharded: dict[nn.Module, list[Optimizer]] | None = None
-    """Sharded models with their optimizers, while a state is saved or loaded."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return a model's state dict: if sharded, full on the first rank and empty on others."""
@@ -144,7 +144,6 @@ class ShardedAccelerator(Accelerator):
         models[:] = [model for model in models if not is_sharded(model)]
 
     def _folders(self, folder: str) -> Iterator[tuple[Path, nn.Module, list[Optimizer]]]:
-        """Yield each sharded model's checkpoint folder, the model and its optimizers."""
         assert self._sharded is not None
         for number, (model, optimizers) in enumerate(self._sharded.items()):
             yield Path(folder, f"{FOLDER}_{number}" if number else FOLDER), model, optimizers
@@ -179,14 +178,11 @@ class ShardedAccelerator(Accelerator):
 
 
 def _generate_together(model: nn.Module) -> None:
-    """Make every ``generate`` of transformers in ``model`` run until all ranks are done.
-
-    Every forward gathers parameters, so a rank whose texts end early must keep calling the model.
-    That is the option ``synced_gpus``, which transformers sets if it detects FSDP or DeepSpeed.
-    Marking the model as FSDP would set it too, but then Dynamo leaves the model to Python
-    (torch/_dynamo/variables/builder.py). All modules are patched, because a peft model forwards the
-    call to the model inside it.
-    """
+    """Make every ``generate`` of transformers in ``model`` run until all ranks are done."""
+    # Every forward gathers parameters, so a rank whose texts end early must keep calling the model.
+    # That is the option ``synced_gpus``, which transformers sets if it detects FSDP or DeepSpeed.
+    # Marking the model as FSDP would set it too, but then Dynamo leaves the model to Python
+    # (torch/_dynamo/variables/builder.py). A peft model forwards the call to the model inside it.
     for module in model.modules():
         method = getattr(type(module), "generate", None)
         known = method is not None and "synced_gpus" in inspect.signature(method).parameters

@@ -38,10 +38,8 @@ def is_sharded(model: object) -> bool:
 
 
 def may_be_moved(model: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Return whether a framework may move ``model`` to its device before it is sharded.
-
-    It may not if shards are offloaded to the host, or a parameter is on the meta device.
-    """
+    """Return whether a framework may move ``model`` to its device before it is sharded."""
+    # Not if shards are offloaded to the host, or a parameter is on the meta device.
     stays = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
     return not stays and not any(param.is_meta for param in model.parameters())
 

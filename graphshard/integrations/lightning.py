@@ -127,9 +127,8 @@ class _NoSync(BackwardSyncControl):
 def _shard_on(
     device: torch.device, model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]
 ) -> None:
-    """Shard and compile a model; Lightning itself materialises a meta-device model afterwards."""
     options = {"mesh": mesh["data_parallel"], **options}
     dynamo_backend = backend(**options)
-    if may_be_moved(model, options):
+    if may_be_moved(model, options):  # Lightning itself materialises a meta-device model later
         model.to(device)
     shard_and_compile(model, dynamo_backend, options)

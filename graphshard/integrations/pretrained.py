@@ -41,30 +41,27 @@ from ..ranks.agree import raise_if_different, raise_on_all_ranks
 from ..tools.checkpoint import reading
 
 logger = logging.getLogger(__name__)
-Values: TypeAlias = dict[str, torch.Tensor]
-"""Full tensors, possibly still in files, by parameter name."""
+Values: TypeAlias = dict[str, torch.Tensor]  # full tensors, maybe still in files, by parameter name
 
 _QUANTIZED = (
     "quantized parameters cannot be sharded: load the model with transformers, then call "
     "graphshard.shard with these parameters in ignored_params"
 )
+# Arguments of ``from_pretrained`` that contradict sharding, and what to do instead.
 _REFUSED = {
     "device_map": "the mesh says where shards are",
     "max_memory": "the mesh says where shards are",
     "offload_folder": 'to keep shards on the host, pass sharding={"offload_policy": ...}',
     "distributed_config": "graphshard shards the model",
-    "device_mesh": "give it as mesh",
+    "device_mesh": "pass it as mesh",
     "tp_plan": "graphshard shards the model",
     "tp_size": "graphshard shards the model",
     "quantization_config": _QUANTIZED,
     "gguf_file": _QUANTIZED,
 }
-"""Arguments of ``from_pretrained`` that contradict sharding, and what to do instead."""
-_INITIALISED = "_is_hf_initialized"
-"""Attribute that marks a parameter or buffer that transformers must not initialise."""
+_INITIALISED = "_is_hf_initialized"  # on what transformers must not initialise
 _SAME_FILES = "Load the same checkpoint on all ranks: does the folder differ between nodes?"
-_COMPARED_BYTES = 64 << 20
-"""Bytes of each tensor to hold in memory while two tensors are compared."""
+_COMPARED_BYTES = 64 << 20  # bytes of each of two tensors to hold in memory while comparing them
 
 
 def from_pretrained(
@@ -156,7 +153,6 @@ def _check_complete(report: Mapping[str, Any]) -> None:
 
 
 def _first_ten(texts: Iterable[str], separator: str = ", ") -> str:
-    """Return the first ten texts, and the number of the others."""
     texts = list(texts)
     return separator.join(texts[:10]) + (f" and {len(texts) - 10} more" if len(texts) > 10 else "")
 
@@ -165,19 +161,14 @@ def _first_ten(texts: Iterable[str], separator: str = ", ") -> str:
 
 
 class _Outline:
-    """Builder of a pretrained model whose parameters stay on the meta device if a file has them.
-
-    Attributes:
-        stored: stored tensors to read these parameters from.
-    """
+    """Builder of a pretrained model whose parameters stay on the meta device if a file has them."""
 
     def __init__(self) -> None:
-        self.stored: dict[nn.Parameter, StoredTensor] = {}
+        self.stored: dict[nn.Parameter, StoredTensor] = {}  # what to read these parameters from
         self._load: Callable[..., Any] = PreTrainedModel._load_pretrained_model
         self._thread, self._has_loaded = threading.get_ident(), False
 
     def build(self, cls: Any, name_or_path: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the model and the loading report of ``cls.from_pretrained``."""
         arguments = {**kwargs, "output_loading_info": True}
         loads = staticmethod(self._load_outline)
         with mock.patch.object(PreTrainedModel, "_load_pretrained_model", loads):
@@ -226,10 +217,8 @@ class _Outline:
         return info, offload_index
 
     def _take_stored(self, model: nn.Module) -> dict[str, StoredTensor]:
-        """Replace stored parameters by plain ones on the meta device, and read stored buffers.
-
-        Both are marked as initialised: transformers then initialises the others.
-        """
+        """Replace stored parameters by plain ones on the meta device, and read stored buffers."""
+        # Both are marked as initialised: transformers then initialises the others.
         by_name: dict[str, StoredTensor] = {}
         for prefix, module in model.named_modules():
             for name, param in parameters_of(module).items():
@@ -267,7 +256,6 @@ def _stored_state(
 
 
 def _from_file(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file."""
     with reading(path):
         # Unlike "mmap", "pread" raises an error if the file is truncated while it is open.
         file = safe_open(path, "pt", "cpu", backend="pread")
@@ -280,8 +268,8 @@ def _from_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read_meta(path: Path, file: Any, name: str) -> torch.Tensor:
-    """Return a meta tensor with the shape and dtype of a tensor in a safetensors file."""
     shape = file.get_slice(name).get_shape()
+    # An empty slice tells the dtype.
     dtype = _read_rows(path, file, name, slice(0, 0) if shape else None).dtype
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -297,24 +285,20 @@ def _read_rows(path: Path, file: Any, name: str, rows: slice | None) -> torch.Te
 
 
 def _from_tensor(tensor: torch.Tensor) -> StoredTensor:
-    """Return a tensor that is in memory, or mapped from a file, as a stored tensor."""
     meta = torch.empty_like(tensor, device="meta")
     return StoredTensor.create(meta, lambda rows: tensor if rows is None else tensor[rows])
 
 
 def _settle_ties(model: Any, stored: Mapping[str, StoredTensor], info: Any) -> None:
-    """Decide whether to tie parameters that the config ties and that are both in the checkpoint.
-
-    transformers ties them if they are equal; otherwise it keeps both and warns. On the meta device
-    it cannot compare them, so this does: if they are equal, the tied one counts as missing;
-    otherwise, they are untied.
-    """
+    """Decide whether to tie parameters that the config ties and that are both in the checkpoint."""
+    # transformers ties them if they are equal; otherwise it keeps both and warns. On the meta
+    # device it cannot compare them.
     ties = getattr(model, "all_tied_weights_keys", {})
     for target, source in list(ties.items()):
         if target not in stored or source not in stored:
             continue
         if _are_equal(stored[target], stored[source]):
-            info.missing_keys.add(target)
+            info.missing_keys.add(target)  # so transformers ties it
             continue
         logger.warning(
             "%s: the config ties %r to %r, but the checkpoint has different values for them: they "
@@ -355,10 +339,9 @@ def _make_new_equal(model: nn.Module, values: Values, groups: MeshGroups) -> Non
 
 
 def _is_new(value: torch.Tensor) -> bool:
-    """Return whether a value is in no file, so the model has initialised it."""
+    # The model has initialised what no file has.
     return not isinstance(value, StoredTensor)
 
 
 def _describe(value: torch.Tensor) -> str:
-    """Return the text by which ranks compare a value."""
     return f"{value.dtype} {tuple(value.shape)}, {'new' if _is_new(value) else 'of the checkpoint'}"

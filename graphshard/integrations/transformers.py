@@ -29,8 +29,8 @@ from .accelerate import ShardedAccelerator, prepare
 from .common import is_sharded, load_sharded, may_be_moved, save_sharded
 from .pretrained import from_pretrained as from_pretrained
 
+# Subfolder of a checkpoint with the optimizer state, saved by ``torch.distributed.checkpoint``.
 FOLDER = "graphshard_optimizer"
-"""Subfolder of a checkpoint with the optimizer state, saved by ``torch.distributed.checkpoint``."""
 
 
 class ShardedTrainerMixin(Trainer):
@@ -77,9 +77,8 @@ class ShardedTrainerMixin(Trainer):
             super()._move_model_to_device(model, device)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        """Shard the model when training begins."""
         known = isinstance(self.accelerator, ShardedAccelerator) and is_sharded(model)
-        if training and not known:
+        if training and not known:  # training begins
             _check_args(self.args)
             refuse_prompt_learning(model)
             checkpointing: Any = self.args.activation_checkpointing_kwargs or {}
@@ -106,11 +105,7 @@ class ShardedTrainerMixin(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load what :meth:`_save_optimizer_and_scheduler` wrote, on any number of ranks.
-
-        Raises:
-            ValueError: the checkpoint was saved unsharded.
-        """
+        """Load the state on any number of ranks; refuse a checkpoint that was saved unsharded."""
         if checkpoint is None or not is_sharded(self.model):
             super()._load_optimizer_and_scheduler(checkpoint)
         elif Path(checkpoint, TRAINER_STATE_NAME).exists():
@@ -134,11 +129,9 @@ def _check_args(args: TrainingArguments) -> None:
 
 
 def _remove_input_hooks(model: nn.Module) -> None:
-    """Remove the hooks that make embeddings return tensors that require gradients.
-
-    They are for reentrant checkpointing of a frozen base. Other checkpointing does not need them,
-    and Dynamo cannot trace them: the graph would break in every layer.
-    """
+    """Remove the hooks that make embeddings return tensors that require gradients."""
+    # They are for reentrant checkpointing of a frozen base. Other checkpointing does not need them,
+    # and Dynamo cannot trace them: the graph would break in every layer.
     for module in model.modules():
         # The names of the hooks of transformers and of peft.
         for name in ("make_inputs_require_grads", "make_inputs_require_grad"):

@@ -39,8 +39,7 @@ class CandidateBucket(NamedTuple):
     continues: bool
 
 
-Split = Sequence[CandidateBucket]
-"""A partition of a queue into candidates, in queue order."""
+Split = Sequence[CandidateBucket]  # a partition of a queue, in queue order
 
 
 class Queue:
@@ -90,12 +89,11 @@ class Queue:
     def variants(self, split: Split, index: int) -> Iterator[Split]:
         """Yield variants of ``split`` that re-split the candidate at ``index``.
 
-        It is re-split alone, or together with the next candidate of its run: the two are merged, or
-        the border between them moves to 1, 2, 4, ... transfers from an existing border. The part
-        after the new border stays whole or is halved. Powers of two keep this to O(log n) variants.
+        It is re-split alone, or with the next candidate of its run: the two are merged, or the
+        border between them moves. The part after the new border stays whole or is halved.
         """
         begin, end = split[index].begin, split[index].end
-        steps = _powers_of_two(end - begin)
+        steps = _powers_of_two(end - begin)  # from existing borders: O(log n) variants
         inner = {border for step in steps for border in (begin + step, end - step)}
         recuts = [(border, end) for border in sorted(inner)]
         if end < self._run_end[begin]:
@@ -121,15 +119,12 @@ class Queue:
         return sorted(split, key=lambda candidate: self._rank[candidate.begin])
 
     def _fits(self, begin: int, end: int) -> bool:
-        """Return whether positions ``[begin, end)`` may form a candidate."""
         num_bytes = self._bytes_before[end] - self._bytes_before[begin]
         return end - begin <= 1 or (num_bytes <= self._cap and self._is_in_time(begin, end))
 
     def _is_in_time(self, begin: int, end: int) -> bool:
-        """Return whether all transfers are ready before the first one is due.
-
-        An fp8 gather is ready once its scales are, and a graph may compute some scales late.
-        """
+        """Return whether all transfers are ready before the first one is due."""
+        # An fp8 gather is ready once its scales are, and a graph may compute some scales late.
         bucket = self.candidate(begin, end).bucket
         return bucket.launch <= bucket.wait
 
@@ -143,7 +138,6 @@ class Queue:
         return begin + late
 
     def candidate(self, begin: int, end: int) -> CandidateBucket:
-        """Return the candidate at positions ``[begin, end)``, from a cache."""
         if (begin, end) not in self._candidates:
             self._candidates[begin, end] = self._make_candidate(begin, end)
         return self._candidates[begin, end]
@@ -186,11 +180,9 @@ class Queue:
         return (*filter(None, (tuple(float8), *self._packed(others))), *alone)
 
     def _packed(self, members: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return one shared buffer, or two if packing mixed dtypes costs more than another buffer.
-
-        One kernel packs gradients for all ranks if their dtypes are equal (``chunk_cat_`` in
-        ``graphshard._torch.tensors``); otherwise packing takes one kernel per gradient.
-        """
+        """Return one shared buffer; two if packing mixed dtypes costs more than another buffer."""
+        # One kernel packs gradients for all ranks if their dtypes are equal (``chunk_cat_`` in
+        # ``graphshard._torch.tensors``); otherwise packing takes one kernel per gradient.
         transfers = [self._problem.transfers[i] for i in members]
         cast = tuple(i for i, t in zip(members, transfers) if t.casts)
         as_it_is = tuple(i for i, t in zip(members, transfers) if not t.casts)
@@ -215,25 +207,19 @@ def _powers_of_two(stop: int) -> list[int]:
 
 
 def _key(problem: Problem, i: int) -> tuple[str, ...]:
-    """Return a key that is equal for transfers that may share a bucket.
-
-    A reduction has one dtype. A reduced value that the graph itself uses gets a bucket of its own,
-    so that it does not wait for other transfers.
-    """
+    """Return a key that is equal for transfers that may share a bucket."""
     transfer = problem.transfers[i]
     if transfer.kind == TransferKind.ALL_GATHER:
         return transfer.kind, transfer.group, str(transfer.host)
-    if transfer.due < problem.num_steps:
+    if transfer.due < problem.num_steps:  # used in the graph: must not wait for other transfers
         return (f"{i}",)
+    # A reduction has one dtype.
     return transfer.kind, transfer.group, transfer.replicas, transfer.dtype, str(transfer.host)
 
 
 def _is_small(transfer: Transfer, cost_model: TransferCostModel) -> bool:
-    """Return whether copying a tensor into a shared buffer costs less than a buffer of its own.
-
-    A gradient that is cast is copied anyway, and needs no copy-out: its shard is a slice of the
-    buffer.
-    """
+    """Return whether copying a tensor into a shared buffer costs less than a buffer of its own."""
+    # A gradient that is cast is copied anyway, and its shard is a slice of the buffer.
     if transfer.casts and transfer.kind != TransferKind.ALL_GATHER:
         return True
     copy_us = cost_model.copy_us(transfer.num_bytes) - cost_model.copy_us(0)

@@ -19,12 +19,10 @@ from .live_bytes import LiveBytes, Span, launches, least_by_point
 from .plan import Problem, Transfer
 from .simulate import Lane, TransferCostModel, start_times_us
 
+# Minimum exposed time of a gather, in microseconds, that justifies keeping its parameter. Judgement
+# call: less than the launch of a kernel. With a larger value gathers stay exposed that memory could
+# have saved; at 0 a rounding error could keep a parameter.
 LEAST_US = 1.0
-"""Minimum exposed time of a gather, in microseconds, that justifies keeping its parameter.
-
-Judgement call: less than the launch of a kernel. With a larger value gathers stay exposed that
-memory could have saved; at 0 a rounding error could keep a parameter.
-"""
 
 
 class _GraphMemory(NamedTuple):

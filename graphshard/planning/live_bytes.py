@@ -72,16 +72,11 @@ class ByteChanges:
         self._changes[point] += num_bytes
 
     def by_point(self) -> Iterator[int]:
-        """Yield the bytes alive at each point."""
         return islice(accumulate(self._changes), len(self._changes) - 1)
 
 
 class LiveBytes:
-    """Bytes alive at each point, changed span by span.
-
-    Attributes:
-        by_point: bytes alive at each point.
-    """
+    """Bytes alive at each point, changed span by span."""
 
     def __init__(self, by_point: Iterable[int]) -> None:
         self.by_point = list(by_point)
@@ -98,7 +93,6 @@ class LiveBytes:
         return not self.exceeds(budget - span.num_bytes, span)
 
     def exceeds(self, budget: float, span: Span) -> bool:
-        """Return whether a point in the range of ``span`` holds more than ``budget`` bytes."""
         return any(num_bytes > budget for num_bytes in self.by_point[span.begin : span.end])
 
 
@@ -146,10 +140,8 @@ class Footprint(NamedTuple):
 
 
 def footprint(problem: Problem, bucket: Bucket) -> Footprint:
-    """Return the footprint of ``bucket``, without the memory that ``count_transfers`` counts.
-
-    The collective of host shards is counted as if the host copies took no time.
-    """
+    """Return the footprint of ``bucket``, without the memory that ``count_transfers`` counts."""
+    # The collective of host shards is counted as if the host copies took no time.
     if bucket.kind == TransferKind.COPY_TO_DEVICE:
         return Footprint(bucket.num_bytes, at_launch=bucket.num_bytes)
     if bucket.kind == TransferKind.COPY_TO_HOST:
@@ -170,8 +162,7 @@ def _gather_footprint(buffer: Sequence[Transfer]) -> Footprint:
     packed = full // buffer[0].world if is_packed else 0
     return Footprint(
         in_flight_bytes=full,
-        # Once they are packed, copies of host shards are freed before the full parameters are
-        # allocated.
+        # Packed copies of host shards are freed before the full parameters are allocated.
         at_launch=packed + full + (0 if is_packed else from_host),
         at_wait=copies - packed - (0 if is_packed else from_host),
         after_wait=-copies,
@@ -196,8 +187,8 @@ def _reduction_footprint(buffer: Sequence[Transfer]) -> Footprint:
 
 
 def _average_footprint(buffer: Sequence[Transfer]) -> Footprint:
-    """Return the footprint of an all-reduce over replicas, which is in place."""
     shards = sum(t.num_bytes // t.world for t in buffer)
+    # The all-reduce over replicas is in place.
     return _results_footprint(buffer, shards)._replace(in_flight_bytes=shards)
 
 
@@ -210,11 +201,9 @@ def _results_footprint(buffer: Sequence[Transfer], received: int) -> Footprint:
 
 
 def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None:
-    """Count the changes in memory that are the same in every schedule.
-
-    A gradient takes memory once it is ready, and a full parameter is freed after its last use.
-    """
+    """Count the changes in memory that are the same in every schedule."""
     for t in transfers:
+        # A full parameter is freed after its last use; a gradient takes memory once it is ready.
         if t.kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE):
             changes.add(launches(t.last + 1), -t.num_bytes)
         elif t.kind == TransferKind.COPY_TO_HOST:
@@ -244,11 +233,7 @@ def alive_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
 
 
 def alive_by_point(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
-    """Return the bytes alive at each point in time.
-
-    Host shards are on the device only until they are gathered, or until their copy to the host is
-    done.
-    """
+    """Return the bytes alive at each point in time."""
     changes = ByteChanges(num_points(problem.num_steps))
     for bucket in buckets:
         taken = footprint(problem, bucket)

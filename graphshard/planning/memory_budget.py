@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from .live_bytes import Footprint, LiveBytes, Span, launches, running, waits
 
-MEMORY_BUDGET, IN_FLIGHT_LIMIT = "memory budget", "in-flight limit"
-"""Names of the limits, as shown in tables."""
+MEMORY_BUDGET, IN_FLIGHT_LIMIT = "memory budget", "in-flight limit"  # as shown in tables
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class FreeMemory:
     """Memory left at each point in time while buckets are placed one after the other.
 
     Args:
-        alive: bytes alive at each point in time if each of these buckets were waited for at its
-            launch.
+        alive: bytes alive at each point in time if each bucket were waited for at its launch.
         in_flight: bytes between launch and wait in each step; None: none.
     """
 
@@ -76,7 +74,6 @@ class FreeMemory:
         return self._limit_of(wait, footprint, _of_a_later_wait(footprint, wait))
 
     def _limit_of(self, step: int, footprint: Footprint, held: Sequence[Span]) -> str | None:
-        """Return the limit that a bucket in flight in ``step`` would exceed; None if none."""
         if not all(self._alive.has_room(span, self._peak) for span in held):
             return MEMORY_BUDGET
         in_flight = Span(step, step + 1, footprint.in_flight_bytes)
@@ -94,12 +91,11 @@ def _of_a_later_wait(footprint: Footprint, wait: int) -> list[Span]:
 
 
 class Sent(NamedTuple):
-    """A reduction that has been launched.
+    """A launched reduction.
 
     Attributes:
         launch: step before which it is launched.
         due: last step before which it can be waited for.
-        footprint: its changes to the bytes alive.
     """
 
     launch: int
@@ -107,7 +103,7 @@ class Sent(NamedTuple):
     footprint: Footprint
 
     def with_copy(self) -> Sent:
-        """Return this reduction with a second copy of what is sent, from launch to wait."""
+        # The backend holds a second copy of what is sent, from launch to wait.
         footprint = self.footprint
         at_wait = footprint.at_wait - footprint.in_flight_bytes
         return self._replace(footprint=footprint._replace(at_wait=at_wait))
@@ -122,10 +118,8 @@ def place_waits(
 ) -> list[int]:
     """Return the step before which each reduction is waited for, in O(steps + reductions).
 
-    Reductions are waited for in launch order, or where they are due.
-
     Args:
-        sent: reductions in launch order.
+        sent: reductions in launch order; they are waited for in this order, or where they are due.
         alive: bytes alive at each point in time if each is waited for at its launch.
         max_alive: maximum bytes alive while a reduction stays in flight longer than that.
         in_flight: bytes of other buckets between launch and wait, in each step.
@@ -166,8 +160,7 @@ class _Held:
         queue: positions of the reductions in flight, the oldest first.
         sent: bytes that the waits will free, minus the memory for casts of the results.
         received: bytes that become free once the results are cast.
-        casting: received bytes that are still alive while the results of this step's waits are
-            cast.
+        casting: received bytes still alive while the results of this step's waits are cast.
         in_flight: bytes of full gradients.
     """
 
@@ -181,7 +174,6 @@ class _Held:
         self._add(self._all[i].footprint, 1)
 
     def wait(self, i: int, step: int) -> int:
-        """Wait for a reduction before ``step``; return ``step``."""
         self.queue.remove(i)
         self._add(self._all[i].footprint, -1)
         if self._all[i].launch < step:

@@ -1,24 +1,12 @@
 """Host copies: of shards that live in host memory, and of offloaded activations.
 
-Buckets are first formed and placed as if all shards were on the device. Then host copies are added;
-the host link runs one copy at a time in each direction.
-
-- A gather of host shards gets a copy to the device. It is waited for where the gather is launched,
-  and launched as late as it can be to arrive in time.
-- A reduction to host shards gets a copy to the host. It is launched where the reduction is waited
-  for, and waited for when it is done; the host itself waits at the graph's end.
-- Activations are copied one by one: to the host after their last use in forward, back like shards.
+Buckets are first formed and placed as if all shards were on the device. Then host copies are added:
+to the device before a gather, to the host after a reduction; activations travel one by one, to the
+host after their last use in forward. The host link runs one copy at a time in each direction.
 
     to device      [shards of a][shards of b]
     communication               [gather a   ][gather b]              [reduce a]
     to host                                                                    [shards of a]
-
-Some activations must be offloaded because the graph does not fit otherwise. Offloading more can
-save time, because gathers can be launched earlier in the memory that becomes free. So
-``choose_offloaded`` tries a few amounts, and schedules both graphs for each.
-
-    budget   ├──────────── least memory ──────────┤     all gathers exposed
-             ├─────── least memory ───┤ prefetch ─┤     gathers hidden, if the copies are hidden
 """
 
 from __future__ import annotations
@@ -50,13 +38,11 @@ from .simulate import Lane, TransferCostModel, bucket_cost, clock
 
 
 def without_host_copies(problem: Problem) -> Problem:
-    """Return the problem without host copies, as if they took no time.
-
-    An activation leaves the device as soon as it is ready, and is back when it is due.
-    """
+    """Return the problem without host copies, as if they took no time."""
     if not any(t.kind in HOST_COPIES for t in problem.transfers):
         return problem
     other = LiveBytes(fixed_by_point(problem))
+    # An activation leaves the device as soon as it is ready, and is back when it is due.
     for t in problem.transfers:
         if t.kind == TransferKind.COPY_TO_DEVICE:
             other.add(Span(launches(t.due), launches(t.last + 1), t.num_bytes))
@@ -76,8 +62,7 @@ def add_host_copies(
     """Return ``buckets`` and the host copies of shards and activations, in launch order.
 
     Args:
-        buckets: buckets of ``without_host_copies(problem)``, whose transfers come first in
-            ``problem``.
+        buckets: those of ``without_host_copies(problem)``: its transfers come first in ``problem``.
         cost_model: predicts when copies are done; None: each is waited for at its launch.
     """
     to_device = _copies_to_device(problem, buckets)
@@ -126,8 +111,8 @@ def _is_on_host(problem: Problem, bucket: Bucket) -> bool:
 
 
 def _copy_of_shards(problem: Problem, bucket: Bucket, kind: TransferKind, step: int) -> Bucket:
-    """Return the host copy of the shards of a collective, in the same buffers."""
     num_bytes = sum(problem.transfers[i].shard_bytes for i in bucket.transfers)
+    # In the same buffers as the collective, which ``next_in_chain`` relies on.
     return Bucket(kind, bucket.buffers, num_bytes, group="", world=1, launch=step, wait=step)
 
 
@@ -138,10 +123,7 @@ def _launch_early(
     memory: FreeMemory,
     step_us: Sequence[float],
 ) -> list[Bucket]:
-    """Launch copies early enough to be done when they are waited for, if memory allows.
-
-    Predicted durations are multiplied by ``HOST_COPY_MARGIN``.
-    """
+    """Launch copies early enough to be done when they are waited for, if memory allows."""
     # In reversed time, from the last copy to the first: a copy begins at its wait, once the copies
     # after it have left the lane, and ends at its launch.
     lane = Lane(-math.inf)
@@ -162,10 +144,8 @@ def _wait_late(
     memory: FreeMemory,
     step_us: Sequence[float],
 ) -> list[Bucket]:
-    """Wait for copies when they are done, or earlier if memory runs out.
-
-    Predicted durations are multiplied by ``HOST_COPY_MARGIN``.
-    """
+    """Wait for copies when they are done, or earlier if memory runs out."""
+    # The host itself waits at the graph's end.
     lane = Lane()
     placed = []
     for copy in sorted(copies, key=lambda copy: copy.launch):
@@ -178,34 +158,24 @@ def _wait_late(
     return placed
 
 
+# Factor on the predicted duration of host copies. Judgement call: next to compute, or on a shared
+# link, a transfer may well take twice as long as alone. A larger margin holds buffers for longer;
+# with a smaller one compute waits for late transfers.
 HOST_COPY_MARGIN = 2.0
-"""Factor on the predicted duration of host copies.
-
-Judgement call: next to compute, or on a shared link, a transfer may well take twice as long as
-alone. A larger margin holds buffers for longer; with a smaller one compute waits for late
-transfers.
-"""
+# Fractions of the budget that a graph's least memory may take; all are tried. The rest is for
+# launching gathers earlier. Judgement call: each fraction costs a search of both graphs (without
+# local search), and times differ little between neighbours. Fewer would miss a good one.
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Fractions of the budget that a graph's least memory may take; all are tried.
-
-The rest of the budget is for launching gathers earlier. Judgement call: each fraction costs a
-search of both graphs (without local search), and times differ little between neighbours. Fewer
-fractions would miss a good one; more take longer to plan.
-"""
+# Fraction of the predicted time that offloading more than necessary has to save. Judgement call:
+# predictions are no more accurate than that. With a larger value gathers stay exposed that could be
+# hidden; at 0, copies load the host link for a gain that may not be real.
 MIN_GAIN = 0.02
-"""Fraction of the predicted time that offloading more than necessary has to save.
-
-Judgement call: predictions are no more accurate than that. With a larger value fewer activations
-are offloaded, and gathers stay exposed that could be hidden; at 0, copies load the host link for a
-gain that may not be real.
-"""
 
 
 class SavedActivation(NamedTuple):
     """An activation that forward saves for backward.
 
     Attributes:
-        num_bytes: size of the activation.
         last: last step of the forward graph that uses it.
         first: first step of the backward graph that uses it.
         until: last step of the backward graph that uses it.
@@ -224,14 +194,17 @@ def choose_offloaded(
     limits: ScheduleLimits,
     cost_model: TransferCostModel,
 ) -> list[int]:
-    """Return the positions in ``saved`` of the activations to offload.
+    """Return the positions in ``saved`` of the activations to offload; none without a peak limit.
 
-    They are enough to keep each graph within ``limits.peak``, as far as that is possible. More are
-    offloaded if gathers can then be launched earlier and that saves time (see ``MIN_GAIN``).
-    Without ``limits.peak`` nothing is offloaded.
+    Some must be offloaded for a graph to fit ``limits.peak``. Offloading more can save time,
+    because gathers can be launched earlier in the memory that becomes free:
+
+        budget   ├──────────── least memory ──────────┤     all gathers exposed
+                 ├─────── least memory ───┤ prefetch ─┤     hidden, if the copies are hidden
     """
     if limits.peak is None:
         return []
+    # Try a few amounts, and schedule both graphs for each.
     budgets = [int(limits.peak * share) for share in SHARES]
     amounts = (tuple(_offload_enough(forward, backward, saved, budget)) for budget in budgets)
     choices = list(dict.fromkeys(amounts))
@@ -242,15 +215,14 @@ def choose_offloaded(
         if max(peaks) <= limits.peak:
             times_us[chosen] = sum(_predicted_us(p, limits, cost_model) for p in problems)
     if not times_us:
-        # There is only one choice, or none fits. In the latter case scheduling reports what is
-        # missing.
+        # There is only one choice, or none fits, and scheduling will report what is missing.
         return list(choices[0])
     within_us = min(times_us.values()) * (1 + MIN_GAIN)
     return list(next(chosen for chosen, us in times_us.items() if us <= within_us))
 
 
 class _Absence(NamedTuple):
-    """The points in time, in both graphs, at which an activation may be off the device."""
+    """Points in time, in both graphs, at which an activation may be off the device."""
 
     forward: Span
     backward: Span
@@ -266,13 +238,10 @@ def _absence(activation: SavedActivation, forward_steps: int) -> _Absence:
 def _offload_enough(
     forward: Problem, backward: Problem, saved: Sequence[SavedActivation], budget: int
 ) -> list[int]:
-    """Return the activations to offload for each graph's least memory to fit ``budget``.
-
-    Activations that backward needs last are chosen first: their copies have the most time to hide
-    in.
-    """
+    """Return the activations to offload for each graph's least memory to fit ``budget``."""
     in_forward, in_backward = map(LiveBytes, map(least_by_point, (forward, backward)))
     chosen = []
+    # Those that backward needs last come first: their copies have the most time to hide in.
     for i in sorted(range(len(saved)), key=lambda i: (-saved[i].first, saved[i].last)):
         absence = _absence(saved[i], forward.num_steps)
         if in_forward.exceeds(budget, absence.forward) or in_backward.exceeds(
@@ -306,7 +275,6 @@ def _host_copy(kind: TransferKind, num_bytes: int, ready: int, due: int, last: i
 def _with_transfers(
     problem: Problem, transfers: Sequence[Transfer], replaced: Sequence[Span]
 ) -> Problem:
-    """Return ``problem`` with ``transfers`` in place of the bytes in ``replaced``."""
     other = LiveBytes(fixed_by_point(problem))
     for span in replaced:
         other.remove(span)

@@ -14,7 +14,7 @@ from .plan import Bucket, Plan, PlanParam, Problem, Transfer
 
 
 class _LaunchRange(NamedTuple):
-    """The steps at which a bucket can be launched without changing the order of launches."""
+    """Steps at which a bucket can be launched without changing the order of launches."""
 
     earliest: int
     latest: int
@@ -26,9 +26,7 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
     A bucket keeps its steps as far as its transfers are ready and not yet due there in ``problem``.
 
     Args:
-        problem: this rank's graph.
-        params: parameters of ``problem``.
-        plan: the first rank's plan for the same transfers, possibly in another order and with other
+        plan: first rank's plan for the same transfers, possibly in another order and with other
             steps; its parameters are identified by this rank's graph inputs.
 
     Raises:
@@ -53,11 +51,7 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
 
 
 def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> list[Bucket]:
-    """Return the collectives of ``plan`` as buckets of the transfers in ``problem``.
-
-    Raises:
-        BackendError: ``problem`` has other transfers.
-    """
+    """Return the collectives of ``plan`` as buckets of the transfers in ``problem``."""
     collectives = without_host_copies(plan.problem).transfers
     ours = _positions(problem.transfers)
     theirs = _positions(_numbered(collectives, plan.params, params))
@@ -89,9 +83,9 @@ def _numbered(
 
 
 def _positions(transfers: Sequence[Transfer]) -> dict[Transfer, list[int]]:
-    """Return the positions of each transfer; transfers that differ only in steps share a key."""
     positions: dict[Transfer, list[int]] = {}
     for i, transfer in enumerate(transfers):
+        # Transfers that differ only in steps share a key, and are taken in order.
         positions.setdefault(_without_steps(transfer), []).append(i)
     return positions
 
@@ -99,8 +93,8 @@ def _positions(transfers: Sequence[Transfer]) -> dict[Transfer, list[int]]:
 def _launch_ranges(
     bucket_transfers: Sequence[Sequence[Transfer]], due: Sequence[int]
 ) -> list[_LaunchRange]:
-    """Return the steps at which each bucket can be launched; buckets are in launch order."""
     ready = [max(t.ready for t in transfers) for transfers in bucket_transfers]
+    # Buckets are in launch order: none may be launched before an earlier one, or after a later one.
     earliest = accumulate(ready, max)
     latest = list(accumulate(reversed(due), min))[::-1]
     return [_LaunchRange(*bounds) for bounds in zip(earliest, latest)]
@@ -119,10 +113,7 @@ def _waited_before_replicas(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket
 
 
 def _without_steps(transfer: Transfer) -> Transfer:
-    """Return ``transfer`` with constants for the fields that may differ between ranks.
-
-    These are steps, strides and the bytes of gradients.
-    """
+    """Return ``transfer`` with constants for the fields that may differ between ranks."""
     return dataclasses.replace(
         transfer, ready=0, due=0, last=0, stride=1, replica_stride=1, grad_bytes=0
     )

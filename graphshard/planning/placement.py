@@ -2,7 +2,7 @@
 
 Placement is greedy list scheduling. A gather is waited for at its first use and launched as early
 as the in-flight and memory limits allow. A reduction is launched once its last gradient exists and
-waited for as late as memory allows (``late_waits``). Predicted times do not affect placement: they
+waited for as late as memory allows (``place_waits``). Predicted times do not affect placement: they
 only rank candidate schedules, at several link speeds.
 """
 
@@ -31,35 +31,22 @@ from .memory_budget import FreeMemory, ScheduleLimits, Sent, place_waits
 from .plan import Bucket, Problem, in_launch_order
 from .simulate import AS_PREDICTED, Scenario, TransferCostModel, start_times_us, sweep
 
+# Price of memory in time, for schedules without a memory budget: one whose peak is a fraction ``x``
+# above the modest peak (see ``Placer``) is scored as if it took ``1 + MEMORY_PRICE * x**2`` times
+# as long. So 10 % more memory must save 1 % of the time, and 20 % more must save 4 %. Measured with
+# ``benchmarks/robustness.py``: at 0.5, 405B on 1,024 GPUs with slow links takes 5 % more memory
+# than with FSDP2's rule, and 1 % less time than at 1.0.
 MEMORY_PRICE = 1.0
-"""Price of memory in time, for schedules without a memory budget.
-
-A schedule whose peak is a fraction ``x`` above the modest peak (see ``Placer``) is scored as if it
-took ``1 + MEMORY_PRICE * x**2`` times as long. So 10 % more memory must save 1 % of the time, and
-20 % more must save 4 %. With a budget, memory up to the budget is free.
-
-Measured with ``benchmarks/robustness.py``: at 0.5, 405B on 1,024 GPUs with slow links takes 5 %
-more memory than with FSDP2's rule, and 1 % less time than at 1.0.
-"""
+# Number of modest buckets that the modest peak has room for (see ``Placer``). Measured: at 1, if
+# links are slower than planned, 70B on 1,024 GPUs takes up to 5 % longer than with FSDP2's rule.
 MODEST_BUCKETS = 1.5
-"""Number of modest buckets that the modest peak has room for (see ``Placer``).
 
-Measured: at 1, if links are slower than planned, 70B on 1,024 GPUs takes up to 5 % longer than with
-FSDP2's rule.
-"""
-
+# Transfer speeds for scoring: as predicted, low bandwidth, and high latency.
 SCENARIOS = (AS_PREDICTED, Scenario(2.0, 2.5), Scenario(5.0, 1.5))
-"""Transfer speeds for scoring: as predicted, low bandwidth, and high latency."""
 
 
 class BucketSizes(NamedTuple):
-    """Sizes that determine a candidate schedule, in bytes.
-
-    Attributes:
-        gather: maximum size of a bucket of gathers.
-        reduction: maximum size of a bucket of reductions.
-        in_flight: maximum bytes of gathers between launch and wait.
-    """
+    """Maximum bytes of a bucket of gathers, of a bucket of reductions, of all gathers in flight."""
 
     gather: int
     reduction: int
@@ -85,7 +72,6 @@ class Score(NamedTuple):
         over_budget_bytes: peak memory above ``ScheduleLimits.peak``; 0 without a budget.
         price_us: mean predicted time in ``SCENARIOS``, plus the slowdown of compute by concurrent
             collectives, plus the penalty for memory.
-        peak_bytes: peak memory.
     """
 
     over_budget_bytes: int
@@ -94,15 +80,12 @@ class Score(NamedTuple):
 
 
 class CandidateSchedule(NamedTuple):
-    """A candidate schedule.
-
-    Launches and waits are given as steps, in the order of ``splits``.
+    """A candidate schedule: launches and waits as steps, in the order of ``splits``.
 
     Attributes:
         sizes: sizes that the search started from. Local search changes the splits, but keeps
             ``in_flight``.
-        average_waits: waits of ``splits.averages``; each is launched where its reduction is waited
-            for.
+        average_waits: waits of ``splits.averages``, launched where their reductions are waited for.
     """
 
     score: Score
@@ -137,10 +120,6 @@ class Placer:
 
     With b buckets and s steps, one candidate schedule takes O(b log b + s). With a memory limit,
     each gather adds the number of points in time at which it is in flight.
-
-    Args:
-        modest_bytes: size of a modest bucket. The modest peak is the smallest peak of any schedule
-            plus ``MODEST_BUCKETS`` of these; memory up to it costs nothing.
     """
 
     def __init__(
@@ -153,6 +132,8 @@ class Placer:
         self._num_steps, self._copies_sent = problem.num_steps, problem.copies_sent
         self._cost_model, self._limits = cost_model, limits
         self._start_us = start_times_us(problem)
+        # The modest peak is the smallest peak of any schedule plus ``MODEST_BUCKETS`` modest
+        # buckets; memory up to it costs nothing.
         self._room = int(MODEST_BUCKETS * modest_bytes)
         self._modest_peak = max(1, smallest_peak(problem) + self._room)
         # What every schedule allocates and frees is counted once, here. A candidate schedule then
@@ -162,12 +143,7 @@ class Placer:
         count_transfers(self._changes, problem.transfers)
 
     def place(self, splits: Splits, sizes: BucketSizes, room: float = 1.0) -> CandidateSchedule:
-        """Place and score ``splits``.
-
-        Args:
-            room: fraction of the memory between the smallest and the modest peak that waits may
-                use.
-        """
+        """Place and score ``splits``; waits may use part ``room`` of what the modest peak adds."""
         launches = self._place_gathers(splits.gathers, sizes.in_flight, self._free_memory(splits))
         max_alive = self._modest_peak - int((1 - room) * self._room)
         waits, average_waits = self._place_reductions(splits, launches, max_alive)
@@ -223,13 +199,11 @@ class Placer:
         return place_waits(sent, alive, peak, in_flight, limit)
 
     def _due(self, reductions: Sequence[CandidateBucket], k: int) -> int:
-        """Return the step before which reduction ``k`` has to be waited for.
-
-        A follow-up on its shards (an all-reduce over replicas, a copy to the host) starts only at
-        this wait, so the wait should not come after the launch of the next reduction.
-        """
+        """Return the step before which reduction ``k`` has to be waited for."""
         candidate = reductions[k]
         due = candidate.bucket.wait
+        # A follow-up on its shards (an all-reduce over replicas, a copy to the host) starts only at
+        # this wait, which should not come after the launch of the next reduction.
         if candidate.continues and k + 1 < len(reductions):
             due = min(due, max(candidate.bucket.launch, reductions[k + 1].bucket.launch))
         return due
@@ -237,17 +211,13 @@ class Placer:
     def _place_gathers(
         self, gathers: Split, in_flight: int, memory: FreeMemory | None
     ) -> list[int]:
-        """Launch each gather as early as in-flight and memory limits allow; return the launches.
-
-        Args:
-            gathers: gathers in wait order, each waited for at its first use.
-        """
+        """Launch each gather as early as in-flight and memory limits allow; return the launches."""
         bytes_before = _bytes_before(gathers)
         launch = 0
         launches = []
         for k, candidate in enumerate(gathers):
             bucket = candidate.bucket
-            # Number of gathers that have to be waited for before this one may be launched.
+            # In wait order: the number of gathers to wait for before this one may be launched.
             done = min(bisect_left(bytes_before, bytes_before[k + 1] - in_flight), k)
             launch = max(launch, bucket.launch, gathers[done - 1].bucket.wait if done else 0)
             if memory is not None:
@@ -269,7 +239,7 @@ class Placer:
         waits = [*(c.bucket.wait for c in gathers), *reduction_waits]
         if self._limits.peak is None:
             over_budget, excess = 0, max(0.0, peak / self._modest_peak - 1)
-        else:
+        else:  # memory up to the budget is free
             over_budget, excess = max(0, peak - self._limits.peak), 0.0
         costs = [candidate.cost for candidates in splits for candidate in candidates]
         costs += [average.cost for average in splits.averages]
@@ -301,11 +271,7 @@ class Placer:
         reduction_waits: Sequence[int],
         average_waits: Sequence[int] | None = None,
     ) -> list[int]:
-        """Return the bytes alive at each point in time, like ``live_bytes.alive_by_point``.
-
-        Args:
-            average_waits: waits of ``splits.averages``; None: each is waited for at its launch.
-        """
+        """Return the bytes alive at each point in time, like ``live_bytes.alive_by_point``."""
         changes = self._changes.copy()
         for candidate, launch in zip(splits.gathers, gather_launches):
             candidate.footprint.launch(changes, launch)
@@ -314,6 +280,7 @@ class Placer:
             candidate.footprint.launch(changes, candidate.bucket.launch)
             candidate.footprint.wait(changes, wait)
         launches = _average_launches(splits.reductions, reduction_waits)
+        # None: each is waited for at its launch.
         waits = launches if average_waits is None else average_waits
         for average, launch, wait in zip(splits.averages, launches, waits):
             average.footprint.launch(changes, launch)
@@ -323,11 +290,8 @@ class Placer:
     def _in_flight(
         self, candidates: Split, launches: Sequence[int], waits: Sequence[int]
     ) -> list[int]:
-        """Return the bytes in flight in each step.
-
-        A bucket that is waited for at its launch counts in the next step; at the graph's end, in
-        the last one.
-        """
+        # A bucket that is waited for at its launch counts in the next step; at the graph's end, in
+        # the last one.
         begins = [min(launch, self._num_steps - 1) for launch in launches]
         spans = (
             Span(begin, max(wait, begin + 1), candidate.bucket.num_bytes)
@@ -360,11 +324,8 @@ def _average_launches(
 
 
 def _successors(splits: Splits, order: Sequence[int]) -> dict[int, int]:
-    """Map each reduction to its all-reduce over replicas; both are indices into ``order``.
-
-    Args:
-        order: launch order, as positions in the list of all gathers, reductions and averages.
-    """
+    """Map each reduction to its all-reduce over replicas; both are indices into ``order``."""
+    # ``order`` has positions in the list of all gathers, reductions and averages.
     num_gathers = len(splits.gathers)
     averaged = [i for i, c in enumerate(splits.reductions, num_gathers) if c.replica_average]
     if not averaged:

@@ -22,13 +22,13 @@ from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
 _Record = TypeVar("_Record")
 VERSION = 8  # of the JSON format
+# JSON keys that differ from the names of the fields, which have been renamed since.
 _JSON_KEYS = {
     "buffers": "parcels",
     "fixed_bytes": "other_bytes",
     "fixed_border_bytes": "between_bytes",
     "num_compiled_regions": "num_forms",
 }
-"""JSON keys that differ from the names of the fields, which were renamed since."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,6 @@ class Problem:
     """A graph to schedule.
 
     Attributes:
-        graph: kind of the graph.
         steps: name of the first node of each step.
         compute_us: predicted time of each step.
         fixed_bytes: peak schedule-independent bytes in each step: activations, inputs (shards
@@ -183,9 +182,6 @@ def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | No
     """Return the all-reduce over replicas that follows a reduce-scatter; None without replicas.
 
     It is launched where ``bucket`` is waited for, and reduces the output buffers of ``bucket``.
-
-    Args:
-        transfers: transfers of the problem.
     """
     reduced = [transfers[i] for i in bucket.transfers]
     first = reduced[0]
@@ -203,11 +199,7 @@ def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | No
 
 
 class BucketEvent(NamedTuple):
-    """The launch of a bucket, or the wait for it.
-
-    Attributes:
-        bucket: position in ``Plan.buckets``.
-    """
+    """The launch of a bucket, or the wait for it, by its position in ``Plan.buckets``."""
 
     bucket: int
     is_wait: bool
@@ -233,6 +225,7 @@ def events_by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[list[Bucke
     return events
 
 
+# Order of the kinds in a chain of buckets with the same buffers.
 _CHAIN = (
     TransferKind.COPY_TO_DEVICE,
     TransferKind.ALL_GATHER,
@@ -242,7 +235,6 @@ _CHAIN = (
     TransferKind.ALL_REDUCE_SHARDS,
     TransferKind.COPY_TO_HOST,
 )
-"""Order of the kinds in a chain of buckets with the same buffers."""
 
 
 def next_in_chain(buckets: Sequence[Bucket]) -> dict[int, int]:
@@ -270,11 +262,11 @@ class Regions:
     """Counts of regions: repeated parts of a graph that are compiled once.
 
     Attributes:
-        num_compiled_regions: number of distinct subgraphs, each compiled once.
-        num_calls: number of calls of these subgraphs.
-        num_nodes: number of graph nodes that the calls replace.
-        num_compiled: total number of nodes in the distinct subgraphs.
-        num_lost_fusions: number of extra kernels, because nothing fuses across a region's border.
+        num_compiled_regions: distinct subgraphs, each compiled once.
+        num_calls: calls of these subgraphs.
+        num_nodes: graph nodes that the calls replace.
+        num_compiled: nodes in the distinct subgraphs.
+        num_lost_fusions: extra kernels, because nothing fuses across a region's border.
     """
 
     num_compiled_regions: int = 0
@@ -320,15 +312,12 @@ class Plan:
         return [self.params[i] for i in positions if i is not None]
 
     def wire_dtypes(self, bucket: Bucket) -> tuple[str, ...]:
-        """Return the distinct wire dtypes in ``bucket``, such as "bfloat16".
-
-        Transfers of one gather may have different wire dtypes. A buffer with mixed dtypes, or with
-        a dtype that a backend may refuse (fp8), is sent as bytes. Host copies of shards use the
-        shards' own dtype.
-        """
+        """Return the distinct wire dtypes in ``bucket``, such as "bfloat16"."""
+        # Transfers of one gather may differ. A buffer with mixed dtypes, or with a dtype that a
+        # backend may refuse (fp8), is sent as bytes.
         transfers = (self.problem.transfers[i] for i in bucket.transfers)
         dtypes = (
-            self.params[t.param].dtype
+            self.params[t.param].dtype  # host copies of shards keep the shards' own dtype
             if bucket.kind in HOST_COPIES and t.param is not None
             else t.dtype
             for t in transfers

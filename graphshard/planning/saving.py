@@ -17,11 +17,9 @@ from itertools import product
 
 from ..errors import BackendError
 
+# Fractions of the activations to save, in the order tried; each costs a partition of the graph.
+# Judgement call: with fewer, the strategy that fits may recompute much more than necessary.
 PARTS = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Fractions of the activations to save, in the order tried; each costs a partition of the graph.
-
-Judgement call: with fewer, the strategy that fits may recompute much more than necessary.
-"""
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,8 @@ class Saving:
 
     Attributes:
         activations: fraction of the activations to save, from 0 to 1; None: torch's config decides.
-        all_params: whether to keep every parameter unsharded that both graphs gather; False: only
-            those that ``keep_unsharded`` chooses.
-        offloads: whether activations may be offloaded to the host (on a GPU).
+        all_params: whether all parameters that both graphs gather stay unsharded; False: only those
+            that ``keep_unsharded`` chooses.
     """
 
     activations: float | None
@@ -63,7 +60,6 @@ class SavingChoice:
     Attributes:
         budget_gb: maximum peak of a graph on one rank.
         tried: strategies in the order tried; empty if nothing is differentiated.
-        inputs: input sizes on that rank.
         notes: what was not tried, and why.
         error: why nothing could be planned; "" if there was no error.
     """
@@ -97,11 +93,7 @@ class SavingChoice:
 
 
 class NothingFitsError(BackendError):
-    """Raised when no strategy fits the memory budget.
-
-    Args:
-        table: table of all strategies that were tried.
-    """
+    """Raised when no strategy fits the memory budget; shows a table of those that were tried."""
 
     def __init__(self, choice: SavingChoice, table: str) -> None:
         least = min(t.peak_bytes for t in choice.tried) / 1e9
@@ -122,12 +114,9 @@ def savings(activations: Sequence[float | None], *, may_offload: bool) -> list[S
 
 
 def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving]) -> bool:
-    """Return whether recomputing more than in ``planned`` can be skipped.
-
-    It can once ``planned`` is slower than an earlier strategy, which recomputes less. Earlier
-    strategies with offloading do not count: with offloading, recomputing more may still be faster,
-    because fewer activations wait for their copies.
-    """
+    """Return whether to stop recomputing more: ``planned`` is slower than recomputing less."""
+    # Strategies with offloading do not count: there, recomputing more may still be faster, because
+    # fewer activations wait for their copies.
     alone = [t.step_us for t in earlier if t.step_us is not None and not t.saving.offloads]
     quickest = min(alone, default=None)
     times = [t.step_us for t in planned if t.step_us is not None]
@@ -135,10 +124,8 @@ def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving])
 
 
 def without_repeats(tried: Sequence[TriedSaving]) -> tuple[TriedSaving, ...]:
-    """Return ``tried`` without strategies that have the same result as an earlier one.
-
-    Allowing more changes nothing if more is impossible or not worth it.
-    """
+    """Return ``tried`` without strategies that have the same result as an earlier one."""
+    # Allowing more changes nothing if more is impossible or not worth it.
     first: dict[object, TriedSaving] = {}
     for t in tried:
         first.setdefault((t.saving.activations, t.step_us, t.peak_bytes, t.refused), t)

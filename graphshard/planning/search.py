@@ -1,18 +1,9 @@
 """Find the schedule of a graph: which transfers share buckets, and when each bucket travels.
 
-A schedule consists of two splits (which gathers share a bucket, which reductions do) and a
-placement, which follows from the splits and a limit on bytes in flight (``placement``). The search
-has two parts:
-
-- coordinate descent over ``BucketSizes``: three sizes on a geometric scale, which give the splits;
-- a local search that re-splits neighbouring buckets while that helps. It starts with what nothing
-  can hide: the first gathers and the last reductions.
-
-Descent tries 42 candidate schedules in each of a few rounds. With n transfers, the local search
-tries O(log n) at each of its b buckets, but at most ``LOCAL_SEARCH_BUDGET / n`` in total. Separate
-sizes for the first gather and the last reduction gained nothing after the local search.
-
-``schedule_without_overlap`` builds the schedule that needs no prediction.
+Two splits (which gathers share a bucket, which reductions do) and a limit on bytes in flight
+determine a schedule (``placement``). Coordinate descent over three sizes finds the first splits; a
+local search then re-splits neighbouring buckets while that helps, starting with what nothing can
+hide: the first gathers and the last reductions.
 """
 
 from __future__ import annotations
@@ -28,38 +19,26 @@ from .placement import BucketSizes, CandidateSchedule, Placer, Score, Splits
 from .plan import Bucket, Problem, Transfer, bucket_of, in_launch_order, replica_bucket
 from .simulate import TransferCostModel
 
+# Number of sizes on the scale: all bytes, repeatedly halved, and 0 (one transfer per bucket). The
+# smallest nonzero size is 1/4096 of all bytes, less than a matrix of any model. More sizes would
+# have the same effect as 0; fewer would leave out buckets of a few small matrices.
 NUM_SIZES = 14
-"""Number of sizes on the scale: all bytes, repeatedly halved, and 0 (one transfer per bucket).
-
-The smallest nonzero size is 1/4096 of all bytes, less than a matrix of any model. More sizes would
-have the same effect as 0; fewer would leave out buckets of a few small matrices.
-"""
+# Maximum size of a bucket without a budget, in modest buckets (see ``_modest_bytes``). Measured
+# with ``benchmarks/robustness.py``: at 2, if links are slower than planned, a model of four layers
+# takes up to 11 % longer than with FSDP2's rule; at more, buffers take more memory.
 CAP_BUCKETS = 3
-"""Maximum size of a bucket without a budget, in modest buckets (see ``_modest_bytes``).
-
-Measured with ``benchmarks/robustness.py``: at 2, if links are slower than planned, a model of four
-layers takes up to 11 % longer than with FSDP2's rule; at more, buffers take more memory.
-"""
+# Budget of the local search: number of candidate schedules times number of transfers. Measured in
+# all scenarios of ``benchmarks/robustness.py`` for Llama-3 8B and 70B: a ten times larger budget
+# gains less than 0.3 %; without local search, schedules are up to 2.6 % slower.
 LOCAL_SEARCH_BUDGET = 300_000
-"""Budget of the local search: number of candidate schedules times number of transfers.
-
-Measured in all scenarios of ``benchmarks/robustness.py`` for Llama-3 8B and 70B: a ten times larger
-budget gains less than 0.3 %; without local search, schedules are up to 2.6 % slower.
-"""
-
-
+# Fractions of a modest peak's room that are tried for waits, which may take all of it.
 WAIT_ROOMS = (0.0, 0.25, 0.5, 0.75)
-"""Fractions of a modest peak's room that are tried for waits, which may take all of it."""
+# Largest part of the time that is given for earlier waits, which free memory.
 MAX_LOSS = 0.0005
-"""Largest part of the time that is given for earlier waits, which free memory."""
 
 
 class BudgetError(BackendError):
-    """Raised when no schedule fits ``ScheduleLimits.peak``.
-
-    Attributes:
-        needed: smallest peak of any schedule, in bytes.
-    """
+    """Raised when no schedule fits ``ScheduleLimits.peak``."""
 
     def __init__(self, graph: str, budget: int, needed: int) -> None:
         super().__init__(
@@ -67,7 +46,7 @@ class BudgetError(BackendError):
             "even if each parameter is gathered alone at its first use; raise the budget to that, "
             "or lower schedule.activation_memory_budget to recompute more"
         )
-        self.needed = needed
+        self.needed = needed  # smallest peak of any schedule, in bytes
 
 
 def find_schedule(
@@ -103,17 +82,16 @@ class _Search:
         self._placer = Placer(problem, cost_model, limits, modest)
 
     def descend(self) -> CandidateSchedule:
-        """Return the best candidate schedule of a coordinate descent over ``BucketSizes``.
-
-        It starts from the best schedule with three equal sizes. Size 0 is among them: one transfer
-        per bucket, one bucket at a time, which needs the least memory. So a feasible budget is
-        always met.
-        """
+        """Return the best candidate schedule of a coordinate descent over ``BucketSizes``."""
         scale = self._scale()
+        # Size 0 is among the sizes: one transfer per bucket, one bucket at a time, which needs the
+        # least memory. So a feasible budget is always met.
         best = min((self._place(BucketSizes(size, size, size)) for size in scale), key=_score)
         improves = True
         while improves:
             improves = False
+            # 42 candidates per round. Separate sizes for the first gather and the last reduction
+            # gained nothing after the local search.
             for field in BucketSizes._fields:
                 sizes = [best.sizes._replace(**{field: size}) for size in scale]
                 schedule = min(map(self._place, sizes), key=_score)
@@ -133,14 +111,12 @@ class _Search:
         return self._placer.place(splits, sizes)
 
     def refine(self, best: CandidateSchedule) -> CandidateSchedule:
-        """Return ``best``, improved by local search.
-
-        At one index of both queues, it re-splits the candidates until no variant is better, then
-        moves to the next index.
-        """
+        """Return ``best``, improved by local search."""
+        # With n transfers, O(log n) candidate schedules at each bucket, up to this number.
         tries = LOCAL_SEARCH_BUDGET // max(1, len(self._transfers))
         index = 0
         while tries > 0 and index < max(map(len, best.splits)):
+            # Re-split the candidates at ``index`` of both queues until no variant is better.
             before = best
             for splits in list(self._variants(best.splits, index)):
                 schedule = self._placer.place(splits, best.sizes)
@@ -158,7 +134,6 @@ class _Search:
         return best
 
     def _variants(self, splits: Splits, index: int) -> Iterator[Splits]:
-        """Yield variants of ``splits`` with the candidate at ``index`` of either queue re-split."""
         if index < len(splits.gathers):
             for split in self._gathers.variants(splits.gathers, index):
                 yield splits._replace(gathers=split)
@@ -178,12 +153,9 @@ def _reductions_by_ready(problem: Problem) -> list[int]:
 
 
 def _modest_bytes(problem: Problem, cost_model: TransferCostModel) -> float:
-    """Return the bucket size beyond which larger buckets save little time.
-
-    At this size, the fixed cost of a bucket (latency, and what compute loses to any collective) is
-    half of its time: merging two such buckets saves a quarter of their time. It is never less than
-    the largest transfer, whose rate is used for all.
-    """
+    """Return the bucket size beyond which larger buckets save little time."""
+    # At this size, the fixed cost of a bucket (latency, and what compute loses to any collective)
+    # is half of its time: merging two such buckets saves a quarter of their time.
     if not problem.transfers:
         return 0
     total = sum(t.num_bytes for t in problem.transfers)
@@ -193,22 +165,19 @@ def _modest_bytes(problem: Problem, cost_model: TransferCostModel) -> float:
         for num_bytes in (1, total)
     )
     share = (latency_us + cost_model.slowdown_us(0.0)) / max(all_us - latency_us, 1e-9)
+    # Never less than the largest transfer, whose rate is used for all.
     return max(largest.num_bytes, min(1.0, share) * total)
 
 
+# Largest transfer that shares a bucket without overlap, and largest shared bucket. By the cost
+# model, 1 MiB on the wire takes about as long as the fixed cost of a collective: 5 us compared with
+# 11 us on 8 H100 with NVLink, 36 us compared with 103 us on 64 over a network.
 SMALL_BYTES, SMALL_CAP_BYTES = 1 << 20, 4 << 20
-"""Largest transfer that shares a bucket without overlap, and largest shared bucket.
-
-By the cost model, 1 MiB on the wire takes about as long as the fixed cost of a collective: 5 us
-compared with 11 us on 8 H100 with NVLink, 36 us compared with 103 us on 64 over a network.
-"""
 
 
 def schedule_without_overlap(problem: Problem) -> tuple[Bucket, ...]:
-    """Return buckets that are waited for at their launch; small transfers share buckets.
-
-    The result depends only on the transfers, not on predicted times.
-    """
+    """Return buckets that are waited for at their launch; small transfers share buckets."""
+    # The result depends only on the transfers, not on predicted times.
     members: list[list[int]] = []
     filling: dict[tuple[str, ...], list[int]] = {}  # by key: the bucket that is being filled
     for i, transfer in enumerate(problem.transfers):
@@ -228,7 +197,7 @@ def schedule_without_overlap(problem: Problem) -> tuple[Bucket, ...]:
 
 
 def _fits(transfers: Sequence[Transfer]) -> bool:
-    """Return whether small transfers fit into a bucket, and all are ready before one is due."""
+    """Return whether small transfers fit into a bucket, all ready before one is due."""
     in_time = max(t.ready for t in transfers) <= min(t.due for t in transfers)
     return in_time and sum(t.num_bytes for t in transfers) <= SMALL_CAP_BYTES
 

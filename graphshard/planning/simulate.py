@@ -2,8 +2,7 @@
 
 The compute lane runs the steps in order. Before each step it issues the launches of that step, then
 blocks on its waits. The communication lane runs one collective after the other in launch order,
-like NCCL on the stream of a group, or gloo in its queue. Host copies have a lane for each
-direction:
+like NCCL on the stream of a group. Host copies have a lane for each direction:
 
     compute        [step 0][step 1]......[step 2][step 3]
     communication  [gather a][gather b    ][reduce c]
@@ -33,16 +32,12 @@ STEP, COPY_IN, COLLECTIVE, COPY_OUT = "step", "copy-in", "collective", "copy-out
 
 
 class Lane:
-    """An in-order queue of work, such as the stream of a process group.
-
-    Attributes:
-        free_us: time at which all work added so far is done.
-    """
+    """An in-order queue of work, such as the stream of a process group."""
 
     __slots__ = ("free_us",)
 
     def __init__(self, free_us: float = 0.0) -> None:
-        self.free_us = free_us
+        self.free_us = free_us  # when all work added so far is done
 
     def start_us(self, ready_us: float) -> float:
         """Return when work that is ready at ``ready_us`` would start."""
@@ -80,7 +75,6 @@ class BucketCost(NamedTuple):
         copy_in_us: time on the compute lane before the launch.
         lane_us: time on its own lane.
         copy_out_us: time on the compute lane after the wait.
-        lane: its own lane, one of ``LANES``.
         latency_us: part of ``lane_us`` that does not depend on the number of bytes.
     """
 
@@ -114,7 +108,6 @@ class Noise(NamedTuple):
     """Random factors on predicted times, one for each step and each bucket.
 
     Attributes:
-        seed: seed of the random numbers; equal seeds give equal factors.
         spread: standard deviation of a factor's logarithm; 0.2 is about 20 %.
     """
 
@@ -133,13 +126,11 @@ NO_NOISE = Noise()
 
 @dataclass(frozen=True)
 class Slot:
-    """One piece of work on a lane.
+    """One piece of work on a lane; times count from the start of the graph.
 
     Attributes:
         kind: step, copy-in, collective (also a host copy) or copy-out.
         index: position of the step or of the bucket.
-        start_us: start time, counted from the start of the graph.
-        lane: lane, one of ``LANES``.
     """
 
     kind: str
@@ -160,12 +151,10 @@ class Timeline:
     Attributes:
         slots: slots in issue order.
         exposed_us: for each bucket, how long the compute lane is blocked at its wait.
-        alive_bytes: peak bytes alive in each step; see ``live_bytes.alive_bytes``.
-        in_flight_bytes: bytes of the buckets between launch and wait, in each step.
+        alive_bytes: peak bytes alive in each step.
         critical_path: slots that determine the end; each starts when the one before it ends.
         total_us: time until all lanes are done.
-        slowdown_us: rough estimate of the time that hidden collectives take from compute; not part
-            of ``total_us``.
+        slowdown_us: estimated time that hidden collectives take from compute; not in ``total_us``.
     """
 
     slots: tuple[Slot, ...]
@@ -247,10 +236,9 @@ class _Run:
         return slot
 
     def critical_path(self) -> tuple[Slot, ...]:
-        """Return the slots that lead to the last one, each the blocker of the next."""
         path = []
         slot = max(self.slots, key=lambda slot: slot.end_us, default=None)
-        while slot is not None:
+        while slot is not None:  # back from the last slot, each time to what it waited for
             path.append(slot)
             blockers = self._blockers[slot.kind, slot.index]
             slot = max(blockers, key=lambda blocker: blocker.end_us, default=None)
@@ -263,7 +251,6 @@ class Clock:
 
     Attributes:
         step_us: start time of each step, then the time when the compute lane is done.
-        exposed_us, total_us: same as in ``Timeline``.
     """
 
     step_us: list[float]
@@ -304,10 +291,8 @@ def sweep(
 
     Args:
         start_us: result of ``start_times_us``.
-        launches: launch step of each bucket, ascending; ``waits`` and ``costs`` have the same
-            order.
-        successors: for the position of a bucket, the bucket that continues with its buffers; see
-            ``plan.next_in_chain``.
+        launches: launch step of each bucket, ascending, in the order of ``waits`` and ``costs``.
+        successors: bucket that continues with the buffers of another, from ``plan.next_in_chain``.
     """
     # Sorting these tuples gives the order of ``plan.events_by_step``: by step, launches before
     # waits, by position. The wait for a bucket with a successor comes right before the launch of
@@ -342,13 +327,7 @@ def sweep(
 
 
 def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel) -> BucketCost:
-    """Return the time of ``bucket`` and of the copies around it.
-
-    Copy-in packs the shards of a gather, or the full gradients of a reduction, into shared buffers;
-    tensors that are cast or padded are copied in any case. After a gather, copy-out copies full
-    parameters out of shared buffers. Reduced shards are slices of their buffer, and need no
-    copy-out.
-    """
+    """Return the time of ``bucket`` and of the copies around it."""
     lane_us = cost_model.collective_us(bucket.kind, bucket.num_bytes, bucket.world, bucket.stride)
     if bucket.kind in HOST_COPIES:
         return BucketCost(0.0, lane_us, 0.0, bucket.kind)
@@ -362,8 +341,11 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
     for buffer in bucket.buffers:
         transfers = [problem.transfers[i] for i in buffer]
         num_bytes = sum(t.num_bytes for t in transfers)
+        # Packs the shards of a gather, or full gradients; tensors that are cast or padded are
+        # copied in any case.
         if is_copied_in(transfers):
             copy_in_us += cost_model.copy_us(num_bytes // num_shards)
+        # Copies full parameters out of a shared buffer; reduced shards are slices of theirs.
         if gathers and len(buffer) > 1:
             copy_out_us += cost_model.copy_us(num_bytes)
     return BucketCost(copy_in_us, lane_us, copy_out_us, latency_us=latency_us)

@@ -31,7 +31,6 @@ class WeakStorage:
 
     Attributes:
         address: ID of the storage, unique while this object lives.
-        num_bytes: last known size of the storage.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -40,11 +39,8 @@ class WeakStorage:
         self._weak = StorageWeakRef(storage)
 
     def take_in_size(self) -> bool:
-        """Update ``num_bytes``, which ``resize_`` may have changed (FSDP2 frees memory this way).
-
-        Returns:
-            Whether it changed.
-        """
+        """Update ``num_bytes``; return whether it changed."""
+        # FSDP2 frees memory by ``resize_``.
         before = self.num_bytes
         storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
         if storage is not None:
@@ -74,11 +70,9 @@ def is_allocation(op: object) -> bool:
 
 
 def run_on_streams(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """Run an operator on streams and events for real; its fake implementation does nothing.
-
-    Operators that take tensors (``streams.record_stream``, ``streams.sync_dealloc``) have no effect
-    here either.
-    """
+    """Run an operator on streams and events for real; its fake implementation does nothing."""
+    # Those that take tensors (``streams.record_stream``, ``streams.sync_dealloc``) have no effect
+    # here either.
     assert isinstance(op, OpOverload)
     with unset_fake_temporarily():
         return op(*args, **kwargs)
@@ -118,14 +112,9 @@ def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]
 
 
 def _num_of_foreach(args: Sequence[object], *, casts: bool) -> int:
-    """Return 1 if a foreach operator takes its fast path, otherwise the number of tensors per list.
-
-    The fast path requires dense tensors, one dtype per list, and the same layout for tensors at the
-    same position.
-
-    Args:
-        casts: whether lists may differ in dtype.
-    """
+    """Return 1 for the fast path of a foreach operator, otherwise the length of its lists."""
+    # The fast path requires dense tensors, one dtype per list (``casts``: which may differ between
+    # lists), and the same layout for tensors at the same position.
     lists = [list(tensors_in(arg)) for arg in args if isinstance(arg, (list, tuple))]
     lists = [tensors for tensors in lists if tensors]
     dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]

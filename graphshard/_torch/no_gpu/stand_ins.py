@@ -90,8 +90,7 @@ def check_versions() -> None:
             )
 
 
-StreamListener = Callable[[str, int, int], None]
-"""Called with the operation asked of a stream, the event's ID and the stream's ID."""
+StreamListener = Callable[[str, int, int], None]  # operation, ID of the event, ID of the stream
 
 
 def listen(library: ctypes.CDLL, listener: StreamListener) -> object:
@@ -201,7 +200,7 @@ class _Event(torch.Event):
 
 
 def _in_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    """Return a context in which ``stream`` is current; one without effect for None."""
+    # None: a context without effect.
     return nullcontext() if stream is None else stream
 
 
@@ -305,14 +304,12 @@ def _stand_in_for_allocation(hooks: Hooks) -> None:
 
 
 def _stand_in_for_scaled_mm() -> None:
-    """Register ``_scaled_mm.out`` for fake tensors, by means of the variant without ``out``.
+    """Register ``_scaled_mm.out`` for fake tensors, by means of the variant without ``out``."""
 
-    That variant raises for layouts or sizes that cuBLASLt would refuse
-    (torch/_meta_registrations.py): for fp8, the first matrix must be row-major and the second
-    column-major ("TN"), and sizes and addresses must be multiples of 16 bytes (cuBLAS
-    documentation, ``cublasLtMatmul``).
-    """
-
+    # That variant raises for layouts or sizes that cuBLASLt would refuse
+    # (torch/_meta_registrations.py): for fp8, the first matrix must be row-major and the second
+    # column-major ("TN"), and sizes and addresses must be multiples of 16 bytes (cuBLAS
+    # documentation, ``cublasLtMatmul``).
     def scaled_mm(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         for matrix in (*args[:2], out):
             # The storage's address is a multiple of 512.
@@ -327,11 +324,9 @@ def _stand_in_for_scaled_mm() -> None:
 
 
 def _stand_in_for_cudnn() -> None:
-    """Choose the memory format of a convolution's result as cuDNN would.
-
-    The CPU build has no cuDNN, and would choose an implementation without channels-last support
-    (``cudnn_conv_suggest_memory_format`` in aten/src/ATen/native/ConvUtils.h).
-    """
+    """Choose the memory format of a convolution's result as cuDNN would."""
+    # The CPU build has no cuDNN, and would choose an implementation without channels-last support
+    # (``cudnn_conv_suggest_memory_format`` in aten/src/ATen/native/ConvUtils.h).
     on_cpu = torch._C._conv_determine_backend_memory_format
 
     def memory_format(
@@ -346,12 +341,10 @@ def _stand_in_for_cudnn() -> None:
 
 
 def _stand_in_for_running(hooks: Hooks) -> None:
-    """Report kernels, launches and graph calls to ``hooks``; run no kernels.
+    """Report kernels, launches and graph calls to ``hooks``; run no kernels."""
 
-    Triton kernels are kept as source code. Host kernels, for values on the host, would read memory
-    that fake tensors do not have.
-    """
-
+    # Triton kernels are kept as source code. Host kernels, for values on the host, would read
+    # memory that fake tensors do not have.
     class Kernel:
         def __init__(self, name: str, source: str) -> None:
             self._name, self._source = name, source

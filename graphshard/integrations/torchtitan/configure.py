@@ -32,9 +32,9 @@ from ...dynamo_backend import backend
 from ...params.grad_sync import set_gradient_divide_factor
 from ..common import shard_and_compile
 
+# With this ``spmd_backend`` torchtitan neither makes DTensors of a step's inputs nor checks their
+# types.
 _SPMD = "partial_dtensor"
-"""The ``spmd_backend`` with which torchtitan neither makes DTensors of a step's inputs nor checks
-their types."""
 
 
 def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
@@ -123,13 +123,11 @@ def parallelize(
 
 
 def _count_tokens_once(model: nn.Module) -> None:
-    """Make torchtitan use the token counts of experts as they are.
-
-    To balance experts, torchtitan compares their token counts with the mean. It first halves the
-    counts of a checkpointed block, rounding down, because eager recomputation counts every token a
-    second time. A compiled graph counts once, and halving odd counts would move the bias of some
-    experts the wrong way.
-    """
+    """Make torchtitan use the token counts of experts as they are."""
+    # To balance experts, torchtitan compares their token counts with the mean. It first halves the
+    # counts of a checkpointed block, rounding down, because eager recomputation counts every token
+    # a second time. A compiled graph counts once, and halving odd counts would move the bias of
+    # some experts the wrong way.
     for module in model.modules():
         if hasattr(module, "checkpoint_impl"):  # how torchtitan recognises checkpointed blocks
             module.checkpoint_impl = None  # type: ignore[assignment]
