@@ -30,11 +30,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` names and return its exit status.
-
-    Args:
-        argv: command-line arguments; None: those of this process.
-    """
+    """Run the command in ``argv`` (None: this process's arguments) and return its exit status."""
     args = arguments().parse_args(argv)
     try:
         return int(args.run(args))

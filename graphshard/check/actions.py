@@ -13,33 +13,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-HOST = "host"
-"""Stream of the host's own work."""
+HOST = "host"  # stream of the host's own work
 
 
 @dataclass(frozen=True)
 class Allocate:
-    """An allocation of a new block.
+    """An allocation of a new block."""
 
-    Attributes:
-        block: number of the allocation, never reused.
-        num_bytes: requested size.
-        stream: stream whose later allocations may reuse the memory; `HOST` for host memory.
-    """
-
-    block: int
-    num_bytes: int
-    stream: str
+    block: int  # number of the allocation, never reused
+    num_bytes: int  # as requested, not rounded
+    stream: str  # whose later allocations may reuse the memory; `HOST` for host memory
 
 
 @dataclass(frozen=True)
 class Free:
-    """The end of a block: its last reference is gone, or its size changes.
+    """The end of a block: its last reference is gone, or its size changes."""
 
-    The next allocation on the block's stream may reuse the memory.
-    """
-
-    block: int
+    block: int  # the next allocation on its stream may reuse the memory
 
 
 @dataclass(frozen=True)
@@ -48,8 +38,8 @@ class Work:
 
     Attributes:
         name: name of the kernel or operator.
-        reads: blocks that are read.
-        writes: blocks that are written.
+        reads: blocks that it reads.
+        writes: blocks that it writes.
         kernels: number of device kernels; 0 for a collective, a copy to or from the host, and the
             host's own work.
         blocks_host: whether the host blocks until the work is done.
@@ -95,15 +85,10 @@ Action: TypeAlias = Allocate | Free | Work | Record | WaitEvent | RecordStream
 
 @dataclass(frozen=True)
 class RecordedLaunch:
-    """A collective, or a group of host copies.
-
-    Attributes:
-        op: name of the operator.
-        group: name of the process group; "" for a host copy.
-    """
+    """A collective, or a group of host copies."""
 
     op: str
-    group: str
+    group: str  # name of the process group; "" for host copies
 
 
 @dataclass
@@ -111,7 +96,6 @@ class GraphCall:
     """One call of a graph.
 
     Attributes:
-        launches: launches in order.
         order: launches and waits in order: the index in ``launches`` for a launch, its complement
             (``~index``) for the first wait of the current stream.
         arguments: blocks of the arguments.
@@ -124,12 +108,10 @@ class GraphCall:
     actions: tuple[int, int] = (0, 0)
 
     def launch(self, launch: RecordedLaunch) -> int:
-        """Append a launch and return its index."""
         self.launches.append(launch)
         self.order.append(len(self.launches) - 1)
         return self.order[-1]
 
     def wait(self, number: int) -> None:
-        """Append a wait unless the launch was waited for already."""
-        if ~number not in self.order:
+        if ~number not in self.order:  # later waits for the same launch do nothing
             self.order.append(~number)

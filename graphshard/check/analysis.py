@@ -1,4 +1,4 @@
-"""What a recorded step does: its kernels and waits, its memory, and its order against the plan."""
+"""Analyse a recorded step: kernels and waits, memory, and its order compared with the plan."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class Counts:
         bucket_copies: number of kernels that copy into and out of packed buffers.
         collectives: number of launches.
         host_copies: number of tensors copied between host and device.
-        host_waits: number of times that the host waits for the device, to read gradients or in
-            one of ``blocking``.
+        host_waits: number of waits of the host for the device, including those in ``blocking``.
         blocking: names of the copies and synchronisations that block the host.
     """
 
@@ -39,11 +38,7 @@ class Counts:
 
 
 def count(actions: Sequence[Action], calls: Iterable[GraphCall]) -> Counts:
-    """Count the actions of a step.
-
-    Args:
-        actions: all actions of the step; each call holds its positions in this list.
-    """
+    """Count the actions of a step; ``calls`` hold positions in ``actions``."""
     in_graphs = [action for call in calls for action in actions[slice(*call.actions)]]
     work = [action for action in in_graphs if isinstance(action, Work)]
     return Counts(
@@ -58,16 +53,12 @@ def count(actions: Sequence[Action], calls: Iterable[GraphCall]) -> Counts:
 
 # --- memory --------------------------------------------------------------------------------------
 
+# Allocation granularity of the caching allocator (c10/cuda/CUDACachingAllocator.cpp).
 ROUNDING = 512
-"""Allocation granularity of the caching allocator (c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 def peak_bytes(actions: Sequence[Action], call: GraphCall) -> int:
-    """Return the peak of live device memory during a graph call, its arguments included.
-
-    Args:
-        actions: all actions of the step; ``call.actions`` holds positions in this list.
-    """
+    """Return the peak of live device memory during a call in a step, its arguments included."""
     sizes = _sizes(actions)
     arguments = {block for block in call.arguments if block in sizes}
     # Only arguments and new blocks count: other older blocks may be freed during the call, too.
@@ -79,7 +70,7 @@ def peak_bytes(actions: Sequence[Action], call: GraphCall) -> int:
 
 
 def peak_bytes_of_step(actions: Sequence[Action]) -> int:
-    """Return the peak of live device memory during a step, with the memory it starts with."""
+    """Return the peak of live device memory during a step, initial memory included."""
     return max(_alive_bytes(actions, 0, _sizes(actions)), default=0)
 
 
@@ -89,7 +80,6 @@ def planned_peak_bytes(plan: Plan) -> int:
 
 
 def _sizes(actions: Sequence[Action]) -> dict[int, int]:
-    """Return the size of each device block, rounded as the allocator does."""
     return {
         action.block: -(-action.num_bytes // ROUNDING) * ROUNDING
         for action in actions
@@ -98,7 +88,7 @@ def _sizes(actions: Sequence[Action]) -> dict[int, int]:
 
 
 def _alive_bytes(actions: Sequence[Action], total: int, sizes: Mapping[int, int]) -> Iterator[int]:
-    """Yield ``total``, updated by the blocks in ``sizes``, after each action."""
+    # Blocks that are not in ``sizes`` do not count.
     for action in actions:
         if isinstance(action, Allocate):
             total += sizes.get(action.block, 0)
@@ -121,21 +111,13 @@ _OPS = {
 
 
 def find_plan(plans: Sequence[Plan], call: GraphCall) -> Plan | None:
-    """Return the plan that a call most likely followed.
-
-    It is the plan with as many launches from which the call differs least; None if no plan has as
-    many launches.
-    """
+    """Return, of the plans with as many launches as a call, the one from which it differs least."""
     same = [plan for plan in plans if len(plan.buckets) == len(call.launches)]
     return min(same, key=lambda plan: len(_differences(plan, call)), default=None)
 
 
 def order_faults(plans: Sequence[Plan], call: GraphCall) -> list[str]:
-    """Return one sentence for each difference between a call and its plan.
-
-    Args:
-        plans: plans of all graphs.
-    """
+    """Return one sentence for each difference between a call and its plan among ``plans``."""
     if plan := find_plan(plans, call):
         return _differences(plan, call)
     counts = " or ".join(f"{len(plan.buckets)} ({plan.graph})" for plan in plans)
@@ -164,7 +146,7 @@ def _differences(plan: Plan, call: GraphCall) -> list[str]:
 
 
 def _sort_waits(order: Sequence[int]) -> list[int]:
-    """Sort each series of adjacent waits by number, because Inductor may swap adjacent waits."""
+    # Inductor may swap adjacent waits: sort each series of them by number.
     by_kind = groupby(order, key=lambda number: number < 0)
     return [number for is_wait, run in by_kind for number in (sorted(run) if is_wait else run)]
 

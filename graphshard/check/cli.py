@@ -72,7 +72,6 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _format_failure(failure: Failure, verbose: bool) -> str:
-    """Format a failure for the user; ``verbose`` adds the traceback."""
     lines = [f"error  {failure.cause}"]
     lines += [f"at     {failure.where}"] if failure.where else []
     if failure.details:
@@ -81,11 +80,7 @@ def _format_failure(failure: Failure, verbose: bool) -> str:
 
 
 def _validate(args: argparse.Namespace) -> tuple[str, str]:
-    """Validate the arguments and return the script and the name of its function.
-
-    Raises:
-        argparse.ArgumentTypeError: an argument is invalid.
-    """
+    """Validate the arguments and return the script and the name of its function."""
     script, colon, function = args.model.rpartition(":")
     if not colon or not script:
         raise argparse.ArgumentTypeError(f"{args.model!r}: must be SCRIPT:FUNCTION")

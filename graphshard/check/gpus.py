@@ -35,12 +35,13 @@ def _gpu(
 
 
 _ENTRIES: dict[str, dict[str, Any]] = TABLE["gpus"]
+
+# Properties that CUDA reports, by name in the table of devices.
 GPUS = {
     name: _gpu(MEMORY_BYTES[name], **entry["simulated"])
     for name, entry in _ENTRIES.items()
     if "simulated" in entry
 }
-"""Properties that CUDA reports, by name in the table of devices."""
 
 
 def has_float8(gpu: DeviceProperties) -> bool:
@@ -50,16 +51,11 @@ def has_float8(gpu: DeviceProperties) -> bool:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel compiled for a GPU.
-
-    Attributes:
-        error: reason why the kernel cannot be loaded; "" if it can.
-        shared_bytes: largest shared memory of a thread block over all configurations.
-    """
+    """A kernel compiled for a GPU."""
 
     name: str
-    error: str = ""
-    shared_bytes: int = 0
+    error: str = ""  # reason why it cannot be loaded
+    shared_bytes: int = 0  # of a thread block, in the configuration that needs most
 
 
 def compile_kernels(
@@ -81,7 +77,7 @@ def _compile(name: str, source: str, device: DeviceProperties) -> CompiledKernel
 
 
 def _for_device(source: str, device: DeviceProperties) -> str:
-    """Write the properties of ``device`` into a kernel's source, as Inductor would."""
+    # Inductor writes the properties of the device that it compiles for into the source.
     values = {
         "cc": device.capability,
         "major": device.major,

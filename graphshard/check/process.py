@@ -4,8 +4,8 @@
     call("module:function", device, ..) ──► no_gpu.so, torch, stand-ins ──► function(recorder, ..)
                                         ◄── Result: the return value; Failure: the error
 
-The child is needed because the stand-ins change torch for good and C++ has to be loaded before
-torch. Arguments and results are pickled. The child's stderr, warnings included, is forwarded.
+The stand-ins change torch for good, and C++ has to be loaded before torch: hence the child.
+Arguments and results are pickled. The child's stderr, warnings included, is forwarded.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ class Failure:
 
     Attributes:
         cause: type and message of the error, on one line.
-        where: file, line number and text of the line at fault, in the user's code or in a library;
-            "" if there is none.
-        details: the traceback, or the last lines that the process wrote.
+        where: file, number and text of the line at fault, in the user's code or in a library.
+        details: traceback, or the last lines that the process wrote.
     """
 
     cause: str
@@ -71,11 +70,7 @@ class Result:
 
 
 class CheckError(RuntimeError):
-    """The function raised in the child, or the child ended without an answer.
-
-    Attributes:
-        failure: description of the error.
-    """
+    """The function raised in the child, or the child ended without an answer."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.details}\n{failure.cause}".strip())
@@ -131,7 +126,6 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
 
 
 def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a command and capture its stderr."""
     try:
         return subprocess.run(
             command, stderr=subprocess.PIPE, text=True, timeout=timeout_s, env=_environment()
@@ -146,7 +140,6 @@ def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProces
 
 
 def _describe_exit(done: subprocess.CompletedProcess[str]) -> Failure:
-    """Describe the end of a process that left no answer."""
     status = done.returncode
     cause = f"exit status {status}" if status >= 0 else f"signal {-status}"
     text = _for_users(done.stderr[-8000:]).strip()
@@ -155,13 +148,12 @@ def _describe_exit(done: subprocess.CompletedProcess[str]) -> Failure:
 
 
 def _forward(text: str) -> None:
-    """Write the child's stderr to ours."""
     if text := _for_users(text).rstrip():
         print(text, file=sys.stderr)
 
 
 def _for_users(text: str) -> str:
-    """Strip the rank that torch puts in front of each line, and C++ warnings on fake tensors."""
+    # Strip the rank that torch puts in front of each line, and C++ warnings on fake tensors.
     text = re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.MULTILINE)
     return re.sub(r"^\[W.*data pointer of FakeTensor.*\n?", "", text, flags=re.MULTILINE)
 
@@ -188,7 +180,6 @@ def main(library: str, request: str, answer: str) -> None:
 
 
 def _call(library: str, function: str, device: str, args: Sequence[Any]) -> Any:
-    """Install the stand-ins, call the function and return its result."""
     recorder = Recorder()
     install(GPUS[device], recorder)
     listener = listen(ctypes.CDLL(library), recorder.stream_asked)
@@ -196,18 +187,18 @@ def _call(library: str, function: str, device: str, args: Sequence[Any]) -> Any:
     replace(checks, device_fault=_device_fault(GPUS[device]))
     module, _, name = function.partition(":")
     result = getattr(import_module(module), name)(recorder, *args)
-    del listener
+    del listener  # C++ called it until here
     return result
 
 
 def _device_fault(device: DeviceProperties) -> Callable[[str, str], str | None]:
-    """Return a ``device_fault`` that looks up fp8 support instead of trying it on the device."""
+    # Looks up fp8 support instead of trying it on the device.
     fault = None if has_float8(device) else f"{device.name} has no fp8 matrix products"
     return lambda device_type, recipe: fault
 
 
+# Path prefixes of torch, of graphshard, and of code without a file or from a frozen module.
 _TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Path prefixes of torch, of graphshard, and of code without a file or from a frozen module."""
 
 
 def describe_failure(error: BaseException) -> Failure:
@@ -220,10 +211,7 @@ def describe_failure(error: BaseException) -> Failure:
 
 
 def _where(error: BaseException) -> str:
-    """Return file, line number and text of the innermost line of the user's code.
-
-    If no line is the user's, return the innermost line of a library such as transformers.
-    """
+    """Return the innermost line of the user's code or, if there is none, of a library."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     frames = [f for f in reversed(frames_of(error)) if not _is_torch_or_ours(f.filename)]
@@ -234,7 +222,7 @@ def _where(error: BaseException) -> str:
 
 
 def _is_torch_or_ours(file: str) -> bool:
-    """Return whether a file belongs to torch, Inductor's output, graphshard or the stdlib."""
+    """Return whether a file is torch's, graphshard's, Inductor's output or of the stdlib."""
     is_pythons = file.startswith(sysconfig.get_path("stdlib")) and not _is_installed(file)
     return file.startswith((*_TORCH_AND_OURS, cache_dir())) or is_pythons
 

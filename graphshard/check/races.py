@@ -20,7 +20,7 @@ from .actions import HOST, Action, Allocate, Free, Record, RecordStream, WaitEve
 
 
 class Access(NamedTuple):
-    """A piece of work that reads or writes a block; ``number`` counts those on its stream."""
+    """A piece of work that reads or writes a block, numbered on its stream."""
 
     name: str
     stream: str
@@ -32,7 +32,6 @@ class Race:
     """Two unordered accesses to a block.
 
     Attributes:
-        block: number of the allocation.
         first: the access that is issued first.
         second: the other access; None if the block's memory may be reused while ``first`` runs.
         stream: stream of ``second``, or the stream that may reuse the memory.
@@ -44,7 +43,6 @@ class Race:
     stream: str
 
     def __str__(self) -> str:
-        """Describe the race in one sentence."""
         if self.second is None:
             return (
                 f"block {self.block} is freed while {self.first.name} on stream "
@@ -58,15 +56,12 @@ class Race:
 
 @dataclass
 class _Block:
-    """Last write of a block, reads since then, and streams passed to ``record_stream``."""
-
     stream: str
-    write: Access | None = None
-    reads: list[Access] = field(default_factory=list)
-    recorded: set[str] = field(default_factory=set)
+    write: Access | None = None  # the last one
+    reads: list[Access] = field(default_factory=list)  # since the last write
+    recorded: set[str] = field(default_factory=set)  # streams passed to ``record_stream``
 
     def accesses(self) -> list[Access]:
-        """Return the last write and the reads since then."""
         return [*([self.write] if self.write else []), *self.reads]
 
 
@@ -97,10 +92,7 @@ class _Checker:
                 self._blocks[block].recorded.add(stream)
 
     def _known(self, stream: str) -> Clock:
-        """Return the clock of the next work that the host issues on ``stream``.
-
-        ``|`` of two counters is the elementwise maximum, which is how clocks are joined.
-        """
+        # The clock of the next work on ``stream``. ``|`` of counters is their elementwise maximum.
         return self._clocks[stream] | self._clocks[HOST]
 
     def _work(self, work: Work) -> None:
@@ -119,14 +111,12 @@ class _Checker:
         self._clocks[work.stream][work.stream] = access.number
 
     def _free(self, number: int) -> None:
-        """Report accesses that the next owner of the memory would not wait for.
-
-        Host memory is exempt, because its allocator waits for copies (``CachingHostAllocator``).
-        """
+        """Report accesses that the next owner of the memory would not wait for."""
         block = self._blocks.pop(number)
         done = self._known(block.stream)
         for other in block.accesses():
             in_order = done[other.stream] >= other.number or other.stream in block.recorded
+            # Host memory is exempt: its allocator waits for copies (``CachingHostAllocator``).
             if not in_order and block.stream != HOST:
                 self.races.append(Race(number, other, None, block.stream))
 
@@ -134,8 +124,7 @@ class _Checker:
 def find_races(actions: Iterable[Action]) -> list[Race]:
     """Return the races of a step, in order.
 
-    A freed block is assumed to be reused at once by work on its own stream: whether an allocator
-    does so differs from run to run.
+    A freed block is assumed to be reused at once on its own stream, which an allocator may do.
     """
     checker = _Checker()
     for action in actions:

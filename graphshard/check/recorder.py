@@ -3,11 +3,10 @@
     generated code ──► operators, kernels, allocations ──► Recorder ──► Allocate, Work, Record, ..
                        streams, events (``no_gpu.cpp``) ──►
 
-A kernel reads its ``in_ptr`` and writes its ``out_ptr`` arguments; an operator writes what its
-schema says. A block is a tensor's storage. It ends when its last reference is gone or its size
-changes, which is checked before every action.
+A block is a tensor's storage. It ends when its last reference is gone or its size changes, which is
+checked before every action.
 
-[Note: lifetimes] What keeps a collective's memory alive while it runs. Line numbers: comments of
+[Note: lifetimes] How a collective's memory stays alive while it runs. Line numbers: comments of
 ProcessGroupNCCL.hpp in torch 2.13 (2.11 in parentheses). Functional.cpp: main branch.
 
 - ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` of one tensor are coalesced collectives
@@ -64,52 +63,35 @@ from .actions import (
     Work,
 )
 
-COMPUTE = "compute"
-"""Name of the stream that is current when training begins."""
+COMPUTE = "compute"  # the stream that is current when training begins
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A live block; ``home`` is the stream it was allocated on."""
-
     number: int
     storage: WeakStorage
-    home: str
+    home: str  # stream that it was allocated on
 
 
 class _InFlight(NamedTuple):
-    """A collective or host copy that was launched and not yet waited for.
-
-    Attributes:
-        call: graph call that launched it.
-        number: index of the launch in ``call``.
-        wait: function that records a wait of the current stream and releases what was kept alive.
-    """
+    """A collective or host copy that was launched and not yet waited for."""
 
     call: GraphCall
-    number: int
-    wait: Callable[[], object]
+    number: int  # index of the launch in ``call``
+    wait: Callable[[], object]  # makes the current stream wait, and releases what was kept alive
 
 
 class Recorder(Hooks):
-    """Recorder of kernels and graphs as they are compiled and, inside ``recording``, of actions.
-
-    Attributes:
-        actions: actions in the order in which the host issued them.
-        kernels: name and source of each Triton kernel.
-        codes: source code of each graph.
-        calls: calls of graphs.
-    """
+    """Recorder of kernels and graphs as they are compiled and, inside ``recording``, of actions."""
 
     def __init__(self) -> None:
         self._is_recording = False
         self.clear()
 
     def clear(self) -> None:
-        """Discard everything recorded so far."""
         self.actions: list[Action] = []
-        self.kernels: list[tuple[str, str]] = []
-        self.codes: list[str] = []
+        self.kernels: list[tuple[str, str]] = []  # name and source of each Triton kernel
+        self.codes: list[str] = []  # source of each graph
         self.calls: list[GraphCall] = []
         self._blocks: dict[int, _Block] = {}
         self._num_blocks = self._num_events = 0
@@ -128,8 +110,7 @@ class Recorder(Hooks):
             self._is_recording = False
 
     def see(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record the memory of tensors that exist when recording begins."""
-        for tensor in tensors:
+        for tensor in tensors:  # they exist when recording begins
             self._block(tensor)
 
     # --- hooks called by generated code --------------------------------------------------------
@@ -158,6 +139,7 @@ class Recorder(Hooks):
             return
         names = _parameters(source)
         pairs = [(n, a) for n, a in zip(names, arguments) if isinstance(a, torch.Tensor)]
+        # A kernel reads its ``in_ptr``, writes its ``out_ptr``, and does both to ``in_out_ptr``.
         reads = [a for n, a in pairs if not n.startswith("out_ptr")]
         writes = [a for n, a in pairs if "out_ptr" in n]
         self.work(name, reads, writes, kernels=1)
@@ -174,7 +156,7 @@ class Recorder(Hooks):
         self._pinned[storage.address] = storage
 
     def stream_asked(self, what: str, event: int, stream: int) -> None:
-        """Record an action reported by ``no_gpu.cpp``."""
+        """Record an action that ``no_gpu.cpp`` reports."""
         if not self._is_recording:
             return
         match what:
@@ -195,7 +177,7 @@ class Recorder(Hooks):
             self._host_waits("synchronize_device", sorted(streams - {HOST}))
 
     def _host_waits(self, name: str, streams: Iterable[str]) -> None:
-        """Record one wait of the host for all work so far on ``streams``."""
+        # One wait of the host, for all work so far.
         for stream in streams:
             self._order(stream, name)
         self._order(name, HOST)
@@ -219,7 +201,7 @@ class Recorder(Hooks):
         self.actions.append(Work(name, stream, read, written, kernels, blocks_host))
 
     def _block(self, tensor: torch.Tensor) -> int:
-        """Return the block of a tensor's memory, allocating one for unknown memory."""
+        """Return the block of a tensor's memory, a new one for unknown memory."""
         storage = WeakStorage(tensor)
         known = self._blocks.get(storage.address)
         if known is None:
@@ -248,7 +230,6 @@ class Recorder(Hooks):
     # --- operators -----------------------------------------------------------------------------
 
     def operator(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operator and record what it does."""
         self._free()
         special = _SPECIAL.get(str(op))
         if special is not None:
@@ -333,14 +314,13 @@ class Recorder(Hooks):
         self._in_flight.setdefault(self._block(result), []).append(launch)
 
     def _wait(self, op: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Make the current stream wait, then release the tensors that the collective kept alive."""
         for launch in self._in_flight.pop(self._block(tensor), ()):
             launch.call.wait(launch.number)
             launch.wait()
         return tensor
 
     def _own(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of graphshard's operators as on a device, and record the operators it calls."""
+        """Run an operator of graphshard as on a device, and record the operators that it calls."""
         if op in (host_copy.copy_to_device, host_copy.copy_to_host):
             self._call.launch(RecordedLaunch(str(op), ""))
         with _Operators(self):
@@ -357,8 +337,7 @@ class Recorder(Hooks):
         self.synchronized()
 
     def _record(self, stream: str) -> int:
-        """Record an event, numbered below 0 to differ from the events of ``no_gpu.cpp``."""
-        self._num_events -= 1
+        self._num_events -= 1  # below 0, to differ from the events of ``no_gpu.cpp``
         self.actions.append(Record(self._num_events, stream))
         return self._num_events
 
@@ -403,7 +382,6 @@ def current_stream() -> str:
 
 
 def _is_non_blocking(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return the value of an operator's ``non_blocking`` argument; False if it has none."""
     names = argument_names(op)
     if "non_blocking" not in names:
         return False
@@ -413,7 +391,6 @@ def _is_non_blocking(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bo
 
 @functools.cache
 def _parameters(source: str) -> tuple[str, ...]:
-    """Return the names of a Triton kernel's parameters."""
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
     (kernel,) = [f for f in functions if f.name.startswith("triton_")]
     return tuple(argument.arg for argument in kernel.args.args)

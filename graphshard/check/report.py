@@ -53,11 +53,10 @@ class Target:
 
     Attributes:
         script: path of a Python file.
-        function: name of a function in ``script``; see ``check`` for what it returns.
+        function: name of a function in ``script``, as ``check`` describes it.
         device: one of ``gpus.GPUS``.
-        world: number of ranks.
         replicas: number of groups of ranks that hold the same shards.
-        rank: the rank whose step is checked.
+        rank: rank whose step is checked.
     """
 
     script: str
@@ -70,15 +69,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of a check.
+    """Findings of a check."""
 
-    Attributes:
-        faults: one sentence for each thing that would fail on the device.
-        text: the whole report, formatted for the user.
-    """
-
-    faults: tuple[str, ...]
-    text: str
+    faults: tuple[str, ...]  # a sentence for each thing that would fail on the device
+    text: str  # the whole report, formatted for the user
 
 
 def check(recorder: Recorder, target: Target) -> Report:
@@ -113,7 +107,6 @@ def check(recorder: Recorder, target: Target) -> Report:
 
 
 def _check_names(function: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if an option is not an argument of ``graphshard.backend``."""
     known = set(inspect.signature(backend).parameters) - {"mesh"}
     if wrong := sorted(options.keys() - known):
         raise ValueError(
@@ -164,7 +157,6 @@ def _text(recording: Recording, target: Target, faults: tuple[str, ...]) -> str:
 
 
 def _memory(recording: Recording) -> Iterator[str]:
-    """Yield the peak memory of the step and of each of its graphs, next to the planned peaks."""
     step = peak_bytes_of_step(recording.actions)
     adam = (step + recording.trained_bytes) / GB  # Adam has one more state per parameter
     yield f"a step needs {step / GB:.3f} GB with SGD and momentum, {adam:.3f} with Adam"

@@ -31,11 +31,11 @@ from .recorder import Recorder
 # others in the second, when it has state.
 NUM_STEPS = 3
 
+# Returns a model and the inputs of a step: a tuple, or a dictionary of keyword arguments.
 MakeModel = Callable[[], tuple[nn.Module, Any]]
-"""Returns a model and the inputs of a step: a tuple, or a dictionary of keyword arguments."""
 
+# Runs one step, given the model, the compiled model and the inputs.
 Step = Callable[[nn.Module, Callable[..., Any], Any], None]
-"""Runs one step, given the model, the compiled model and the inputs."""
 
 
 def forward_backward(model: nn.Module, compiled: Callable[..., Any], inputs: Any) -> None:
@@ -49,19 +49,13 @@ def _call(model: Callable[..., Any], inputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """One rank of a mesh.
+    """One rank of a mesh; its step is recorded."""
 
-    Attributes:
-        mesh: sizes of the mesh axes: (shards,) or (replicas, shards).
-        rank: the rank whose step is recorded.
-    """
-
-    mesh: tuple[int, ...]
+    mesh: tuple[int, ...]  # sizes of the axes: (shards,) or (replicas, shards)
     rank: int = 0
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return math.prod(self.mesh)
 
 
@@ -70,13 +64,13 @@ class Recording:
     """Plans, code and actions of one step.
 
     Attributes:
-        plans: plans of all graphs.
+        plans: plans of all graphs; none for an unsharded model.
         codes: source code that Inductor wrote for each graph.
         kernels: name and source of each Triton kernel.
         actions: all actions of the last step, including the optimizer's.
         calls: graph calls of the last step.
-        summary: ``Backend.summary()``; "" for an unsharded model.
-        trained_bytes: bytes of the trained shards on the device; 0 for an unsharded model.
+        summary: ``Backend.summary()``.
+        trained_bytes: bytes of the trained shards on the device.
     """
 
     plans: tuple[Plan, ...]
@@ -127,7 +121,7 @@ def record_steps(
 
 @contextmanager
 def simulated_mesh(cluster: SimulatedRank) -> Iterator[DeviceMesh]:
-    """Yield the mesh of a fake process group in which only one rank exists."""
+    """Yield the mesh of a fake process group."""
     names = ("replicate", "shard")[-len(cluster.mesh) :]
     with fake_ranks(cluster.world_size, cluster.rank):
         yield init_device_mesh("cuda", cluster.mesh, mesh_dim_names=names)
@@ -155,7 +149,6 @@ def train(
 
 
 def _kept(model: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors that stay alive between two steps."""
     held = [*model.parameters(), *model.buffers(), *tree_leaves([inputs, optimizer.state_dict()])]
     for tensor in held:
         if isinstance(tensor, Tensor):

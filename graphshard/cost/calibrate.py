@@ -62,7 +62,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Measure on all ranks; rank 0 writes the file."""
+    # All ranks measure; rank 0 writes the file.
     device = _pick_device(args.device)
     effort = Effort.for_device(device, quick=args.quick)
     if args.sizes is not None:
@@ -86,8 +86,7 @@ def _pick_device(name: str | None) -> torch.device:
 
 @contextlib.contextmanager
 def _joined_ranks(device: torch.device) -> Iterator[None]:
-    """Join the process group of torchrun, if there is one that is not joined yet."""
-    joins = "RANK" in os.environ and not dist.is_initialized()
+    joins = "RANK" in os.environ and not dist.is_initialized()  # started by torchrun
     if joins:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:

@@ -17,28 +17,21 @@ TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("devices.toml").r
 _MiB = float(1 << 20)
 _COLLECTIVES = TABLE["collectives"]
 
+# Fraction of device memory that the allocator cannot hand out. Assumed: most allocations here are
+# large, and these are rounded up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp).
 FRAGMENTATION = 0.03
-"""Fraction of device memory that the allocator cannot hand out.
-
-Assumed: most allocations here are large, and these are rounded up to 2 MiB
-(c10/cuda/CUDACachingAllocator.cpp).
-"""
 
 
 def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
-    """Return ``hardware`` with a network between nodes.
-
-    A collective that spans nodes runs a ring over each rank's network card. So the bandwidths of a
-    node's cards add up, to at most the bandwidth within the node.
-
-    Args:
-        gbit_per_s: bandwidth of the network in Gb/s, per rank and direction.
+    """Return ``hardware`` with a network of ``gbit_per_s`` (Gb/s) per rank and direction.
 
     Raises:
         ValueError: ``gbit_per_s`` is not a positive number.
     """
     if not 0 < gbit_per_s < float("inf"):
         raise ValueError(f"gbit_per_s={gbit_per_s!r}: must be a finite number, more than 0")
+    # A collective that spans nodes runs a ring over each rank's network card. So the bandwidths of
+    # a node's cards add up, to at most the bandwidth within the node.
     line = hardware.ranks_per_node * gbit_per_s / 8 * 1e9
     bus = {}
     for kind in COLLECTIVE_KINDS:
@@ -49,9 +42,10 @@ def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
 
 
 def _bus_rate(line: float, full_fraction: float, fractions: Sequence[Sequence[float]]) -> Rate:
-    """Return the rate of collectives on a link with the given line rate in bytes/s.
+    """Return the rate of collectives on a link.
 
     Args:
+        line: line rate in bytes/s.
         full_fraction: fraction of the line rate that the largest buffers achieve.
         fractions: fractions of the rate of the largest buffers, by size in MiB.
     """
@@ -117,20 +111,19 @@ def _cpu(entry: Mapping[str, Any]) -> Hardware:
     )
 
 
-HARDWARE: dict[str, Hardware] = {
+HARDWARE: dict[str, Hardware] = {  # by name
     **{name: _gpu(name, entry) for name, entry in TABLE["gpus"].items()},
     "cpu": _cpu(TABLE["cpu"]),
 }
-"""Table entries by name."""
 
+# Memory of devices by name in ``HARDWARE``.
 MEMORY_BYTES: dict[str, int] = {
     name: entry["memory_gib"] << 30 for name, entry in TABLE["gpus"].items()
 }
-"""Device memory by name in ``HARDWARE``."""
 
-DEFAULT = "A100-80GB"
-"""Name of the entry for a GPU that is not in the table: a mid-range one."""
+DEFAULT = "A100-80GB"  # for a GPU that is not in the table: a mid-range one
 
+# Names of entries, by pattern of ``torch.cuda.get_device_name()``.
 _ENTRY_BY_DEVICE = {
     r"\bH100\b": "H100",
     r"\bH200\b": "H200",
@@ -139,10 +132,9 @@ _ENTRY_BY_DEVICE = {
     r"\bA10G\b": "A10G",
     r"\bB200\b": "B200",
 }
-"""Names of entries, by pattern of ``torch.cuda.get_device_name()``."""
 
+# Variants that are slower than the SXM modules in the table.
 _OTHER_VARIANT = re.compile("PCIE|NVL|MIG", re.IGNORECASE)
-"""Names of device variants that are slower than the SXM modules in the table."""
 
 
 def find_hardware(name: str) -> Hardware:
@@ -166,11 +158,7 @@ def find_hardware(name: str) -> Hardware:
 
 
 class DeviceMatch(NamedTuple):
-    """The table entry to use for a device.
-
-    Attributes:
-        warning: warning if the device has no entry of its own; otherwise None.
-    """
+    """The table entry to use for a device, with a warning if it is another device's."""
 
     hardware: Hardware
     warning: str | None

@@ -25,26 +25,23 @@ CAUSAL_BLOCK = 128  # number of keys that an attention kernel skips or computes 
 
 
 def op_names(text: str) -> frozenset[str]:
-    """Return the set of the space-separated names in ``text``."""
+    """Return the names in ``text``, which are separated by spaces."""
     return frozenset(text.split())
 
 
 # Matrix products, by the position of their left operand.
 _LEFT_IS_FIRST = op_names("_grouped_mm _scaled_grouped_mm _scaled_mm bmm linear matmul mm mv")
 _LEFT_IS_SECOND = op_names("addbmm addmm addmv baddbmm")
+# Prefix of the names of transformers' grouped matrix product and of its backward. It multiplies
+# each of the tokens ``[s, k]`` by its expert's weights in ``[experts, k, n]``.
 _GROUPED = "transformers.grouped_mm_fallback"
-"""Prefix of the names of transformers' grouped matrix product and of its backward.
-
-It multiplies each of the tokens ``[s, k]`` by its expert's weights in ``[experts, k, n]``.
-"""
 
 _FLEX = ("flex_attention", "flex_attention_backward")
 
 
 T = TypeVar("T")
 
-_warned: set[str] = set()
-"""Predictions that have been warned about."""
+_warned: set[str] = set()  # predictions that a warning has named
 
 
 def call_with_fallback(
@@ -53,7 +50,7 @@ def call_with_fallback(
     """Return ``predict(*args)`` or, if that raises, ``fallback``; warn once for each ``what``.
 
     Args:
-        what: prediction that a warning names; None: the time of the node ``args[0]``.
+        what: prediction that the warning names; None: the time of the node ``args[0]``.
     """
     try:
         return predict(*args)
@@ -72,7 +69,6 @@ class Flops(NamedTuple):
     """The floating-point operations of a node.
 
     Attributes:
-        num_flops: number of operations.
         dtype: dtype of the operands, as a key of ``Hardware.flops``.
         efficiency: rate achieved, as a fraction of the rate of matrix products.
     """
@@ -109,32 +105,25 @@ def _matmul(node: fx.Node, left: torch.Tensor) -> Flops:
 
 
 def _grouped_fallback(node: fx.Node) -> Flops:
-    """Return the operations of a grouped matrix product, or of the products in its backward."""
     arguments = argument_values(node)
     tokens, weight = shape_of(arguments["input"]), shape_of(arguments["weight"])
-    products = 2 if "grad_output" in arguments else 1
+    products = 2 if "grad_output" in arguments else 1  # backward: one for each gradient
     return Flops(
         products * 2.0 * tokens[0] * math.prod(weight[1:]), _dtype_name(arguments["input"])
     )
 
 
 def _attention(node: fx.Node, *, backward: bool) -> Flops:
-    """Return the operations of scaled dot product attention; backward recomputes the scores.
-
-    With a causal mask, kernels skip whole blocks: about half of them if there are many.
-    """
     arguments = argument_values(node)
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     num_keys = shape_of(key)[-2]
+    # Kernels skip whole blocks: about half of them if there are many.
     causal = min(1.0, (1 + CAUSAL_BLOCK / max(num_keys, 1)) / 2)
     return _products(query, key, value, causal if arguments.get("is_causal") else 1.0, backward)
 
 
 def _flex_attention(node: fx.Node) -> Flops:
-    """Return the operations of ``flex_attention``, or of its backward, without any mask.
-
-    The blocks of scores to skip are known only at run time.
-    """
+    # As without a mask: the blocks of scores to skip are known only at run time.
     query, key, value = (arg.meta["val"] for arg in node.args[:3] if isinstance(arg, fx.Node))
     return _products(query, key, value, 1.0, str(node.target).endswith("_backward"))
 
@@ -142,32 +131,23 @@ def _flex_attention(node: fx.Node) -> Flops:
 def _products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: float, backward: bool
 ) -> Flops:
-    """Return the operations of attention's matrix products.
-
-    Args:
-        part: fraction of the scores that is computed.
-    """
+    """Return the operations of attention that computes a fraction ``part`` of the scores."""
     depth, depth_of_value = shape_of(query)[-1], shape_of(value)[-1]
     scores = part * 2.0 * math.prod(shape_of(query)[:-1]) * shape_of(key)[-2]
     dtype = _dtype_name(query)
-    if backward:
+    if backward:  # which recomputes the scores
         return Flops(scores * (3 * depth + 2 * depth_of_value), dtype, ATTENTION_BACKWARD)
     return Flops(scores * (depth + depth_of_value), dtype, ATTENTION_FORWARD)
 
 
 def _convolution(node: fx.Node) -> Flops:
-    """Return the operations of a convolution, or of its backward.
-
-    Each output element (transposed: input element) takes one multiply-add for each weight of a
-    filter. Backward takes as many for each gradient, of the input and of the weight, that it
-    computes.
-    """
     arguments = argument_values(node)
     x, grad = arguments["input"], arguments.get("grad_output")
     output = node.meta["val"] if grad is None else grad
+    # Each output element (transposed: input element) takes a multiply-add for each filter weight.
     elements = math.prod(shape_of(x if arguments["transposed"] else output))
     num_flops = 2.0 * elements * math.prod(shape_of(arguments["weight"])[1:])
-    if grad is not None:
+    if grad is not None:  # as many for each gradient, of the input and of the weight
         num_flops *= sum(map(bool, arguments["output_mask"][:2]))
     return Flops(num_flops, _dtype_name(x))
 
@@ -178,10 +158,7 @@ class _OpCall(NamedTuple):
 
 
 def _called_op(node: fx.Node) -> _OpCall:
-    """Return the operator that a node runs, and its arguments.
-
-    Wrappers such as ``run_with_rng_state`` take the operator that they run as an argument.
-    """
+    # Wrappers such as ``run_with_rng_state`` take the operator that they run as an argument.
     for i, arg in enumerate(node.args):
         if isinstance(arg, OpOverload):
             return _OpCall(arg, node.args[i + 1 :])
@@ -204,13 +181,10 @@ def _dtype_name(value: torch.Tensor) -> str:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor, or of the first of several, with symbolic sizes as traced.
-
-    A number, or None, has the shape ``()``.
-    """
+    """Return the shape of a tensor, or of the first of several, with symbolic sizes as traced."""
     while isinstance(value, (list, tuple)):
         value = next((item for item in value if item is not None), None)
-    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()  # of a number, or None
     return tuple(size if type(size) is int else size_hint(size) for size in sizes)
 
 

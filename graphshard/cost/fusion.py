@@ -6,14 +6,13 @@
 
 [Note: fused kernels] Pointwise nodes, and reductions over the last dimensions, share a kernel with
 the nodes that they read or that read them, unless a path between the two passes through another
-kernel. A reduction over other dimensions, or over all of them, loops differently. Its kernel
-contains the pointwise nodes that only such reductions use, and other such reductions of the same
-inputs; users of its result are in another kernel. So are the users of an update, such as
-``index_put``. The update shares a kernel with the values that it writes, so that kernel also counts
-the bytes of the whole result.
+kernel. Other reductions loop differently: their kernel contains the pointwise nodes that only such
+reductions use, and other such reductions of the same inputs; users of the result are in another
+kernel. So are the users of an update, such as ``index_put``. An update shares a kernel with the
+values that it writes, so that kernel also counts the bytes of the whole result.
 
-[Note: unmaterialized values] A pointwise value is recomputed in every kernel that reads it, unless
-something other than a fused kernel reads it, or it is read more than once and is expensive
+[Note: unmaterialized values] A pointwise value is recomputed in every fused kernel that reads it,
+unless something else reads it, or it is expensive and read more than once
 (``should_realize_on_reuse`` in torch/_inductor/ir.py). Any other value needs no memory if only its
 own kernel reads it.
 
@@ -42,18 +41,12 @@ from .flops import argument_values, aten_name, call_with_fallback, op_names, sha
 class NodeKind(Enum):
     """The role of a node in fusion."""
 
-    VIEW = auto()
-    """A view or part of another node's value; free."""
-    BARRIER = auto()
-    """Free, or priced elsewhere like collectives; nothing fuses across it."""
-    POINTWISE = auto()
-    """Fuses with its neighbours."""
-    REDUCTION = auto()
-    """Fuses with its neighbours, depending on the dimensions reduced."""
-    UPDATE = auto()
-    """Writes into parts of a new tensor or a copy; fuses with the values that it writes."""
-    KERNEL = auto()
-    """A kernel of its own."""
+    VIEW = auto()  # a view or part of another node's value; free
+    BARRIER = auto()  # free, or priced elsewhere like collectives; nothing fuses across it
+    POINTWISE = auto()  # fuses with its neighbours
+    REDUCTION = auto()  # fuses with its neighbours, depending on the dimensions reduced
+    UPDATE = auto()  # writes into parts of a new tensor or a copy; fuses with the values it writes
+    KERNEL = auto()  # a kernel of its own
 
 
 FUSED = (NodeKind.POINTWISE, NodeKind.REDUCTION, NodeKind.UPDATE)
@@ -117,8 +110,8 @@ def _op_kind(op: OpOverload[..., Any]) -> NodeKind:
 
 # --- sizes, and which node reads what ------------------------------------------------------------
 
+# Bytes that a kernel reads, by the node that computed the value, then by the view of it.
 ReadBytes = dict[fx.Node, dict[fx.Node, float]]
-"""Bytes that a kernel reads, by the node that computed the value, then by the view of it."""
 
 
 class GraphValues:
@@ -126,7 +119,7 @@ class GraphValues:
 
     Attributes:
         kinds: kind of each node, in graph order.
-        num_bytes: bytes of each node's value; of all tensors if there are several.
+        num_bytes: bytes of each node's value, of one tensor or several.
         roots: for each node, the node that computed its value, looking through views and tuples.
     """
 
@@ -143,8 +136,7 @@ class GraphValues:
 
     @functools.cached_property
     def fused_kernels(self) -> list[FusedKernel]:
-        """All fused kernels of the graph, in the order of their first nodes."""
-        return _find_kernels(self)
+        return _find_kernels(self)  # in the order of their first nodes
 
     def read_bytes(
         self, node: fx.Node, reads: ReadBytes, computed_inside: Container[fx.Node] = ()
@@ -171,7 +163,7 @@ class GraphValues:
         return added
 
     def updated(self, node: fx.Node) -> fx.Node | None:
-        """Return the node whose value ``node`` updates in a copy; None if there is none."""
+        """Return the node whose value ``node`` updates in a copy, if any."""
         name = aten_name(node.target)
         if name not in _UPDATES or name == "embedding_dense_backward":
             return None
@@ -191,7 +183,6 @@ def _bytes_of_value(node: fx.Node) -> float:
 
 
 def _num_bytes(value: Any) -> float:
-    """Return the bytes of a tensor or of several; 0 for anything else."""
     if isinstance(value, torch.Tensor):
         return math.prod(shape_of(value)) * value.dtype.itemsize
     if isinstance(value, (list, tuple)):
@@ -237,13 +228,11 @@ def _find_kernels(values: GraphValues) -> list[FusedKernel]:
 
 
 def _kernel_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
-    """Return, for every fused node in graph order, the node that represents its kernel.
-
-    A node's stage is the number of kernels on the longest path to its value. All nodes of a kernel
-    have the same stage, so no path between two of them passes through another kernel.
-    """
+    """Return, for every fused node in graph order, the node that represents its kernel."""
     column_nodes = _column_nodes(values)
     kernels: UnionFind[fx.Node] = UnionFind()
+    # The number of kernels on the longest path to a node's value. All nodes of a kernel have the
+    # same one, so no path between two of them passes through another kernel.
     stages: dict[fx.Node, int] = {}
     fused: dict[fx.Node, None] = {}
     first_reader: dict[tuple[int, fx.Node, tuple[int, ...]], fx.Node] = {}
@@ -271,7 +260,6 @@ def _kernel_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
 def _needs_new_kernel(
     source: fx.Node, node: fx.Node, values: GraphValues, column_nodes: Container[fx.Node]
 ) -> bool:
-    """Return whether ``node`` cannot share a kernel with its input ``source``."""
     if values.kinds[source] not in FUSED:
         return False  # the stage of ``source`` already counts its kernel
     if values.kinds[source] == NodeKind.UPDATE or values.updated(node) is source:
@@ -281,11 +269,8 @@ def _needs_new_kernel(
 
 
 def _column_nodes(values: GraphValues) -> set[fx.Node]:
-    """Return the nodes whose kernels loop over columns.
-
-    These are reductions over dimensions other than the last, and the pointwise nodes that only such
-    reductions use.
-    """
+    # Kernels loop over columns for reductions over dimensions other than the last, and for the
+    # pointwise nodes that only such reductions use.
     column_nodes: set[fx.Node] = set()
     for node in reversed(values.kinds):
         kind = values.kinds[node]
@@ -314,24 +299,18 @@ def _reduces_last_dims(node: fx.Node) -> bool:
 
 # --- unmaterialized values -----------------------------------------------------------------------
 
+# ``realize_reads_threshold`` and ``realize_opcount_threshold`` in torch/_inductor/config.py.
 _MAX_READS, _MAX_OPS = 4, 30
-"""``realize_reads_threshold`` and ``realize_opcount_threshold`` in torch/_inductor/config.py."""
 _HEAVY_ON_CPU = op_names("exp log log10 log1p log2 sigmoid tanh")
 
 
 @dataclass(frozen=True)
 class _Expression:
-    """The computation of a pointwise value from values in memory.
+    """The computation of a pointwise value from values in memory."""
 
-    Attributes:
-        reads: values in memory that it reads.
-        num_ops: number of pointwise operations.
-        is_heavy: whether it contains an op that Inductor does not repeat on a CPU.
-    """
-
-    reads: frozenset[fx.Node]
+    reads: frozenset[fx.Node]  # values in memory
     num_ops: int
-    is_heavy: bool
+    is_heavy: bool  # contains an op that Inductor does not repeat on a CPU
 
     @property
     def is_expensive(self) -> bool:
@@ -369,7 +348,6 @@ def unmaterialized_values(
 
 
 def _inlined(values: GraphValues, device_type: str | None) -> frozenset[fx.Node]:
-    """Return the nodes that are recomputed in every kernel that reads them."""
     inlined: dict[fx.Node, _Expression] = {}
     for node, kind in values.kinds.items():
         if kind != NodeKind.POINTWISE:

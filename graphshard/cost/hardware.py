@@ -18,14 +18,14 @@ from ..kinds import TransferKind
 
 VERSION = 4  # of the JSON form; files of other versions are refused
 
+# Sources of rates: published numbers, or measurements of the machine itself.
 DATASHEET, CALIBRATED = "datasheet", "calibrated"
-"""Sources of rates: published numbers, or measurements of the machine itself."""
 
+# Collectives for which an interconnect has a rate; others run at one of these rates.
 COLLECTIVE_KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE)
-"""Collectives for which an interconnect has a rate; others run at one of these rates."""
 
+# Pairs of an amount of work and the fraction of a peak rate that it achieves.
 Points = tuple[tuple[float, float], ...]
-"""Pairs of an amount of work and the fraction of a peak rate that it achieves."""
 
 
 def _check_positive(field: str, value: float, *, zero: bool = False) -> None:
@@ -66,11 +66,10 @@ class Rate:
 
     @property
     def largest(self) -> float:
-        """Rate that the largest amounts achieve, per second."""
         return self.peak * self.achieved[-1][1]
 
     def us(self, amount: float) -> float:
-        """Return the time of ``amount`` in microseconds; it never decreases as ``amount`` grows."""
+        """Return the time of ``amount`` in microseconds; more never takes less time."""
         points = self.achieved
         after = bisect_left(points, (amount,))
         if after == 0 or after == len(points):
@@ -80,14 +79,11 @@ class Rate:
         return (less / slow * (1 - share) + more / fast * share) / self.peak * 1e6
 
 
+# Default rate of host memory for each of 8 GPUs, in bytes read and written per second. Assumed: two
+# sockets with 8 channels of DDR4-3200 each, as in a DGX A100 (2 x EPYC 7742), at half their peak,
+# since fused optimizers read and write four tensors at once while the data loader runs. 8 processes
+# with a core each suffice: one core of an AMD EPYC (Zen 4) runs a fused AdamW at 54 GB/s.
 HOST_MEMORY = Rate(409.6e9 / 8, ((1.0, 0.5),))
-"""Default rate of host memory for each of 8 GPUs, in bytes read and written per second.
-
-Assumed: two sockets with 8 channels of DDR4-3200 each, as in a DGX A100 (2 x EPYC 7742), at half
-their peak, since fused optimizers read and write four tensors at once while the data loader runs.
-8 processes with a core each suffice for that: one core of an AMD EPYC (Zen 4) runs a fused AdamW at
-54 GB/s.
-"""
 
 
 @dataclass(frozen=True)
@@ -178,7 +174,6 @@ class Hardware:
         return self.flops.get(dtype, self.flops["float32"])
 
     def to_json(self) -> str:
-        """Return the JSON form, which ``from_json`` and ``load`` read."""
         raw = {"version": VERSION, **dataclasses.asdict(self)}
         for name in ("intra", "inter"):
             raw[name] = {_JSON_KEYS.get(key, key): value for key, value in raw[name].items()}
@@ -186,11 +181,7 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str, source: str = "hardware") -> Hardware:
-        """Return the hardware whose JSON form is ``text``.
-
-        Args:
-            text: JSON from ``to_json``.
-            source: origin of the text, for errors.
+        """Return the hardware whose JSON form, from ``to_json``, is ``text``.
 
         Raises:
             ValueError: the text does not have this form; the error names ``source`` and the field.
@@ -225,8 +216,7 @@ def _check_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
 
 # --- the JSON form -------------------------------------------------------------------------------
 
-_JSON_KEYS = {"buffer_us": "parcel_us"}
-"""JSON keys of fields that have another name in files."""
+_JSON_KEYS = {"buffer_us": "parcel_us"}  # fields that have another name in files
 
 _SCALARS: dict[Any, str] = {float: "a number", int: "a whole number", str: "a text"}
 
@@ -237,9 +227,6 @@ def _decode(kind: Any, raw: Any, path: str) -> Any:
     Args:
         kind: dataclass, mapping, ``Points`` or scalar type.
         path: keys that lead to ``raw`` in the file, as in "intra.bus"; "" for the top level.
-
-    Raises:
-        ValueError: ``raw`` does not have this form.
     """
     if kind in _SCALARS:
         allowed = (int, float) if kind is float else (kind,)
@@ -267,7 +254,6 @@ def _decode(kind: Any, raw: Any, path: str) -> Any:
 
 
 def _checked(raw: Any, types: tuple[type, ...], path: str, description: str) -> Any:
-    """Return ``raw``; raise a ValueError if its type is none of ``types``."""
-    if type(raw) not in types:
+    if type(raw) not in types:  # not isinstance: a bool is no number
         raise ValueError(f"{path} is {raw!r}: must be {description}")
     return raw

@@ -32,10 +32,9 @@ _CALLS_PER_SAMPLE = 4  # of a collective; fixed, since all ranks must make equal
 
 # --- timing --------------------------------------------------------------------------------------
 
+# Bytes that operands rotate through: more than caches hold (a B200 caches 126 MB).
 COLD_BYTES = 256 << 20
-"""Bytes that operands rotate through: more than caches hold (a B200 caches 126 MB)."""
-SAMPLE_US = 2000.0
-"""Duration of a sample, in which short work is repeated."""
+SAMPLE_US = 2000.0  # duration of a sample, in which short work is repeated
 _MAX_CALLS = 200  # per sample
 _MAX_OPERANDS = 256
 
@@ -84,7 +83,7 @@ class Timer:
 
 
 def num_cold(num_bytes: int) -> int:
-    """Return a number of operands of ``num_bytes`` that together exceed the caches."""
+    """Return how many operands of ``num_bytes`` together exceed the caches."""
     return max(1, min(_MAX_OPERANDS, COLD_BYTES // num_bytes))
 
 
@@ -96,14 +95,12 @@ def rotating(work: Callable[[Tensor], object], operands: Sequence[Tensor]) -> Ca
 
 @dataclass(frozen=True)
 class Effort:
-    """The sizes to measure, and the number of samples.
+    """The sizes to measure, and the number of samples for each median.
 
     Attributes:
         dtypes: dtypes of the matrix products; "tf32" means float32 tensors in tf32 mode.
         matmul_sizes: sizes ``n`` of the matrix products, ``[n, n]`` by ``[n, n]``.
-        copy_bytes: bytes of the copies.
         collective_bytes: bytes of the full buffers of the collectives.
-        num_samples: number of samples for each median.
     """
 
     dtypes: tuple[str, ...]
@@ -114,8 +111,7 @@ class Effort:
 
     @classmethod
     def for_device(cls, device: torch.device, *, quick: bool) -> Effort:
-        """Return an effort that takes minutes on ``device``, or seconds if ``quick``."""
-        if device.type == "cuda":
+        if device.type == "cuda":  # minutes, or seconds if ``quick``
             return cls(
                 dtypes=("float32", "tf32", "bfloat16", "float16"),
                 matmul_sizes=(512, 1024, 2048, 4096, 8192)[:: 2 if quick else 1],
@@ -181,12 +177,7 @@ def _launch_us(timer: Timer) -> float:
 
 
 def _matmul_rate(name: str, sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
-    """Return the rate of ``[n, n]`` products, averaged over the three layouts of a linear layer.
-
-    Args:
-        name: name of the dtype, or "tf32".
-        launch_us: time of an empty kernel, which is subtracted.
-    """
+    """Return the rate of ``[n, n]`` products in a dtype or "tf32"."""
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
     samples = []
     with _float32_precision("high" if name == "tf32" else "highest"):
@@ -200,7 +191,7 @@ def _matmul_rate(name: str, sizes: Sequence[int], timer: Timer, launch_us: float
                 _matmul(out, transpose_left=True),
             )
             us = statistics.mean(timer.median_us(rotating(work, copies)) for work in layouts)
-            samples.append(Sample(2 * n**3, us - launch_us))
+            samples.append(Sample(2 * n**3, us - launch_us))  # the launch is priced separately
     return fit_rate(samples)
 
 
@@ -217,10 +208,8 @@ def _float32_precision(precision: str) -> Iterator[None]:
 def _matmul(
     out: Tensor, *, transpose_left: bool = False, transpose_right: bool = False
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function that multiplies the two matrices of ``[2, n, n]`` into ``out``."""
-
     def multiply(operands: Tensor) -> Tensor:
-        left, right = operands
+        left, right = operands  # of ``[2, n, n]``
         left = left.t() if transpose_left else left
         right = right.t() if transpose_right else right
         return torch.mm(left, right, out=out)
@@ -229,7 +218,6 @@ def _matmul(
 
 
 def _copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
-    """Return the rate of bytes read and written by copies of ``sizes`` bytes on the device."""
     samples = []
     for num_bytes in sizes:
         pairs = [
@@ -237,12 +225,11 @@ def _copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
             for _ in range(num_cold(2 * num_bytes))
         ]
         us = timer.median_us(rotating(lambda pair: pair[0].copy_(pair[1]), pairs))
-        samples.append(Sample(2 * num_bytes, us - launch_us))
+        samples.append(Sample(2 * num_bytes, us - launch_us))  # each byte is read and written
     return fit_rate(samples)
 
 
 def _host_copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
-    """Return the rate of copies of ``sizes`` bytes from host memory to the device."""
     pinned, samples = timer.device.type != "cpu", []
     for num_bytes in sizes:
         sources = [
@@ -255,13 +242,13 @@ def _host_copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rat
 
 
 def _host_memory_rate(effort: Effort) -> Rate:
-    """Return the rate of bytes that this rank's threads read and write in host memory."""
+    # As fast as this rank's threads read and write.
     host = Timer(torch.device("cpu"), effort.num_samples)
     return _copy_rate(effort.copy_bytes, host, launch_us=0.0)
 
 
 def _special_per_s(timer: Timer) -> float:
-    """Return the number of exponentials or error functions that the device computes per second."""
+    # The mean of exponentials and error functions.
     num_elements = _MiB // 4 if timer.device.type == "cpu" else 64 * _MiB
     x = torch.rand(num_elements, device=timer.device)
     out = torch.empty_like(x)
@@ -274,13 +261,11 @@ def _special_per_s(timer: Timer) -> float:
 
 
 def _with_interconnects(hardware: Hardware, sizes: Sequence[int], timer: Timer) -> Hardware:
-    """Return ``hardware`` with measured interconnects.
-
-    Ranks of a single node measure the interconnect within it. Otherwise all ranks measure the
-    network and, if a node has several ranks, these also measure the interconnect within it.
-    """
+    """Return ``hardware`` with measured interconnects."""
     world = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    # All ranks measure what connects them: a single node's interconnect, or the network. In the
+    # latter case the ranks of each node then measure the interconnect within it.
     everyone = _interconnect(_default_group(), sizes, timer)
     if ranks_per_node == world:
         at_least = max(world, hardware.ranks_per_node)
@@ -309,7 +294,7 @@ def _interconnect(group: dist.ProcessGroup, sizes: Sequence[int], timer: Timer) 
 def _collective_us(
     kind: TransferKind, num_bytes: int, group: dist.ProcessGroup, timer: Timer
 ) -> float:
-    """Return the time of a collective with a single full buffer of ``num_bytes``."""
+    # ``num_bytes`` are those of a single full buffer.
     world = group.size()
     shard_elements = max(num_bytes // 4 // world, 1)
     gathers = kind == TransferKind.ALL_GATHER
@@ -318,10 +303,7 @@ def _collective_us(
 
 
 def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
-    """Return the time that each further tensor adds to a coalesced collective.
-
-    Mean of all-gather and reduce-scatter, each compared with one tensor of as many bytes.
-    """
+    """Return the time that each further tensor adds to a coalesced collective."""
     num_elements = {
         TransferKind.ALL_GATHER: _BUFFER_ELEMENTS,
         TransferKind.REDUCE_SCATTER: group.size() * _BUFFER_ELEMENTS,
@@ -330,6 +312,7 @@ def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
     for kind, size in num_elements.items():
         many = [torch.zeros(size, device=timer.device) for _ in range(_NUM_BUFFERS)]
         many_us = _launch_to_wait_us(kind, many, group, timer)
+        # One tensor of as many bytes.
         one_us = _launch_to_wait_us(kind, [torch.cat(many)], group, timer)
         added_us.append(max(0.0, many_us - one_us) / (_NUM_BUFFERS - 1))
     return statistics.mean(added_us)
@@ -338,7 +321,6 @@ def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
 def _launch_to_wait_us(
     kind: TransferKind, buffers: list[Tensor], group: dist.ProcessGroup, timer: Timer
 ) -> float:
-    """Return the time from the launch of a collective to the end of its wait."""
 
     def launch_and_wait() -> None:
         for buffer in collectives.launch_collective(
@@ -353,10 +335,8 @@ def _launch_to_wait_us(
 
 
 def fit_rate(samples: Iterable[Sample]) -> Rate:
-    """Return the rate that predicts the times of ``samples``.
-
-    Disturbances only ever add time, so no amount takes longer than a larger one was measured to.
-    """
+    """Return the rate that predicts the times of ``samples``."""
+    # Disturbances only ever add time, so no amount takes longer than a larger one was measured to.
     least_us, per_s = math.inf, {}
     for amount, us in sorted(samples, reverse=True):
         least_us = min(least_us, max(us, 1e-3))
@@ -368,15 +348,11 @@ def fit_rate(samples: Iterable[Sample]) -> Rate:
 def fit_interconnect(
     samples: Mapping[TransferKind, Sequence[Sample]], world: int, buffer_us: float
 ) -> Interconnect:
-    """Return the interconnect that predicts the times of ``samples``.
+    """Return the interconnect that predicts ``samples`` by kind of collective, on ``world`` ranks.
 
-    The latency is the shortest time of all. A single number of ranks does not separate latency and
-    hops, so ``hop_us`` is 0.
-
-    Args:
-        samples: bytes of the full buffer, and times, by kind of collective.
-        world: number of ranks.
+    A single number of ranks does not separate latency and hops, so ``hop_us`` is 0.
     """
+    # The shortest time of all.
     latency_us = min(us for points in samples.values() for _, us in points)
     bus = {}
     for kind, points in samples.items():

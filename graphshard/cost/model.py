@@ -2,8 +2,7 @@
 
 Pure: nothing is measured and no other rank is asked, so ranks with the same ``Hardware`` predict
 the same times. A kernel takes its launch plus the longer of its compute time and its memory time
-(the roofline model: Williams et al., CACM 52(4), 2009). ``fusion`` guesses which nodes share a
-kernel.
+(the roofline model: Williams et al., CACM 52(4), 2009).
 """
 
 from __future__ import annotations
@@ -25,17 +24,15 @@ from .fusion import (
 )
 from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect
 
+# Highest rate of kernels that pack and unpack buffers, in bytes read and written per second.
+# Measured for Llama-3 8B on 8 ranks: ``chunk_cat`` 2.4e12 on an H100 and 2.6e12 on an H200,
+# ``split_with_sizes_copy`` 2.7e12 on an H100.
 _PACKING_RATE = 2.5e12
-"""Highest rate of kernels that pack and unpack buffers, in bytes read and written per second.
-
-Measured for Llama-3 8B on 8 ranks: ``chunk_cat`` 2.4e12 on an H100 and 2.6e12 on an H200,
-``split_with_sizes_copy`` 2.7e12 on an H100.
-"""
+# Collectives that take as long as one of ``COLLECTIVE_KINDS``.
 _PREDICTED_AS = {
     TransferKind.ALL_REDUCE_MAX: TransferKind.ALL_REDUCE,
     TransferKind.ALL_REDUCE_SHARDS: TransferKind.ALL_REDUCE,
 }
-"""Collectives that take as long as one of ``COLLECTIVE_KINDS``."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +41,11 @@ class CostModel:
 
     Attributes:
         hardware: machine that everything runs on.
-        node_cost: function that returns a node's time in microseconds, or None to have it
-            predicted; None: predict all nodes.
+        node_cost: function that returns a node's time, or None to have it predicted.
         tf32: whether float32 matrix products run in tf32, as after
             ``torch.set_float32_matmul_precision``.
         fuses: whether fusion is assumed to save the memory of values that no kernel writes.
-        device_type: device type that kernels are compiled for; None: the device type of the graph's
-            tensors.
+        device_type: device type that kernels are compiled for; None: that of the graph's tensors.
     """
 
     hardware: Hardware
@@ -76,17 +71,14 @@ class CostModel:
     ) -> dict[fx.Node, float]:
         """Return the time of every node of a functional ATen graph.
 
-        The time of a kernel (see [Note: fused kernels] in ``fusion``) counts for its last node; its
-        other nodes take 0. Inputs, outputs, views, collectives and graphshard's copy ops also take
-        0. Symbolic sizes have the value from tracing; data-dependent sizes have the fallback of
-        ``size_hint``.
-
-        Args:
-            values: values of the graph; None: read them here.
+        The time of a kernel (see [Note: fused kernels] in ``fusion``) counts for its last node. Its
+        other nodes, inputs, outputs, views, collectives and graphshard's copy ops take 0.
 
         Raises:
             ValueError: ``node_cost`` returned something other than a time or None.
         """
+        # Symbolic sizes have the value from tracing; data-dependent ones the fallback of
+        # ``size_hint``.
         values = values or GraphValues(graph)
         times = dict.fromkeys(graph.nodes, 0.0)
         for node, kind in values.kinds.items():
@@ -104,14 +96,12 @@ class CostModel:
         """Return the time of one collective, or of one copy between host and device.
 
         A collective over n ranks is a ring (Patarasuk and Yuan, JPDC 69(2), 2009): ``n - 1`` steps
-        carry ``(n - 1) / n`` of the buffer. An all-reduce takes twice that. Global ranks fill nodes
-        of ``ranks_per_node`` one after the other. If the ring spans m nodes, ``m - 1`` of its steps
-        cross the network, which then also sets latency and bandwidth.
+        carry ``(n - 1) / n`` of the buffer. An all-reduce takes twice that.
 
         Args:
             num_bytes: bytes of the full buffer: the gathered result, or the input that each rank
                 reduces.
-            world: number of ranks; a single rank only copies. Ignored for host copies.
+            world: number of ranks. Ignored for host copies.
             stride: difference between the global ranks of neighbours.
 
         Raises:
@@ -124,8 +114,10 @@ class CostModel:
             raise ValueError(f"kind={kind!r}: must be one of {COLLECTIVE_KINDS}")
         if world < 1 or num_bytes < 0:
             raise ValueError(f"world={world}, num_bytes={num_bytes}: must be from 1 and 0 up")
-        if world == 1:
+        if world == 1:  # a single rank only copies
             return self.copy_us(num_bytes)
+        # If the ring spans m nodes, m - 1 of its steps cross the network, which then also sets
+        # latency and bandwidth.
         rounds = 2 if kind == TransferKind.ALL_REDUCE else 1
         num_nodes = self._num_nodes(world, stride)
         intra, inter = self.hardware.intra, self.hardware.inter
@@ -135,7 +127,6 @@ class CostModel:
         return slowest.latency_us + rounds * (hops_us + moved_us)
 
     def buffer_us(self, world: int, stride: int = 1) -> float:
-        """Return the time that each further buffer adds to a coalesced collective."""
         return self._interconnect(world, stride).buffer_us
 
     def slowdown_us(self, lane_us: float) -> float:
@@ -143,7 +134,7 @@ class CostModel:
         return self.hardware.issue_us + self.hardware.contention * lane_us
 
     def copy_us(self, num_bytes: float) -> float:
-        """Return the time to copy ``num_bytes`` on the device in one kernel, such as a copy-in."""
+        """Return the time to copy ``num_bytes`` on the device in one kernel, as a copy-in does."""
         moved_us = max(self.hardware.memory.us(2 * num_bytes), 2 * num_bytes / _PACKING_RATE * 1e6)
         return moved_us + self.hardware.launch_us
 
@@ -152,7 +143,7 @@ class CostModel:
         return self.hardware.intra if within_node else self.hardware.inter
 
     def _num_nodes(self, world: int, stride: int) -> int:
-        """Return the number of nodes that the ranks span, if the first one starts a node."""
+        # Global ranks fill nodes one after the other; the first rank is assumed to start one.
         spanned = (world - 1) * stride + 1
         return min(world, math.ceil(spanned / self.hardware.ranks_per_node))
 
@@ -174,7 +165,6 @@ class CostModel:
 def _overrides(
     graph: fx.Graph, node_cost: Callable[[fx.Node], float | None]
 ) -> Iterator[tuple[fx.Node, float]]:
-    """Yield the nodes for which ``node_cost`` returns a time, with that time."""
     for node in graph.nodes:
         time_us = node_cost(node)
         if time_us is None:

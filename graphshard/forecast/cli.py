@@ -115,11 +115,6 @@ def _plan(args: argparse.Namespace) -> int:
 def _print_largest(
     args: argparse.Namespace, batch: BatchShape, recipe: Recipe, machine: Cluster
 ) -> int:
-    """Print the largest models and batches that fit.
-
-    Raises:
-        ValueError: the model cannot grow, or ``--json`` is given.
-    """
     if not is_config(args.model):
         raise ValueError(f"--largest: cannot scale {args.model}: pass a config, not a function")
     if args.json is not None:
@@ -138,10 +133,9 @@ def _print_largest(
 
 
 def _write(path: Path | None, make: Callable[[], str]) -> None:
-    """Write the text from ``make`` to ``path``, if there is a path."""
     if path is None:
         return
-    text = make()
+    text = make()  # not inside ``try``, which is about writing
     try:
         write_whole(path, text)
     except OSError as error:
@@ -167,13 +161,10 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def gigabytes(name: str, text: str) -> float:
-    """Parse a size such as "72GB", and return it in GB (1e9 bytes).
-
-    Args:
-        name: option that an error names.
+    """Return a size such as "72GB" in GB (1e9 bytes).
 
     Raises:
-        ValueError: ``text`` is not a positive size.
+        ValueError: ``text``, the value of the option ``name``, is not a positive size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB)?", text, re.IGNORECASE)
     if match is None or not float(match[1]):

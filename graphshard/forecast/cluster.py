@@ -73,7 +73,7 @@ def _hardware(device: str) -> Hardware:
 
 
 def _with_node_size(hardware: Hardware, num_gpus: int) -> Hardware:
-    """Return ``hardware`` with ``num_gpus`` per node, at the same network bandwidth per GPU."""
+    # Peaks are those of a node; each GPU keeps its own network bandwidth.
     ratio = num_gpus / hardware.ranks_per_node
     bus = {
         kind: dataclasses.replace(rate, peak=rate.peak * ratio)

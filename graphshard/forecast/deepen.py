@@ -4,11 +4,9 @@
     longer   | embed | layer | layer | layer | head |          one more period of layers
     deep     | embed | layer | layer | layer | layer | .. | head |
 
-The longer graph must be the short one with a *segment* of steps inserted. That alone proves little,
-so the segment must also equal the steps just before or just after it. And live bytes must have
-grown by one amount just before the segment, by another just after it, and evenly in between. Then
-each further period inserts another segment, and whatever else grows (such as a step that computes
-the fp8 scales of all weights) grows by the same amount again.
+The longer graph must be the short one with a *segment* of steps inserted, and show that layers
+repeat (``_Segment.find``). Each further period then inserts the segment once more; whatever else
+grows, such as a step that computes the fp8 scales of all weights, grows by the same amount again.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ class Layers:
     """The naming of a model's layers.
 
     Attributes:
-        path: name of the list that holds them; names of parameters begin with ``path.0.``,
-            ``path.1.``, ...
+        path: name of their list; parameters are called ``path.0.*``, ``path.1.*``, ...
         period: number of layers after which they repeat.
     """
 
@@ -101,11 +98,10 @@ class _Segment:
     """The steps that the longer graph has and the short one lacks.
 
     Attributes:
-        start: first step of the segment; in the short graph, the step before which it is inserted.
-        length: number of steps.
+        start: first step of the segment; the short graph's step before which it is inserted.
         transfers: positions of the segment's transfers in the longer problem.
         front_shift: layers by which each inserted segment renumbers the parameters before it.
-        back_shift: layers by which each inserted segment renumbers the parameters after it.
+        back_shift: the same for the parameters after it.
     """
 
     short: StepGraph
@@ -119,11 +115,14 @@ class _Segment:
 
     @classmethod
     def find(cls, short: StepGraph, longer: StepGraph, layers: Layers) -> _Segment:
-        """Return a segment that turns the short graph into the longer one.
+        """Return the segment that turns the short graph into the longer one.
 
         Raises:
             NotPeriodicError: there is none.
         """
+        # That the one graph contains the other proves little. So the segment must also equal the
+        # steps just before or just after it, and live bytes must have grown by one amount just
+        # before it, by another just after it, and evenly in between.
         length = longer.problem.num_steps - short.problem.num_steps
         for start in _likely_starts(short.problem, longer.problem, length):
             # Layers may run in order, as in forward, or in reverse, as in backward.
@@ -137,7 +136,6 @@ class _Segment:
         raise NotPeriodicError(f"the {short.kind} graph does not repeat layer by layer")
 
     def _is_even(self) -> bool:
-        """Return whether memory grows evenly along the longer graph."""
         return all(
             _grows_evenly(*alive, self.start, self.length)
             for alive in _alive(self.short.problem, self.longer.problem)
@@ -153,7 +151,6 @@ class _Segment:
         )
 
     def deepened(self, periods: int) -> StepGraph:
-        """Return the short graph with ``periods`` segments inserted."""
         short, longer = self.short.problem, self.longer.problem
         params = _Params()
         problem = Problem(
@@ -203,7 +200,6 @@ class _Segment:
         return (*before, *inserted, *after)
 
     def _transfers(self, params: _Params, periods: int) -> Iterator[Transfer]:
-        """Yield all transfers, with their steps moved and their parameters renamed."""
         front, back = self.front_shift, self.back_shift
         first, transfers = self.transfers, self.longer.problem.transfers
         for transfer, other in zip(self.short.problem.transfers[: first.start], transfers):
@@ -223,13 +219,7 @@ class _Segment:
     def _moved(
         self, transfer: Transfer, other: Transfer, periods: int, param: int | None
     ) -> Transfer:
-        """Return a transfer of the short graph after ``periods`` segments are inserted.
-
-        Args:
-            other: same transfer in the longer graph; it has more bytes if it carries the scales of
-                all weights.
-            param: position of its parameter in the deep graph.
-        """
+        """Move a transfer of the short graph; ``other`` is the same one in the longer graph."""
         added = periods * self.length
 
         def moved(step: int, border: int) -> int:
@@ -245,13 +235,13 @@ class _Segment:
             due=due,
             last=last,
             param=param,
+            # A transfer that carries the scales of all weights grows.
             num_bytes=_extrapolate(transfer.num_bytes, other.num_bytes, periods),
             shard_bytes=_extrapolate(transfer.shard_bytes, other.shard_bytes, periods),
             grad_bytes=_extrapolate(transfer.grad_bytes, other.grad_bytes, periods),
         )
 
     def _copied(self, transfer: Transfer, copy: int, periods: int, param: int | None) -> Transfer:
-        """Return a transfer of the segment in the copy with index ``copy``."""
         stop = self.start + self.length
 
         def moved(step: int, begin: int, end: int) -> int:
@@ -295,17 +285,13 @@ def _named_transfers(graph: StepGraph) -> list[tuple[str, Transfer]]:
 
 
 def _likely_starts(short: Problem, longer: Problem, length: int) -> list[int]:
-    """Return where a segment may start, the likeliest first.
-
-    These are the starts with the fewest distinct growths of live bytes, then those nearest to the
-    middle. If two kinds of layers take equally long, a segment seems to fit among either. But among
-    the wrong kind, live bytes would grow by a different amount in each part of the graph.
-    """
+    """Return where a segment may start, the likeliest first."""
     a, b = short.compute_us, longer.compute_us
     starts = [
         start for start in range(1, len(a)) if length > 0 and _is_alike_around(a, b, start, length)
     ]
-
+    # If two kinds of layers take equally long, a segment seems to fit among either. Among the wrong
+    # kind, live bytes would grow by a different amount in each part of the graph.
     growths = list(map(add, *(_num_growths(*alive, length) for alive in _alive(short, longer))))
     return sorted(starts, key=lambda start: (growths[start], abs(start - len(a) / 2)))
 
@@ -325,7 +311,7 @@ def _num_growths(short: Sequence[int], longer: Sequence[int], length: int) -> li
 
 
 def _num_distinct(values: Sequence[int]) -> list[int]:
-    """Return the number of distinct values among the first 0, 1, 2, ... values."""
+    """Return the numbers of distinct values among the first 0, 1, 2, ... values."""
     seen: set[int] = set()
     counts = [0]
     for value in values:
@@ -349,7 +335,7 @@ def _is_alike_around(
 
 
 def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Return whether times are equal up to rounding, which depends on the order of summation."""
+    # Sums of times are rounded, depending on their order.
     return len(a) == len(b) and all(abs(x - y) <= 1e-6 * (1 + abs(x)) for x, y in zip(a, b))
 
 

@@ -25,15 +25,14 @@ from .recipe import Recipe
 from .trace import Ranks, StepGraph, TracedStep, trace
 from .workload import Workload, num_recomputed, recompute_layers
 
-Progress = Callable[[str], None]
-"""Callback that receives a description of what happens next."""
+Progress = Callable[[str], None]  # called with a description of the next step
 
+# Fewest periods of each kind of layers in a shallow copy, since the first and last may differ.
 LEAST_PERIODS = 3
-"""Fewest periods of each kind of layers in a shallow copy, since the first and last may differ."""
 
 
 class Depth(NamedTuple):
-    """Numbers of layers: the first ones, which backward recomputes, and the ones after them."""
+    """Number of first layers, which backward recomputes, and of the layers after them."""
 
     recomputed: int
     saved: int
@@ -58,10 +57,8 @@ class ShallowCopies(NamedTuple):
     """The steps of shallow copies of a model whose layers repeat.
 
     Attributes:
-        steps: steps in rows. Within a row, the second step has one more period of recomputed
-            layers; the second row has one more period of saved layers. A kind of layers that does
-            not grow has a single entry.
-        layers: naming and period of the layers.
+        steps: rows of steps. The second step of a row has one more period of recomputed layers, the
+            second row one more period of saved layers; both only where that kind grows.
         shallow: depth of the first step.
     """
 
@@ -113,11 +110,7 @@ def trace_copies(
     cluster: Cluster,
     progress: Progress = lambda text: None,
 ) -> ShallowCopies:
-    """Trace the shallow copies from which a model as deep as ``depth`` can be derived.
-
-    Args:
-        recipe: settings of the training run; ``depth`` overrides its ``recompute``.
-    """
+    """Trace the shallow copies that determine ``depth``, which overrides ``recipe.recompute``."""
     period = workload.period
     few = depth.shallow(period)
     first, rest = (
@@ -132,7 +125,7 @@ def trace_copies(
 
 
 def depths(num_layers: int, period: int) -> list[Depth]:
-    """Return the depths of a model that four copies determine, fewest saved layers first."""
+    """Return the depths that four copies of a model determine, fewest saved layers first."""
     least, more = LEAST_PERIODS * period, num_layers % period
     saved = range(least + more, num_layers - least + 1, period)
     return [Depth(num_layers - number, number) for number in saved]
@@ -155,11 +148,7 @@ def _trace(
     cluster: Cluster,
     progress: Progress,
 ) -> TracedStep:
-    """Trace a copy with another depth; None: the model itself, whose depth cannot change.
-
-    Raises:
-        ValueError: offload from a CPU, which is the host itself.
-    """
+    """Trace a copy with another depth; None: the model itself, whose depth cannot change."""
     if recipe.offload and cluster.hardware.device_type == "cpu":
         raise ValueError("offload on a CPU: the CPU is the host itself; plan for a GPU instead")
     num_layers: int | None = None
@@ -177,7 +166,6 @@ def _trace(
 
 
 def _path_of_layers(workload: Workload, num_layers: int) -> str:
-    """Return the name of the list with ``num_layers`` layers in a shallow copy, or ""."""
     with torch.device("meta"):
         model, _ = workload.make(num_layers)
     lists = [
@@ -192,27 +180,20 @@ def _path_of_layers(workload: Workload, num_layers: int) -> str:
 
 
 def for_strategy(traced: TracedStep, recipe: Recipe, num_gpus: int) -> TracedStep | None:
-    """Return a ZeRO-3 step with the strategy of ``recipe``; None if that must be traced.
-
-    ``plan_step`` removes the gathers that ZeRO-2 does not have.
-    """
+    """Return a ZeRO-3 step with the strategy of ``recipe``; None if that must be traced."""
     if recipe.kind != "hsdp":
-        return traced
+        return traced  # for ZeRO-2, too: ``plan_step`` removes the gathers of backward
     return on_mesh(traced, num_gpus, recipe.ranks(num_gpus))
 
 
 def on_mesh(traced: TracedStep, num_ranks: int, ranks: Ranks) -> TracedStep | None:
-    """Return the step on another mesh, or None if it must be traced for that mesh.
+    """Return a step traced for ``num_ranks`` shards on another mesh; None if that must be traced.
 
     With ZeRO-3 and HSDP, and as long as no rank pads its rows, the mesh determines only how much
-    each rank holds and what travels between which ranks. In fp8 each rank also computes the scales
-    of its shards. That time is not adapted: for Llama 3 8B on 8 shards instead of 64, an error of
-    1.3 ms in a step of one second.
-
-    Args:
-        num_ranks: number of shards in the trace, which must not have replicas.
-        ranks: the other mesh.
+    each rank holds and what travels between which ranks. ``traced`` must not have replicas.
     """
+    # Not adapted: the time in which each rank computes the fp8 scales of its shards. For Llama 3 8B
+    # on 8 shards instead of 64, that is an error of 1.3 ms in a step of one second.
     ratio = Fraction(num_ranks, ranks.shards)
     if not all(_divides(p, num_ranks, ranks) for graph in traced.graphs for p in graph.params):
         return None
@@ -236,7 +217,7 @@ def _divides(param: PlanParam, num_ranks: int, ranks: Ranks) -> bool:
 
 
 def _is_plain(transfer: Transfer) -> bool:
-    """Return whether a transfer gathers or reduce-scatters a parameter, or reduces fp8 scales."""
+    # The last one reduces fp8 scales.
     kinds = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE_MAX)
     return transfer.kind in kinds
 
@@ -273,14 +254,12 @@ def _transfer_on_mesh(transfer: Transfer, ranks: Ranks, ratio: Fraction) -> Tran
 
 
 def on_host(traced: TracedStep) -> TracedStep:
-    """Return a ZeRO-3 or HSDP step with its shards and reduced gradients on the host.
-
-    Shards are on the device only while they wait to be gathered; transfers account for that.
-    """
+    """Return a ZeRO-3 or HSDP step with its shards and reduced gradients on the host."""
     return dataclasses.replace(traced, graphs=tuple(map(_with_shards_on_host, traced.graphs)))
 
 
 def _with_shards_on_host(graph: StepGraph) -> StepGraph:
+    # Transfers count the shards on the device, which wait there to be gathered.
     transfers = tuple(dataclasses.replace(t, host=True) for t in graph.problem.transfers)
     problem = _with_inputs(graph.problem, -graph.input_bytes)
     problem = dataclasses.replace(problem, transfers=transfers)
@@ -288,7 +267,6 @@ def _with_shards_on_host(graph: StepGraph) -> StepGraph:
 
 
 def _with_inputs(problem: Problem, added_bytes: int) -> Problem:
-    """Return a problem in which ``added_bytes`` more are alive throughout."""
     return dataclasses.replace(
         problem,
         fixed_bytes=tuple(value + added_bytes for value in problem.fixed_bytes),

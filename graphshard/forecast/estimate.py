@@ -1,8 +1,7 @@
 """Predict the time and the peak memory of a planned step, with the errors of past forecasts.
 
-While a graph runs, its plan counts what the graph itself keeps alive. The rank also holds what the
-graph does not take: other shards, optimizer state, buffers and, with several microbatches,
-accumulated gradients.
+A graph's plan counts what the graph keeps alive. Here the rank's other memory is added: shards that
+the graph does not take, optimizer state, buffers and gradients of earlier microbatches.
 """
 
 from __future__ import annotations
@@ -31,19 +30,18 @@ from ..show.dump import Dump
 from .recipe import OPTIMIZERS, Recipe
 from .trace import HeldMemory
 
-COVERAGE = 0.9
-"""Fraction of past measurements that an interval covers."""
+COVERAGE = 0.9  # fraction of past measurements that an interval covers
 
-OUTSIDE_BYTES = {"cuda": 1_300_000_000, "cpu": 500_000_000}
-"""Device memory in use outside of tensors, by device type.
+# Device memory in use outside of tensors, by device type.
+OUTSIDE_BYTES = {
+    # CUDA context and kernels. Hugging Face's page "Model memory anatomy" measures 1.3 GB on a
+    # V100; other GPUs are assumed to need the same.
+    "cuda": 1_300_000_000,
+    # A Python process that has compiled a step (benchmarks/results/forecast_cpu.md).
+    "cpu": 500_000_000,
+}
 
-GPU: CUDA context and kernels. Hugging Face's page "Model memory anatomy" measures 1.3 GB on a V100;
-other GPUs are assumed to need the same. CPU: a Python process that has compiled a step
-(benchmarks/results/forecast_cpu.md).
-"""
-
-ADDING = 3
-"""Reads and writes per element to add one gradient to another on the host."""
+ADDING = 3  # reads and writes per element to add one gradient to another on the host
 
 
 # --- errors of past forecasts --------------------------------------------------------------------
@@ -64,16 +62,11 @@ class ErrorInterval:
     high: float
 
     def covers(self, ratio: float) -> bool:
-        """Return whether ``ratio``, of a measured to a modelled value, is in the interval."""
         return self.low <= ratio <= self.high
 
 
 def error_interval(ratios: Iterable[float]) -> ErrorInterval:
-    """Return the median of ratios and the narrowest interval that covers ``COVERAGE`` of them.
-
-    Args:
-        ratios: ratios of measured to modelled values; at least one.
-    """
+    """Return the median of ratios and the narrowest interval that covers ``COVERAGE`` of them."""
     ordered = sorted(ratios)
     num_covered = math.ceil(COVERAGE * len(ordered))
     intervals = zip(ordered, ordered[num_covered - 1 :])
@@ -81,16 +74,16 @@ def error_interval(ratios: Iterable[float]) -> ErrorInterval:
     return ErrorInterval(low, statistics.median(ordered), high)
 
 
+# Ratios of measured to modelled step times, by the source of the machine's rates.
 STEP_TIME = {
     # benchmarks/results/forecast_cpu.md: steps of six models on CPU ranks.
     CALIBRATED: ErrorInterval(1.00, 1.11, 1.64),
     # benchmarks/results/forecast.md: compiled models on A100, H100 and H200.
     DATASHEET: ErrorInterval(1.13, 1.30, 1.55),
 }
-"""Ratios of measured to modelled step times, by the source of the machine's rates."""
 
+# Ratios of allocated to planned bytes of a step: benchmarks/results/forecast_cpu.md.
 MEMORY = ErrorInterval(1.00, 1.04, 1.18)
-"""Ratios of allocated to planned bytes of a step: benchmarks/results/forecast_cpu.md."""
 
 
 # --- time ----------------------------------------------------------------------------------------
@@ -117,17 +110,14 @@ class TimeForecast:
 
     @property
     def modelled_us(self) -> float:
-        """Sum of the parts."""
         return self.compute_us + self.exposed_us + self.lost_us + self.optimizer_us
 
     @property
     def step_us(self) -> float:
-        """Expected time: the modelled time multiplied by the median error."""
         return self.errors.likely * self.modelled_us
 
     @property
     def unmodelled_us(self) -> float:
-        """Difference between ``step_us`` and ``modelled_us``."""
         return self.step_us - self.modelled_us
 
     @property
@@ -144,7 +134,7 @@ class TimeForecast:
 def time_of_step(
     dumps: Sequence[Dump], recipe: Recipe, held: HeldMemory, hardware: Hardware
 ) -> TimeForecast:
-    """Return the time of a step whose graphs were planned as ``dumps``."""
+    """Return the time of a step with its plans in ``dumps``."""
     totals = [dump.totals for dump in dumps]
     exposed_us = sum(t.total_us - t.compute_us for t in totals)
     return TimeForecast(
@@ -157,8 +147,7 @@ def time_of_step(
 
 
 def _optimizer_us(recipe: Recipe, held: HeldMemory, hardware: Hardware) -> float:
-    """Return the time of the optimizer, which is bound by memory bandwidth."""
-    passes = OPTIMIZERS[recipe.optimizer].passes
+    passes = OPTIMIZERS[recipe.optimizer].passes  # memory bandwidth bounds its time
     if not recipe.offload:
         return hardware.memory.us(passes * held.trained) + hardware.launch_us
     passes += ADDING * (recipe.accumulate - 1)
@@ -248,13 +237,7 @@ def peak_of_step(
     accumulate: int,
     device_type: str = "cuda",
 ) -> MemoryForecast:
-    """Return the memory at the peak of a step.
-
-    Args:
-        outside: memory from ``outside_of_graphs``.
-        accumulate: number of microbatches.
-        device_type: key of ``OUTSIDE_BYTES``.
-    """
+    """Return the memory at the peak of a step; ``outside`` is from ``outside_of_graphs``."""
     earlier = outside.gradients if accumulate > 1 else 0
     candidates = [outside]
     for graph, others in zip(graphs, other_graph_bytes(graphs)):
@@ -267,7 +250,8 @@ def peak_of_step(
 
 
 def outside_of_graphs(held: HeldMemory, recipe: Recipe, device_bytes: int) -> MemoryForecast:
-    """Return the memory while the optimizer runs; it updates in place."""
+    """Return the memory while the optimizer runs."""
+    # Optimizers update in place: they need no memory but their states.
     optimizer_bytes = OPTIMIZERS[recipe.optimizer].states * held.trained
     on_device = MemoryForecast(
         when="optimizer",
@@ -305,9 +289,9 @@ def other_graph_bytes(graphs: Sequence[PlannedGraph]) -> list[OtherGraphBytes]:
     """Return what the other graphs hold while each graph runs.
 
     Args:
-        graphs: pairs of forward and backward graph, in forward order. A model with graph breaks has
-            several pairs, whose backward graphs run in reverse order.
+        graphs: pairs of forward and backward graph, in forward order.
     """
+    # A model with graph breaks has several pairs, whose backward graphs run in reverse order.
     saved, own, others = 0, 0, list[OtherGraphBytes]()
     for position, graph in enumerate(graphs):
         if graph.problem.graph != GraphKind.BACKWARD:
@@ -321,7 +305,6 @@ def other_graph_bytes(graphs: Sequence[PlannedGraph]) -> list[OtherGraphBytes]:
 
 
 def _reduced_bytes(graph: PlannedGraph) -> int:
-    """Return the bytes of reduced gradients that a graph leaves on the device."""
     reductions = (t for t in graph.problem.transfers if t.kind != TransferKind.ALL_GATHER)
     return sum(t.shard_bytes for t in reductions if not t.host)
 
@@ -339,7 +322,7 @@ def _peak_of_graph(
 
 
 def bytes_by_kind(graph: PlannedGraph) -> dict[str, list[int]]:
-    """Return the bytes alive at each point in time of a graph, by kind, without its shards."""
+    """Return the bytes alive at each point in time of a graph by kind, its shards excluded."""
     problem = graph.problem
     other = fixed_by_point(problem)
     nothing = with_fixed_bytes(problem, [0] * len(other))

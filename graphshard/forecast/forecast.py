@@ -147,7 +147,6 @@ class Forecast:
 
 
 def _with_properties(part: TimeForecast | MemoryForecast, *names: str) -> dict[str, object]:
-    """Return the fields of ``part``, and the properties of the given names."""
     return {**dataclasses.asdict(part), **{name: getattr(part, name) for name in names}}
 
 
@@ -155,7 +154,7 @@ def _with_properties(part: TimeForecast | MemoryForecast, *names: str) -> dict[s
 
 
 def forecast_text(forecast: Forecast) -> str:
-    """Return a forecast as text."""
+    """Return the text that ``print(forecast)`` shows."""
     rows = list(summary_rows(forecast))
     width = max(len(name) for name, _ in rows)
     exposed = [[one.us / 1e3, one.what, one.why] for one in forecast.exposed]

@@ -1,8 +1,4 @@
-"""Find the largest model of a family, and the largest batch, that a cluster can train.
-
-Deeper models need no further traces: two shallow copies determine any number of layers. Each wider
-model is traced, at the ratio of layers to width of the original.
-"""
+"""Find the largest model of a family, and the largest batch, that a cluster can train."""
 
 from __future__ import annotations
 
@@ -23,10 +19,8 @@ from .report import text_table
 from .trace import TracedStep
 from .workload import Workload
 
-WIDTHS = 2**0.5
-"""Ratio of each width tried to the one before."""
-SMALLEST = 1 / 64
-"""Smallest width to try if nothing fits, as a fraction of the model's width."""
+WIDTHS = 2**0.5  # ratio of each width tried to the one before
+SMALLEST = 1 / 64  # smallest width to try if nothing fits, as a fraction of the model's width
 
 HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
 
@@ -36,7 +30,7 @@ class LargestFit:
     """The largest size that a strategy can train if one thing grows.
 
     Attributes:
-        grown: what grows: "layers", "layers and width" or "samples".
+        grown: "layers", "layers and width" or "samples".
         what: description of the size, as in "136 layers".
         memory_bytes: peak memory of a rank, margin included.
     """
@@ -49,7 +43,7 @@ class LargestFit:
     memory_bytes: int
 
     def row(self) -> list[Any]:
-        """Return a table row, with the columns of ``HEADERS``."""
+        # The columns of ``HEADERS``.
         billions, step_ms, gigabytes = self.num_params / 1e9, self.step_us / 1e3, self.memory_bytes
         return [self.grown, self.strategy, self.what, billions, step_ms, gigabytes / GB]
 
@@ -64,7 +58,6 @@ class LargestResult:
         return tabulate([fit.row() for fit in self.fits], HEADERS, floatfmt=",.1f")
 
     def page(self, title: str) -> str:
-        """Return an HTML page with bar charts by strategy, and a table."""
         charts = []
         for grown in dict.fromkeys(fit.grown for fit in self.fits if fit.grown != "samples"):
             bars = [
@@ -86,22 +79,20 @@ class LargestResult:
 
 
 def strategies(cluster: Cluster) -> list[str]:
-    """Return the strategies that one trace serves; on several nodes also HSDP within each node."""
+    """Return the strategies that one trace serves; HSDP shards within a node."""
     node = cluster.hardware.ranks_per_node
     hybrid = [f"hsdp:{node}"] if node < cluster.num_gpus and cluster.num_gpus % node == 0 else []
     return ["zero3", "zero2", *hybrid]
 
 
 def largest_that_fits(memory_at: Callable[[int], int], limit: int, least: int) -> int | None:
-    """Return the largest number whose memory is within ``limit``; None if ``least`` is not.
-
-    Memory grows almost linearly with the number. So the next number is extrapolated from the last
-    two that fit or, after one that does not fit, taken halfway.
+    """Return the largest number, from ``least`` up, with memory within ``limit``, if any.
 
     Args:
         memory_at: function from a number to its memory in bytes.
-        least: smallest number to try.
     """
+    # Memory grows almost linearly with the number. So the next number is extrapolated from the last
+    # two that fit or, after one that does not fit, taken halfway.
     fits, memory = least, memory_at(least)
     if memory > limit:
         return None
@@ -130,8 +121,8 @@ def largest(
     """Return the largest model, by depth alone and by depth and width, and the largest batch.
 
     Args:
-        make_workload: function from a factor on width and depth, and a number of samples in a
-            microbatch, to a workload.
+        make_workload: function from a factor on width and depth, and a microbatch size, to a
+            workload.
         recipe: settings of the training run; its strategy is ignored.
         size: number of samples in a microbatch while the model grows.
 
@@ -158,6 +149,7 @@ class _Grower:
 
     def by_depth(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the deepest model of the same width."""
+        # No further traces: shallow copies determine any number of layers.
         step_at = self._steps(self.make_workload(1.0, self.size))
         for strategy in strategies(self.cluster):
 
@@ -179,7 +171,6 @@ class _Grower:
         yield from fits
 
     def by_batch(self) -> Iterator[LargestFit]:
-        """Yield, for each strategy, the largest microbatch of the model itself."""
         yield from self._growing("samples", self._with_batch, 1, 2)
 
     def _growing(
@@ -196,7 +187,6 @@ class _Grower:
     def _fits(
         self, grown: str, what: str, step: TracedStep, tried: Sequence[str] = ()
     ) -> Iterator[LargestFit]:
-        """Yield the results of the strategies that fit, among ``tried`` or, by default, all."""
         for strategy in tried or strategies(self.cluster):
             planned = self._plan(step, strategy)
             if planned is not None and planned.memory.fits:
@@ -219,7 +209,6 @@ class _Grower:
         return lambda num_layers: copies.at_depth(Depth.at(num_layers, self.recipe))
 
     def _plan(self, step: TracedStep, strategy: str) -> PlannedStep | None:
-        """Plan a ZeRO-3 step with another strategy; None if that needs its own trace."""
         recipe = dataclasses.replace(self.recipe, strategy=strategy)
-        adapted = for_strategy(step, recipe, self.cluster.num_gpus)
+        adapted = for_strategy(step, recipe, self.cluster.num_gpus)  # None: needs its own trace
         return None if adapted is None else plan_step(adapted, recipe, self.cluster, refine=False)

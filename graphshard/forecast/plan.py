@@ -72,11 +72,7 @@ def forecast(
     progress: Progress = lambda text: None,
     traced: TracedStep | None = None,
 ) -> Forecast:
-    """Forecast a step of a workload; see ``plan``.
-
-    Args:
-        traced: traced step, if there is one already.
-    """
+    """Forecast a step of a workload, from the step ``traced`` or a new trace; see ``plan``."""
     traced = traced or trace_step(workload, recipe, cluster, progress)
     progress("planning")
     recomputed: tuple[str, ...] = ()
@@ -126,10 +122,7 @@ def make_forecast(
     """Return the forecast of a traced step.
 
     Args:
-        model: name of the model.
         tokens: number of tokens, or samples, in a microbatch of one rank.
-        unit: unit of ``tokens``: "tokens" or "samples".
-        recomputed: recomputed layers; see ``Forecast``.
 
     Raises:
         BackendError: no schedule stays within the budget.
@@ -138,6 +131,7 @@ def make_forecast(
     step = plan_step(traced, recipe, cluster)
     changes = find_changes(traced, recipe, cluster)
     forward = sum(g.num_flops for g in traced.graphs if g.kind == GraphKind.FORWARD)
+    # In fp8, too, MFU is a fraction of the peak in bfloat16.
     peak = cluster.hardware.flops_of("float32" if recipe.dtype == "float32" else "bfloat16").peak
     return Forecast(
         model=model,
@@ -148,6 +142,7 @@ def make_forecast(
         unit=unit,
         time=step.time,
         memory=step.memory,
+        # Backward multiplies twice as much as forward; recomputation does not count.
         mfu=3 * forward * recipe.accumulate / (step.time.step_us * 1e-6) / peak,
         exposed=tuple(_exposed(step.dumps)),
         binds=find_bottleneck(step.memory, changes),
@@ -161,7 +156,6 @@ def make_forecast(
 
 
 def _exposed(dumps: Sequence[Dump], most: int = 8) -> list[Exposed]:
-    """Return the ``most`` collectives with the longest exposed time, longest first."""
     exposed = [
         Exposed(
             f"{dump.plan.graph} {bucket.kind} of {dump.bucket_label(bucket)}",

@@ -77,7 +77,7 @@ def plan_step(
     Args:
         prices: key of ``StepGraph.compute_us``: the machine whose compute times to use. The rates
             of links come from ``cluster``.
-        keep_all: keep every gathered parameter unsharded for backward; always done for ZeRO-2.
+        keep_all: keep every gathered parameter unsharded for backward, as ZeRO-2 always does.
         refine: see ``planning.search.find_schedule``.
 
     Raises:
@@ -112,11 +112,7 @@ def plan_step(
 
 
 def _limits(graphs: Sequence[StepGraph], recipe: Recipe, outside: MemoryForecast) -> ScheduleLimits:
-    """Return the limits of every graph: the budget, less what the rank holds outside of graphs.
-
-    Raises:
-        ValueError: parameters and optimizer state alone exceed the budget.
-    """
+    """Return the limits of every graph: the budget, less what the rank holds outside of graphs."""
     if recipe.budget_gb is None:
         return ScheduleLimits()
     # A graph counts the shards that it takes, so these are not outside of it.
@@ -141,7 +137,6 @@ def _keep_for_backward(
     budget: int | None,
     keep_all: bool,
 ) -> list[StepGraph]:
-    """Keep all parameters unsharded for backward, or those that ``choose_kept`` chooses."""
     gathers = {
         forward.params[t.param].fqn: t
         for t in forward.problem.transfers
@@ -163,14 +158,13 @@ def _keep_for_backward(
 def keep_unsharded(
     forward: Problem, backward: Problem, gathered: Mapping[int, Transfer]
 ) -> tuple[Problem, Problem]:
-    """Return both problems, with some gathers removed from backward.
-
-    A kept parameter occupies memory from its last use in forward to its last use in backward.
+    """Return both problems with some gathers removed from backward.
 
     Args:
         gathered: gathers of ``forward``, by the position in ``backward.transfers`` of the gather
             of the same parameter that is removed.
     """
+    # A kept parameter occupies memory from its last use in forward to its last use in backward.
     after = [
         Span(launches(t.last + 1), num_points(forward.num_steps), t.num_bytes)
         for t in gathered.values()
@@ -186,7 +180,6 @@ def keep_unsharded(
 
 
 def _with_spans(problem: Problem, spans: list[Span]) -> Problem:
-    """Return a problem in which the bytes of ``spans`` are alive as well."""
     added = sum_spans(spans, num_points(problem.num_steps))
     alive = [a + b for a, b in zip(fixed_by_point(problem), added)]
     return with_fixed_bytes(problem, alive)
@@ -239,9 +232,9 @@ _BOTTLENECKS = {
 def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[Change]:
     """Plan the step with each change, and compare with the unchanged step.
 
-    Both are planned by the quick search. A change is left out if no schedule stays within the
-    budget.
+    A change is left out if no schedule stays within the budget.
     """
+    # The quick search for all, also for the unchanged step, so that their times compare.
     quick = functools.partial(plan_step, traced, refine=False)
     base_us = quick(recipe, cluster).time.step_us
     memory_machine = faster_machines(cluster.hardware)[FASTER_MEMORY]

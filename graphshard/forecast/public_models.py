@@ -1,7 +1,6 @@
 """Sizes of public models, from their papers and configurations.
 
-Radford et al. 2019 is "Language models are unsupervised multitask
-learners". Sizes that a source omits (of vocabularies and feed-forward layers) are from the model's
+Sizes that a source omits (of vocabularies and feed-forward layers) are from the model's
 ``config.json`` on the Hugging Face Hub.
 """
 
@@ -9,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+# ``model_type`` of a transformers configuration, and arguments of the configuration class.
 PublicModel = tuple[str, dict[str, Any]]
-"""``model_type`` of a transformers configuration, and arguments of the configuration class."""
 
 
 def _decoder(
@@ -22,7 +21,7 @@ def _decoder(
     vocab: int,
     **more: Any,
 ) -> PublicModel:
-    """Return a decoder; ``heads`` are the numbers of query heads and of key-value heads."""
+    # ``heads``: numbers of query heads and of key-value heads.
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": feed_forward,
@@ -55,7 +54,7 @@ def _vit(hidden: int, feed_forward: int, layers: int, heads: int, patch: int) ->
     return "vit", sizes
 
 
-PUBLIC_MODELS: dict[str, PublicModel] = {
+PUBLIC_MODELS: dict[str, PublicModel] = {  # by lower-case name
     # arXiv 2407.21783, table 3.
     "llama3-8b": _decoder("llama", 4096, 14336, 32, (32, 8), 128256),
     "llama3-70b": _decoder("llama", 8192, 28672, 80, (64, 8), 128256),
@@ -80,7 +79,7 @@ PUBLIC_MODELS: dict[str, PublicModel] = {
         num_local_experts=8,
         num_experts_per_tok=2,
     ),
-    # Radford et al. 2019, table 2.
+    # Radford et al. 2019, "Language models are unsupervised multitask learners", table 2.
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
@@ -90,4 +89,3 @@ PUBLIC_MODELS: dict[str, PublicModel] = {
     "vit-l16": _vit(1024, 4096, 24, 16, 16),
     "vit-h14": _vit(1280, 5120, 32, 16, 14),
 }
-"""Public models by lower-case name."""

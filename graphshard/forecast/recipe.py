@@ -20,12 +20,11 @@ DTYPES = ("float32", "bf16", "fp8")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A fused optimizer of ``torch.optim``.
+    """A fused optimizer of ``torch.optim``, which the Python expression ``code`` constructs.
 
     Attributes:
         states: number of states for each parameter, each as large as the parameter.
         passes: number of reads and writes per parameter element in a step.
-        code: Python expression that constructs it.
     """
 
     states: int
@@ -53,9 +52,8 @@ class Recipe:
         dtype: "float32"; "bf16": parameters gathered and used in bfloat16, gradients reduced in
             float32; "fp8": as "bf16", with inner linears gathered and computed in fp8.
         optimizer: key of ``OPTIMIZERS``.
-        recompute: fraction of the layers, from 0 to 1, that backward recomputes from their inputs.
-            These are the first layers: backward reaches them last, when it has freed the
-            activations of the others.
+        recompute: fraction of the layers that backward recomputes from their inputs, from the first
+            layer on: backward reaches it last, when it has freed the activations of the others.
         accumulate: number of microbatches in a step; each reduces its gradients.
         budget_gb: memory of a device that the schedule may use, in GB; None: no limit.
         offload: whether the host keeps shards, gradients and optimizer state, and runs the
@@ -103,13 +101,11 @@ class Recipe:
 
     @property
     def kind(self) -> str:
-        """Name of the strategy, without its number of ranks."""
-        return self.strategy.partition(":")[0]
+        return self.strategy.partition(":")[0]  # "hsdp" for "hsdp:8"
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks in the strategy; 0 if it has none."""
-        return int(self.strategy.partition(":")[2] or 0)
+        return int(self.strategy.partition(":")[2] or 0)  # 8 for "hsdp:8"
 
     def ranks(self, num_gpus: int) -> Ranks:
         """Return the mesh over ``num_gpus`` ranks.
@@ -143,11 +139,11 @@ class Recipe:
             yield "offload_policy", CPUOffloadPolicy(), "CPUOffloadPolicy()"
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of ``graphshard.backend``, except mesh and schedule."""
+        # The arguments of ``graphshard.backend``, except mesh and schedule.
         return {name: value for name, value, _ in self._arguments()}
 
     def traced_options(self) -> dict[str, Any]:
-        """Return the arguments for tracing a step, which schedules nothing."""
+        # A trace schedules nothing.
         return {**self.options(), "schedule": SchedulePolicy(overlap=False)}
 
     def code(
@@ -161,8 +157,7 @@ class Recipe:
 
         Args:
             memory_budget_gb: memory budget of a graph; None: no budget.
-            recomputed: slices of layers from ``workload.recomputed_layers``; only for a
-                ``recompute`` strictly between 0 and 1.
+            recomputed: slices of layers from ``workload.recomputed_layers`` if only a part is.
         """
         replicas, shards = self.ranks(num_gpus)
         is_2d = replicas > 1

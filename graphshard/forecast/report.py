@@ -11,11 +11,7 @@ from .forecast import CHANGE_HEADERS, Forecast, change_rows, memory_rows, summar
 
 
 def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
-    """Return a forecast as an HTML page: the page of its dumps, plus memory by kind and tables.
-
-    Args:
-        others: further tables, such as the results of a search.
-    """
+    """Return the page of a forecast's dumps, plus memory by kind, tables, and ``others``."""
     graphs = [_graph(forecast, number, graph) for number, graph in enumerate(forecast.graphs)]
     changes = [(what, gain, f"{gb:.1f}", fits) for what, gain, gb, fits in change_rows(forecast)]
     tables = [
@@ -34,7 +30,7 @@ def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
 
 
 def _graph(forecast: Forecast, number: int, graph: PlannedGraph) -> GraphData:
-    """Return the page data of one graph; its memory chart shows all that the rank holds."""
+    # A dump knows the memory of its graph only: here its chart shows all that the rank holds.
     data = graph_data(forecast.dumps[number])
     outside = outside_of_graphs(forecast.held, forecast.recipe, forecast.memory.device)
     others = other_graph_bytes(forecast.graphs)[number]

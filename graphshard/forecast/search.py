@@ -1,15 +1,9 @@
 """Plan and compare all recipes for training a model on a cluster.
 
-One trace serves all strategies that differ only in which rank holds what: ZeRO-2 keeps what ZeRO-3
-gathers again, HSDP uses another mesh, and offload puts shards on the host. So each combination of
-precision, microbatch size and recomputation (of no layer or of all) takes one trace for these
-strategies, one for hpZ on several nodes, and one for DDP where replicas could fit.
-
-Other recipes need further traces, or are slower than recipes that fit. They are planned by rule:
-
-- offload, where ZeRO-3 does not fit without it;
-- partial recomputation, for the smallest microbatch at which ZeRO-3 does not fit without
-  recomputation, and for strategies that fit if all layers are recomputed: as few layers as needed.
+One trace serves ZeRO-3, ZeRO-2, HSDP and offload, which differ only in which rank holds what. So
+each precision, microbatch size and recomputation (of no layer or of all) takes one trace for these,
+one for hpZ on several nodes, and one for DDP where replicas could fit. Offload and partial
+recomputation cost time, so they are planned only where ZeRO-3 does not fit without them.
 """
 
 from __future__ import annotations
@@ -44,14 +38,10 @@ from .report import text_table
 from .trace import TracedStep
 from .workload import MakeWorkload, Workload
 
+# Fraction of a device's memory left free when choosing how many layers to recompute: that plans by
+# the quick search, and the refined forecast may need more (measured: 1.5 % more for Llama 3 70B on
+# 8 GPUs). Too small: the fastest candidate may not fit then. Too large: needless recomputation.
 RESERVED = 0.03
-"""Fraction of a device's memory left free when choosing how many layers to recompute.
-
-That choice plans by the quick search. The final forecast is refined, without a memory limit, and
-may need more. Measured: 1.5 % more for Llama 3 70B on 8 GPUs. If this is too small, the fastest
-candidate may not fit in the final forecast; if too large, more is recomputed than necessary.
-"""
-
 
 HEADERS = ["strategy", "dtype", "recompute", "offload", "microbatches", "step ms", "GB"]
 
@@ -76,7 +66,7 @@ class PlannedRecipe:
     traced: TracedStep | None = field(default=None, repr=False, compare=False)
 
     def row(self) -> list[Any]:
-        """Return a table row, with the columns of ``HEADERS``."""
+        # The columns of ``HEADERS``.
         recipe = self.recipe
         return [
             recipe.strategy,
@@ -105,11 +95,7 @@ class SearchResult:
 
     @property
     def best(self) -> PlannedRecipe:
-        """Fastest candidate that fits.
-
-        Raises:
-            ValueError: nothing fits.
-        """
+        """Fastest candidate that fits; a ValueError if none does."""
         if not self.candidates or not self.candidates[0].fits:
             raise ValueError(
                 "no recipe fits into the memory of a GPU: use more or larger GPUs, or fewer tokens"
@@ -117,7 +103,6 @@ class SearchResult:
         return self.candidates[0]
 
     def front(self) -> list[PlannedRecipe]:
-        """Return the candidates that fit and that no other beats in both time and memory."""
         return pareto_front([c for c in self.candidates if c.fits])
 
     def table(self) -> TableData:
@@ -164,10 +149,9 @@ def search(
     cluster: Cluster,
     progress: Progress = lambda text: None,
 ) -> SearchResult:
-    """Plan all recipes for a step with ``size`` samples on each rank.
+    """Plan all recipes for a step.
 
     Args:
-        make_workload: function from the number of samples in a microbatch to its workload.
         size: number of samples of a rank in a step, over all microbatches.
         recipe: recipe with the optimizer and the memory budget; its other fields are ignored.
     """
@@ -199,7 +183,7 @@ class _Search:
         return ["bf16", "fp8"] if "float8" in self.cluster.hardware.flops else ["bf16"]
 
     def bases(self) -> Iterator[Recipe]:
-        """Yield ZeRO-3 recipes: each precision, with no layer and with all layers recomputed."""
+        """Yield ZeRO-3 recipes: each precision, with no layer or all layers recomputed."""
         if "fp8" not in self.dtypes:
             self.refused.append(f"fp8: {self.cluster.hardware.name} has no fp8 matrix products")
         for dtype in self.dtypes:
@@ -225,7 +209,7 @@ class _Search:
                 self._add_offloaded(traced, variant, microbatch)
         if self.cluster.num_gpus > (node := self.cluster.hardware.ranks_per_node):
             self._add_traced(f"hpz:{node}", recipe, workload, microbatch)
-        # Full parameters, gradients and optimizer state of a replica.
+        # With DDP each rank holds all parameters, gradients and optimizer state.
         replica_bytes = traced.held.params_bytes * (2 + OPTIMIZERS[recipe.optimizer].states)
         if recipe.dtype != "fp8" and replica_bytes < self.cluster.memory_bytes:
             self._add_traced("ddp", recipe, workload, microbatch)
@@ -236,15 +220,13 @@ class _Search:
         return any(candidate.fits for candidate in self.candidates[num_before:])
 
     def _shard_groups(self) -> list[int]:
-        """Return the sizes of HSDP's shard groups to try: one, two and four nodes."""
         num_gpus, node = self.cluster.num_gpus, self.cluster.hardware.ranks_per_node
-        sizes = [node, 2 * node, 4 * node]
+        sizes = [node, 2 * node, 4 * node]  # HSDP within one, two and four nodes
         return [size for size in sizes if size < num_gpus and num_gpus % size == 0]
 
     def _add_offloaded(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> None:
-        """Add the candidate with its shards on the host, if that can be forecast."""
         if self.cluster.hardware.device_type == "cpu":
-            return
+            return  # the host itself
         if recipe.dtype == "fp8":
             self.refused.append("offload with fp8: the host's time for fp8 scales is not known")
             return
@@ -252,7 +234,7 @@ class _Search:
         self.candidates += [candidate] if candidate is not None else []
 
     def add_partial_recomputation(self, dtype: str) -> None:
-        """Plan partial recomputation, by the rule in the module docstring."""
+        """Plan partial recomputation with the smallest microbatch for which ZeRO-3 needs it."""
         candidates = [c for c in self.candidates if c.recipe.dtype == dtype]
         too_large = [
             c.microbatch
@@ -290,13 +272,10 @@ class _Search:
     def _least_recomputed(
         self, recipe: Recipe, copies: ShallowCopies, tried: Sequence[Depth], microbatch: int
     ) -> PlannedRecipe | None:
-        """Plan a recipe with as few recomputed layers as fit, leaving ``RESERVED`` free.
+        """Plan a recipe with as few recomputed layers as fit, at one of ``tried``, if any does.
 
         Args:
             tried: depths to choose from, those that recompute most layers first.
-
-        Returns:
-            The candidate; None if none of the depths fits.
         """
 
         @functools.cache
@@ -325,7 +304,7 @@ class _Search:
         return trace_step(workload, recipe, self.cluster)
 
     def _derive(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> PlannedRecipe | None:
-        """Plan a recipe from a trace of ZeRO-3; None if the recipe needs its own trace."""
+        """Plan a recipe from a trace of ZeRO-3; None if it needs its own trace."""
         step = for_strategy(traced, recipe, self.cluster.num_gpus)
         if step is None:
             return None
@@ -343,7 +322,7 @@ class _Search:
 
 
 def _fit_if_recomputed(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
-    """Return the candidates that do not fit, but whose variant with full recomputation does."""
+    """Return the candidates that do not fit, but would with all layers recomputed."""
 
     def key(candidate: PlannedRecipe) -> tuple[str, bool]:
         return candidate.recipe.strategy, candidate.recipe.offload

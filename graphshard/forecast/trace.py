@@ -3,9 +3,8 @@
     workload ─► model of fake tensors ─► shards of rank 0 in a fake group ─► all passes of Inductor
              ─► each graph as a ``Problem``, priced for the machine and for faster ones
 
-Tensors are on the CPU, where attention is a single operator, as on a GPU; only the prices are for
-the machine. A simulated GPU (``graphshard.check``) would need its own process. Dynamo's caches are
-reset.
+Tensors are on the CPU; only the prices are for the machine. A simulated GPU (``graphshard.check``)
+would need its own process. Dynamo's caches are reset.
 """
 
 from __future__ import annotations
@@ -39,16 +38,13 @@ from ..pipeline.traced_graph import TracedGraph
 from ..planning.plan import PlanParam, Problem
 from ..scripts import loss_of
 
-Inputs = tuple[Any, ...] | Mapping[str, Any]
-"""Inputs of a step: positional or keyword arguments."""
+Inputs = tuple[Any, ...] | Mapping[str, Any]  # positional or keyword arguments of a step
+# Returns a model, which is copied, and the inputs of one microbatch on one rank. Called with meta
+# as the default device.
 MakeModel = Callable[[], tuple[nn.Module, Inputs]]
-"""Function that returns a model and the inputs of one microbatch on one rank.
 
-It is called with meta as the default device. Its model is copied, never modified.
-"""
-
+# Machines that kernels are priced for: the machine itself, and variants with one faster part.
 BASELINE, FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES = "baseline", "compute", "memory", "launches"
-"""Machines that kernels are priced for: the machine itself, and variants with one faster part."""
 
 
 class UntraceableError(ValueError):
@@ -78,7 +74,6 @@ class StepGraph:
         return self.problem.graph
 
     def with_problem(self, problem: Problem) -> StepGraph:
-        """Return the graph with another problem."""
         return dataclasses.replace(self, problem=problem)
 
 
@@ -103,13 +98,7 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A traced training step.
-
-    Attributes:
-        graphs: graphs in compilation order.
-        held: memory that a rank holds between graphs.
-        notes: notes on how the step was traced.
-    """
+    """A traced training step: graphs in compilation order, and notes on how it was traced."""
 
     graphs: tuple[StepGraph, ...]
     held: HeldMemory
@@ -117,7 +106,7 @@ class TracedStep:
 
 
 class Ranks(NamedTuple):
-    """Mesh that a step is traced for: ``replicas`` groups of ``shards`` ranks each."""
+    """A mesh of ``replicas`` groups of ``shards`` ranks each."""
 
     replicas: int
     shards: int
@@ -133,7 +122,6 @@ def trace(
     """Trace a training step on rank 0.
 
     Args:
-        ranks: mesh to shard over.
         hardware: machine to price kernels for.
         options: arguments of ``graphshard.backend``.
         prepare: function to call with the copy of the model before it is sharded.
@@ -173,7 +161,7 @@ def trace(
 
 
 def _without_values(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
-    """Return copies of a model and its inputs, with new tensors that have no values."""
+    """Copy a model and its inputs, with new tensors that have no values."""
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         empty = _empty_like(tensor)
@@ -186,16 +174,13 @@ def _without_values(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs
 def _empty_like(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
+    # On the CPU attention is a single operator, as on a GPU.
     empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
     return empty.requires_grad_(value.requires_grad)
 
 
 def _run(compiled: Callable[..., Any], inputs: Inputs) -> None:
-    """Compile forward and backward of one microbatch.
-
-    Raises:
-        UntraceableError: the model reads values of tensors.
-    """
+    """Compile forward and backward of one microbatch."""
     try:
         outputs = compiled(**inputs) if isinstance(inputs, Mapping) else compiled(*inputs)
         loss_of(outputs).backward()
@@ -212,7 +197,7 @@ _DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape")
 
 
 def _data_dependence(error: BaseException | None) -> str | None:
-    """Return the message of a data-dependence error in the chain of ``error``, or None."""
+    # Dynamo wraps the error in one of its own.
     while error is not None:
         if any(name in type(error).__name__ for name in _DATA_DEPENDENT):
             return str(error).strip().splitlines()[0][:120]
@@ -253,7 +238,7 @@ class _GraphReader:
         self.graphs: list[StepGraph] = []
 
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
-        """Read a graph at the point where it would be lowered."""
+        """Read a graph where it would be lowered."""
         calls = [node for node in graph.nodes if node.op == "call_function"]
         counts = [call_with_fallback(Flops(0.0, ""), flops, node) for node in calls]
         models = [CostModel(h, device_type=h.device_type) for h in self._machines.values()]
@@ -283,7 +268,7 @@ def faster_machines(hardware: Hardware) -> dict[str, Hardware]:
 
 
 def scaled(rate: Rate, factor: float) -> Rate:
-    """Return ``rate`` multiplied by ``factor``."""
+    """Return ``rate`` times ``factor``."""
     return dataclasses.replace(rate, peak=factor * rate.peak)
 
 

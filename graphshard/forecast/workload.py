@@ -1,9 +1,4 @@
-"""Workloads: a model that can be rebuilt, with any number of layers, and its inputs.
-
-Models from transformers configurations have causal scaled dot product attention without a mask
-tensor, as a flash kernel computes it. In compiled graphs transformers itself materializes a mask of
-all pairs of tokens, unless its attention is ``flash_attention_2`` or similar.
-"""
+"""Workloads: a model that can be rebuilt, with any number of layers, and its inputs."""
 
 from __future__ import annotations
 
@@ -27,23 +22,14 @@ from .trace import Inputs
 
 
 class BatchShape(NamedTuple):
-    """The size of a microbatch on one rank.
-
-    Attributes:
-        size: number of samples.
-        length: number of tokens in a sample; None: the model's own.
-    """
+    """A number of samples, and of tokens in each (None: the model's own length)."""
 
     size: int
     length: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> BatchShape:
-        """Parse "1x8192" (samples x tokens) or "64" (samples).
-
-        Raises:
-            ValueError: ``text`` is neither.
-        """
+        """Parse "1x8192" (samples x tokens) or "64" (samples)."""
         parts = text.lower().split("x")
         if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
             raise ValueError(f'batch={text!r}: write samples x tokens, as in "1x8192", or samples')
@@ -55,8 +41,7 @@ class Workload:
     """A model and a microbatch on one rank.
 
     Attributes:
-        make: function that returns the model and its inputs, with the given number of layers; None:
-            all layers.
+        make: function from a number of layers (None: all) to the model and its inputs.
         tokens: number of tokens, or samples, in the microbatch.
         unit: unit of ``tokens``: "tokens" or "samples".
         num_layers: number of layers of the model; None: ``make`` cannot change it.
@@ -73,8 +58,7 @@ class Workload:
     notes: tuple[str, ...] = ()
 
 
-MakeWorkload = Callable[[int], Workload]
-"""Function from the number of samples in a microbatch to its workload."""
+MakeWorkload = Callable[[int], Workload]  # from the number of samples in a microbatch
 
 
 def find_workload(model: str, batch: BatchShape) -> Workload:
@@ -137,16 +121,12 @@ def count_tokens(inputs: Inputs) -> tuple[int, str]:
 
 
 def num_recomputed(num_layers: int, part: float) -> int:
-    """Return the number of layers that backward recomputes: the first ``part`` of them."""
+    """Return how many layers backward recomputes: the first ``part`` of them."""
     return round(num_layers * part)
 
 
 def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the outermost lists of layers of one type, by name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the outermost lists of layers of one type, by name; a ValueError if there is none."""
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
@@ -160,10 +140,7 @@ def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 
 def recompute_layers(model: nn.Module, part: float = 1) -> None:
-    """Make backward recompute the first layers of each list from their inputs, in place.
-
-    Args:
-        part: fraction of the layers, from 0 to 1.
+    """Make backward recompute the first ``part`` of each list of layers (from 0 to 1), in place.
 
     Raises:
         ValueError: the model has no list of layers.
@@ -180,11 +157,7 @@ def recompute_layers(model: nn.Module, part: float = 1) -> None:
 
 
 def recomputed_layers(model: nn.Module, part: float) -> tuple[str, ...]:
-    """Return the layers that ``recompute_layers`` selects, as Python code: "model.layers[:3]".
-
-    Raises:
-        ValueError: the model has no list of layers.
-    """
+    """Return the layers that ``recompute_layers`` selects, as Python code: "model.layers[:3]"."""
     return tuple(
         re.sub(r"\.(\d+)\b", r"[\1]", f"model.{name}[:{num_recomputed(len(layers), part)}]")
         for name, layers in layer_lists(model).items()
@@ -193,6 +166,9 @@ def recomputed_layers(model: nn.Module, part: float) -> tuple[str, ...]:
 
 # --- transformers configurations -----------------------------------------------------------------
 
+# Causal attention without a mask tensor, as a flash kernel computes it. In compiled graphs
+# transformers materializes a mask of all pairs of tokens, unless its attention is
+# ``flash_attention_2`` or similar.
 _ATTENTION = "graphshard_forecast"
 _FLASH = "attention is a flash kernel without a mask, as with attn_implementation=flash_attention_2"
 
@@ -218,11 +194,7 @@ def _families() -> Any:
 
 
 def find_config(model: str) -> Any:
-    """Return the configuration that ``model`` names.
-
-    Raises:
-        ValueError: it cannot be built.
-    """
+    """Return the configuration that ``model`` names; a ValueError if it cannot be built."""
     families = _families()
     try:
         if model.lower() in PUBLIC_MODELS:
@@ -296,7 +268,7 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
 
 
 def _auto_class(config: Any) -> tuple[Any, Any]:
-    """Return the auto class for ``config``, and the function that makes its inputs."""
+    """Return the auto class of a configuration, and the function that makes its inputs."""
     import transformers
 
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -320,7 +292,6 @@ def _images(config: Any, size: int, length: int | None) -> Inputs:
 
 
 def _with_layers(config: Any, num_layers: int | None) -> Any:
-    """Return a copy of ``config`` with ``num_layers`` layers; None: as many as it has."""
     config = copy.deepcopy(config)
     if num_layers is not None:
         config.num_hidden_layers = num_layers
@@ -331,12 +302,10 @@ def _with_layers(config: Any, num_layers: int | None) -> Any:
 
 
 def scale_config(config: Any, factor: float) -> Any:
-    """Return a configuration about ``factor`` times as wide and as deep.
-
-    The head size stays the same, so the width is a whole number of heads.
-    """
+    """Return a configuration about ``factor`` times as wide and as deep."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads) or heads
+    # Heads stay as wide as they are, so the width is a whole number of heads.
     new_kv_heads = max(1, round(kv_heads * factor))
     ratio = new_kv_heads / kv_heads
     bigger = _with_layers(config, max(1, round(config.num_hidden_layers * ratio)))
@@ -350,14 +319,12 @@ def scale_config(config: Any, factor: float) -> Any:
 
 
 def _period(config: Any) -> int:
-    """Return the number of layers after which the layer types repeat."""
     types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     periods = range(1, len(types) + 1)
     return next(p for p in periods if all(a == b for a, b in zip(types, types[p:])))
 
 
 def _register_attention() -> None:
-    """Register an attention without a mask in transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

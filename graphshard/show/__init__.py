@@ -1,9 +1,10 @@
 """Schedules in readable form: files, tables, traces, a page, differences.
 
 ``dump`` is the file of one plan; ``dump_folder`` the folder of such files, and of profiles.
-``table``, ``trace``, ``page`` and ``diff`` present dumps. ``cli`` defines the commands. This
-package may import ``cost`` and ``planning``.
+``table``, ``trace``, ``page`` and ``diff`` present dumps.
 """
+
+# May import ``cost`` and ``planning``.
 
 from .diff import diff
 from .dump import Dump

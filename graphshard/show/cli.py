@@ -57,7 +57,6 @@ def _write_page(args: argparse.Namespace) -> int:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the dumps in the folder ``path``, or ``path`` itself if it is a file."""
     paths = dump_paths(path) if path.is_dir() else [path]
     if not paths:
         raise argparse.ArgumentTypeError(f"{path}: no dump in this folder")

@@ -19,8 +19,8 @@ from ..kinds import TransferKind
 from ..planning.plan import Bucket, PlanParam
 from .dump import Dump, param_name
 
+# Divisor and displayed unit for each unit in a field's name.
 _DISPLAY_UNITS = {"us": (1e3, "ms"), "bytes": (1e9, "GB")}
-"""Divisor and displayed unit for each unit in a field's name."""
 
 
 def diff(before: Dump, after: Dump) -> str:
@@ -37,7 +37,7 @@ def diff(before: Dump, after: Dump) -> str:
 
 
 def _equal(before: Dump, after: Dump) -> bool:
-    """Return whether two dumps are equal except for Dynamo's name for the compilation."""
+    # ``compiled``, Dynamo's name for the compilation, may differ.
     return dataclasses.replace(before, compiled="") == dataclasses.replace(after, compiled="")
 
 
@@ -87,10 +87,7 @@ def _bucket_changes(before: Dump, after: Dump) -> Iterator[str]:
 
 
 def _related_buckets(before: Dump, after: Dump) -> list[tuple[list[Bucket], list[Bucket]]]:
-    """Group buckets of one kind that share parameters, directly or through other buckets.
-
-    The groups are in the order of their first bucket.
-    """
+    """Group buckets of one kind that share parameters, directly or through other buckets."""
     graph: nx.Graph[tuple[object, object]] = nx.Graph()
     for side, dump in enumerate((before, after)):
         num_nameless: Counter[TransferKind] = Counter()
@@ -106,7 +103,7 @@ def _related_buckets(before: Dump, after: Dump) -> list[tuple[list[Bucket], list
             [bucket for i, bucket in enumerate(sides[0]) if (0, i) in component],
             [bucket for i, bucket in enumerate(sides[1]) if (1, i) in component],
         )
-        for component in nx.connected_components(graph)
+        for component in nx.connected_components(graph)  # in the order of their first buckets
     ]
 
 
@@ -150,13 +147,11 @@ def _moves(before: Dump, old: Bucket, after: Dump, new: Bucket) -> Iterator[str]
 
 
 def _buffer_params(dump: Dump, bucket: Bucket) -> set[frozenset[str]]:
-    """Return the names of the parameters in each buffer of ``bucket``."""
     parts = (dataclasses.replace(bucket, buffers=(buffer,)) for buffer in bucket.buffers)
     return {frozenset(dump.param_names(part)) for part in parts}
 
 
 def _totals_table(before: Dump, after: Dump) -> list[str]:
-    """Return a table of the totals that differ; empty if none do."""
     old_totals, new_totals = dataclasses.asdict(before.totals), dataclasses.asdict(after.totals)
     rows = []
     for name, old in old_totals.items():
@@ -172,7 +167,7 @@ def _totals_table(before: Dump, after: Dump) -> list[str]:
 
 
 def _changed_fields(before: Dump, after: Dump) -> list[str]:
-    """Return a line for each field that differs but is not covered by the rest of the report."""
+    # For what the rest of the report does not cover.
     old_fields, new_fields = _all_fields(before), _all_fields(after)
     return [
         f"differs in detail: {name}" for name, old in old_fields.items() if old != new_fields[name]

@@ -14,8 +14,7 @@
 
 All but ``joint`` and ``saving`` exist for ``backward``, too; an inference graph has only
 ``NN-inference`` files. Files with these names from an earlier run are replaced, so each backend
-needs its own folder. The page shows all dumps in the folder, next to measurements from profiles in
-the same folder.
+needs its own folder. The page also shows measurements from profiles in the folder.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ NO_CODE = "No FX code was written: the graph came from a compiler's cache, and n
 
 
 def dump_paths(folder: Path) -> list[Path]:
-    """Return the files in ``folder`` that have names of dumps, in the order of the graphs."""
+    """Return the dumps in ``folder``, by their names, in the order of the graphs."""
     kinds = list(GraphKind)
     pattern = re.compile(rf"(\d+)-({'|'.join(kinds)})\.json")
     matches = [(path, pattern.fullmatch(path.name)) for path in folder.iterdir()]
@@ -62,16 +61,13 @@ def dump_paths(folder: Path) -> list[Path]:
 
 
 def folder_page(folder: Path) -> str:
-    """Return the page of the dumps in ``folder``, with measurements from its profiles.
-
-    The page names the files that cannot be read.
-    """
+    """Return the page of the dumps in ``folder``, with measurements from its profiles."""
     dumps: list[tuple[str, Dump]] = []
     notes: list[str] = []
     for path in dump_paths(folder):
         try:
             dumps.append((path.stem, _load(path, path.stat().st_mtime_ns)))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # the page names the file
             notes.append(f"not shown: {error}")
     measured = _measured(folder, [dump for _, dump in dumps])
     graphs = [graph_data(dump, name, runs) for (name, dump), runs in zip(dumps, measured)]
@@ -100,16 +96,15 @@ def _saving_data(choice: SavingChoice) -> TableData:
     return TableData(title=saving_title(choice), headers=headers, numbers=numbers, rows=texts)
 
 
+# Cached because the page is rewritten whenever a graph is added.
 @functools.lru_cache(maxsize=256)
 def _load(path: Path, mtime_ns: int) -> Dump:
-    """Read a dump; cached because the page is rewritten whenever a graph is added."""
     return Dump.load(path)
 
 
 def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
-    """Return, for each dump, the durations of its graph in the latest profile that contains it."""
     measured: list[Measured | None] = [None] * len(dumps)
-    for recorded in _profiles(folder):
+    for recorded in _profiles(folder):  # oldest first: the latest one with a graph counts
         for i, durations in enumerate(measured_us(recorded, dumps)):
             if durations:
                 measured[i] = Measured(runs=len(durations), median_us=statistics.median(durations))
@@ -117,7 +112,7 @@ def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
 
 
 def _profiles(folder: Path) -> Iterator[Trace]:
-    """Yield the traces that ``profile`` wrote to ``folder``, oldest first."""
+    """Yield the traces of ``profile`` in ``folder``, oldest first."""
     ours = re.compile(r"\d+-\w+(\.trace)?\.json")
     paths = [path for path in folder.glob("*.json") if not ours.fullmatch(path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
@@ -128,13 +123,10 @@ def _profiles(folder: Path) -> Iterator[Trace]:
 
 
 def write_page(folder: Path) -> None:
-    """Write the page of a folder into it; warn if that fails.
-
-    It does not raise, because only one rank writes and must not fail in the middle of training.
-    """
+    """Write the page of a folder into it."""
     try:
         write_whole(folder / PAGE, folder_page(folder))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # as in ``DumpWriter._write``
         warnings.warn(f"graphshard: {PAGE} cannot be written: {error}", stacklevel=2)
 
 
@@ -158,7 +150,6 @@ class DumpWriter:
 
     @property
     def dumps(self) -> bool:
-        """Whether files are written."""
         return self._folder is not None
 
     def write_code(self, stage: str, when: Literal["before", "after"], graph: fx.Graph) -> None:

@@ -2,8 +2,7 @@
 
     dumps ─► page_data ─► PageData, as JSON in the page ─► page.html draws it
 
-``page.html`` depends on ``PageData`` only, so any source of such data gets the same page. Times
-are in microseconds; unknown values are null.
+Any source of ``PageData`` gets the same page. Times are in microseconds; unknown values are null.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from ..planning.simulate import COLLECTIVE, COPY_IN, COPY_OUT, LANES, STEP
 from .dump import Dump, param_name
 from .table import exposed_reason, is_notable
 
+# With comments as placeholders for the title and the data.
 TEMPLATE = Path(__file__).with_name("page.html")
-"""Template of the page, with comments as placeholders for its title and data."""
 
-
+# Fields of ``dump.Totals``, and ``host_copies_us``, which is not part of communication.
 Predicted: TypeAlias = dict[str, float]
-"""Fields of ``dump.Totals``, and ``host_copies_us``, which is not part of communication."""
 
 
 class Measured(TypedDict):
@@ -38,10 +36,10 @@ class Measured(TypedDict):
 
 
 class SummaryData(TypedDict):
-    """Sums and highest peaks of a group of graphs, which are positions in ``PageData.graphs``."""
+    """Sums and highest peaks of a group of graphs."""
 
     name: str
-    graphs: list[int]
+    graphs: list[int]  # positions in ``PageData.graphs``
     predicted: Predicted
     measured_us: float | None  # None unless all graphs were measured
 
@@ -98,25 +96,25 @@ class LimitData(TypedDict):
 
 
 class MemoryData(TypedDict):
-    """Memory over time; ``areas`` add up to the live memory, ``until_us`` are the ends of steps."""
+    """Memory over time."""
 
-    until_us: list[float]
-    areas: list[BytesData]
+    until_us: list[float]  # ends of steps
+    areas: list[BytesData]  # add up to the live memory
     lines: list[BytesData]
     limits: list[LimitData]
 
 
 class GraphData(TypedDict):
-    """A graph; ``source`` names its file, ``lanes`` are the lanes in use."""
+    """A graph."""
 
     name: str
-    source: str
+    source: str  # name of its file
     kind: str
     hardware: str
     ranks: list[int]
     predicted: Predicted
     measured: Measured | None
-    lanes: list[str]
+    lanes: list[str]  # those in use
     params: list[ParamData]
     kept: list[int]
     reasons: list[tuple[int, str]]
@@ -126,20 +124,20 @@ class GraphData(TypedDict):
 
 
 class TableData(TypedDict):
-    """A table of strings; ``numbers`` are the numeric columns."""
+    """A table of strings."""
 
     title: str
     headers: list[str]
-    numbers: list[int]
+    numbers: list[int]  # numeric columns
     rows: list[list[str]]
 
 
 class BarData(TypedDict):
-    """A bar; ``text`` is the label of ``value``."""
+    """A bar."""
 
     name: str
     value: float
-    text: str
+    text: str  # label of ``value``
 
 
 class BarsData(TypedDict):
@@ -161,10 +159,8 @@ class PageData(TypedDict):
 
 
 def page(data: PageData) -> str:
-    """Return the HTML page that shows ``data``.
-
-    Names in ``data`` may be any text: the page never interprets them as HTML.
-    """
+    """Return the HTML page that shows ``data``."""
+    # Names may be any text, and the page never interprets them as HTML.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"title": html.escape(data["title"]), "data": text}
     return re.sub("<!--(title|data)-->", lambda match: parts[match[1]], TEMPLATE.read_text())
@@ -196,7 +192,6 @@ def page_data(
 
 
 def _summary(name: str, members: list[int], graphs: Sequence[GraphData]) -> SummaryData:
-    """Add up the graphs of a group; of memory, take the highest peak."""
     predicted = [graphs[i]["predicted"] for i in members]
     measured = [m["median_us"] for i in members if (m := graphs[i]["measured"]) is not None]
     return SummaryData(
@@ -211,11 +206,7 @@ def _summary(name: str, members: list[int], graphs: Sequence[GraphData]) -> Summ
 
 
 def graph_data(dump: Dump, source: str = "", measured: Measured | None = None) -> GraphData:
-    """Return a graph's data for the page.
-
-    Args:
-        source: name of the dump file.
-    """
+    """Return a graph's data for the page; ``source`` is the name of its file."""
     plan = dump.plan
     return GraphData(
         name=f"{plan.graph} {dump.compiled}".rstrip(),

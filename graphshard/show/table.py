@@ -25,13 +25,12 @@ _KIND_ORDER = (
     TransferKind.ALL_REDUCE_MAX,
     *HOST_COPIES,
 )
+# Kinds that an earlier launch would hide; a later wait would hide the others.
 _FETCHES = (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
-"""Kinds that an earlier launch would hide; the others are hidden by a later wait."""
 MAX_LISTED_EXPOSED = 10
 MAX_LISTED_BUCKETS = 24  # unless all are requested
 
-_Row = Mapping[str, object]
-"""A row of a table, by header."""
+_Row = Mapping[str, object]  # by header
 
 
 def summary(dumps: Sequence[Dump], *, all_buckets: bool = False) -> str:
@@ -71,7 +70,6 @@ def _title(dump: Dump) -> str:
 
 
 def _kinds_table(dump: Dump) -> str:
-    """Return a table of the kinds of collectives, with counts before and after bucketing."""
     plan, rows = dump.plan, list[_Row]()
     for kind in _KIND_ORDER:
         positions = [i for i, bucket in enumerate(plan.buckets) if bucket.kind == kind]
@@ -80,7 +78,7 @@ def _kinds_table(dump: Dump) -> str:
             rows.append(
                 {
                     "collective": kind,
-                    "count": f"{num_transfers} -> {len(positions)}",
+                    "count": f"{num_transfers} -> {len(positions)}",  # before and after bucketing
                     "MB": plan.num_bytes(kind) / 1e6,
                     "wire dtype": _dtypes(dump, positions),
                     "predicted ms": sum(_collective_ms(dump, i) for i in positions),
@@ -91,7 +89,6 @@ def _kinds_table(dump: Dump) -> str:
 
 
 def _dtypes(dump: Dump, positions: Sequence[int]) -> str:
-    """Return the wire dtypes of several buckets."""
     plan = dump.plan
     dtypes = (plan.wire_dtypes(plan.buckets[i]) for i in positions)
     return ", ".join(dict.fromkeys(itertools.chain.from_iterable(dtypes)))
@@ -132,7 +129,7 @@ def _hidden(dump: Dump, busy_us: float, counts: Sequence[bool]) -> str:
     """Return the busy time of lanes in ms, and the fraction of it that is hidden.
 
     Args:
-        counts: for each bucket, whether it uses one of the lanes.
+        counts: for each bucket, whether it uses the lanes.
     """
     if not busy_us:
         return f"{busy_us:.3f}"
@@ -147,12 +144,11 @@ def _kept_params(dump: Dump) -> str:
 
 
 def _dtype_reasons(dump: Dump) -> str:
-    """Return a line for each parameter that cannot use a smaller wire dtype, with the reason."""
+    # A line for each parameter that cannot use a smaller wire dtype.
     return "\n".join(f"{param_name(dump.plan.params[i])} {why}" for i, why in dump.plan.reasons)
 
 
 def _regions(dump: Dump) -> str:
-    """Return how many repeated layers share compiled code."""
     regions = dump.plan.regions
     if not regions.num_calls:
         return ""
@@ -173,7 +169,6 @@ def is_notable(exposed_us: float) -> bool:
 
 
 def _exposed_table(dump: Dump) -> str:
-    """Return a table of the most exposed collectives, omitting times that are not notable."""
     exposed_us = dump.timeline.exposed_us
     worst = sorted(range(len(exposed_us)), key=lambda i: -exposed_us[i])[:MAX_LISTED_EXPOSED]
     rows: list[_Row] = [
@@ -193,12 +188,11 @@ def _exposed_table(dump: Dump) -> str:
 
 
 def _buckets_table(dump: Dump, all_buckets: bool) -> str:
-    """Return a table of the buckets; one row stands for those left out."""
     positions = range(len(dump.plan.buckets))
     rows = [_bucket_row(dump, i) for i in positions]
     if len(rows) > MAX_LISTED_BUCKETS and not all_buckets:
         half = MAX_LISTED_BUCKETS // 2
-        omitted = positions[half:-half]
+        omitted = positions[half:-half]  # one row stands for them
         summary_row = dict.fromkeys(rows[0]) | {
             "parameters": f"... {len(omitted)} more buckets",
             "MB": sum(dump.plan.buckets[i].num_bytes for i in omitted) / 1e6,
@@ -228,7 +222,6 @@ def _tabulate(rows: Sequence[_Row]) -> str:
 
 
 def _collective_ms(dump: Dump, i: int) -> float:
-    """Return the time of bucket ``i`` on its lane."""
     return dump.slots[COLLECTIVE, i].duration_us / 1e3
 
 
@@ -280,7 +273,7 @@ def saving_title(choice: SavingChoice) -> str:
 
 
 def saving_rows(choice: SavingChoice) -> list[dict[str, str]]:
-    """Return the rows of the table, as dictionaries by column name."""
+    """Return the rows of the table, by column name."""
     best, offloads = choice.best, any(tried.saving.offloads for tried in choice.tried)
     rows = [_row(tried, best) for tried in choice.tried]
     if offloads:

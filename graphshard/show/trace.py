@@ -24,10 +24,9 @@ from ..planning.simulate import COLLECTIVE, COMPUTE, COPY_IN, COPY_OUT, LANES, S
 from .dump import Dump, param_name
 
 PREDICTED, MEASURED = "predicted", "measured"
-PID = 1 << 30
-"""Process of the predicted events; measured traces never use this number."""
+PID = 1 << 30  # process of the predicted events; measured traces never use this number
+# Thread of each lane in the process, and also the number of its stream.
 THREADS = {lane: number for number, lane in enumerate(LANES, 1)}
-"""Thread of each lane in the process, and also the number of its stream."""
 _MAX_BUCKETS = 1 << 20  # per graph; arrow ids combine the number of a run and of a bucket
 
 _KERNEL_NAMES = {
@@ -65,10 +64,7 @@ class Trace(TypedDict, total=False):
 
 
 class _Span(NamedTuple):
-    """Start and end of a drawn slot, in whole nanoseconds, the resolution of viewers.
-
-    Both ends are rounded, so a slot that ends where another begins still does after rounding.
-    """
+    """Start and end of a drawn slot, in whole nanoseconds, the resolution of viewers."""
 
     begin_ns: int
     end_ns: int
@@ -104,7 +100,6 @@ def run_events(
     """Return the events of one run of the graph.
 
     Args:
-        start_us: start of the run.
         number: number of the run in its file, which keeps the arrows of different runs apart.
         streams: whether kernels name their stream.
     """
@@ -117,6 +112,7 @@ def run_events(
 
 
 def _span(slot: Slot, start_us: float) -> _Span:
+    # Both ends are rounded, so a slot that ends where another begins still does so.
     return _Span(round((start_us + slot.start_us) * 1e3), round((start_us + slot.end_us) * 1e3))
 
 
@@ -144,8 +140,7 @@ def _slice_name(dump: Dump, slot: Slot) -> str:
 
 
 def _slice_args(dump: Dump, slot: Slot) -> dict[str, object]:
-    """Return the details that a viewer shows for a selected slice."""
-    plan = dump.plan
+    plan = dump.plan  # a viewer shows these details of a selected slice
     if slot.kind == STEP:
         params = [
             transfer.param
@@ -189,13 +184,11 @@ def _arrow(
 
 
 def _arrow_path(dump: Dump, index: int, drawn: Mapping[Slot, _Span]) -> list[Slot]:
-    """Return the slots that the arrow of a bucket passes through.
-
-    If no copy-in is drawn, the arrow begins at the slot before it; if no copy-out is drawn, the
-    next slot stands for the wait.
-    """
+    """Return the slots that the arrow of a bucket passes through."""
     bucket, problem = dump.plan.buckets[index], dump.plan.problem
     launched_us = dump.slots[COPY_IN, index].end_us
+    # If no copy-in is drawn, the arrow begins at the slot before it; if no copy-out is drawn, the
+    # next slot stands for the wait.
     before = [slot for slot in drawn if slot.lane == COMPUTE and slot.end_us <= launched_us]
     due = min(problem.transfers[i].due for i in bucket.transfers)
     steps = dict.fromkeys((bucket.wait, due))
@@ -204,7 +197,6 @@ def _arrow_path(dump: Dump, index: int, drawn: Mapping[Slot, _Span]) -> list[Slo
 
 
 def _memory_counters(dump: Dump, spans: Mapping[Slot, _Span]) -> Iterator[TraceEvent]:
-    """Yield the memory in use at the start of each step."""
     timeline = dump.timeline
     for step, sizes in enumerate(zip(timeline.alive_bytes, timeline.in_flight_bytes)):
         ts = spans[dump.slots[STEP, step]].begin_ns / 1e3
@@ -227,7 +219,6 @@ class GraphRun(NamedTuple):
     Attributes:
         start_us: start of its first GPU kernel; start of the call if it launched none.
         us: time until its last GPU kernel ended; until the call ended if it launched none.
-        dump: dump of the graph.
     """
 
     start_us: float
@@ -245,10 +236,8 @@ def measured_us(trace: Trace, dumps: Sequence[Dump]) -> list[list[float]]:
 
 
 def graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[GraphRun]:
-    """Yield the measured runs of graphs in order of time, each with the latest dump of its graph.
-
-    Graphs without a dump are left out.
-    """
+    """Yield the measured runs of the graphs of ``dumps``, in order of time."""
+    # The latest dump of each graph.
     dump_of_graph = {(dump.compiled, dump.plan.graph): dump for dump in dumps}
     region_of_thread: dict[int, str] = {}
     region_of_sequence: dict[object, str] = {}
@@ -305,7 +294,6 @@ def with_predictions(measured: Trace, dumps: Sequence[Dump]) -> Trace:
 
 
 def _with_label(event: TraceEvent) -> TraceEvent:
-    """Mark ``event`` as measured if it names a process."""
     if event["ph"] != "M" or event["name"] != "process_name":
         return event
     return {**event, "args": {"name": f"{MEASURED}: {event['args']['name']}"}}

@@ -1,6 +1,7 @@
 """The commands of ``python -m graphshard`` that do not read dumps.
 
 ``demo`` trains one model with graphshard, DDP and FSDP2, ``strategies`` prints the names of
-strategies in other libraries, and ``consolidate`` converts a checkpoint to one file, or back. This
-package may import anything but ``__main__``.
+strategies in other libraries, and ``consolidate`` converts a checkpoint to one file, or back.
 """
+
+# May import anything but ``__main__``.

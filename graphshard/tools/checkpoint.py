@@ -1,10 +1,8 @@
 """Read a checkpoint of ``torch.distributed.checkpoint`` (DCP) from an untrusted source.
 
 torch's ``dcp_to_torch_save`` unpickles whatever it finds, and holds all tensors in memory. Here,
-unpickling the metadata may build metadata objects but call nothing, and the metadata is checked
-before any tensor is created: each tensor must consist of its chunks, chunks must not overlap, and
-each chunk must lie in a file of the folder with all its bytes. Everything else in the checkpoint is
-read by ``torch.load(weights_only=True)``.
+unpickling the metadata may build metadata objects but call nothing, the metadata is checked before
+any tensor is created, and all else is read by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -28,20 +26,15 @@ from torch.distributed.checkpoint.metadata import (
 from .._torch.checkpoint import StorageInfo, read_metadata
 from .._torch.nn import unflatten_state_dict
 
-BATCH_BYTES = 1 << 30
-"""Bytes of tensors held in memory at a time, unless a single tensor is larger."""
+BATCH_BYTES = 1 << 30  # of tensors held in memory at a time, unless a single tensor is larger
 
 
 @contextlib.contextmanager
 def reading(source: Path) -> Iterator[None]:
-    """Raise every error as a ValueError that names ``source``.
-
-    Raises:
-        ValueError: any error occurred; torch raises many kinds for a damaged file.
-    """
+    """Raise every error as a ValueError that names ``source``."""
     try:
         yield
-    except (Exception, dcp.CheckpointException) as error:
+    except (Exception, dcp.CheckpointException) as error:  # many kinds, for a damaged file
         if isinstance(error, ValueError) and str(error).startswith(f"{source}: "):
             raise
         text = f"{type(error).__name__}: {error}".splitlines()
@@ -73,11 +66,7 @@ def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> di
 
 
 def require(holds: bool, what: str) -> None:
-    """Raise an error unless a condition holds.
-
-    Raises:
-        ValueError: ``holds`` is false; ``what`` is the message.
-    """
+    """Raise a ValueError with the message ``what`` unless ``holds``."""
     if not holds:
         raise ValueError(what)
 
@@ -153,7 +142,7 @@ class Checkpoint:
             ) from error
 
     def load_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield flat names and tensors, in the order of ``tensors``, ``BATCH_BYTES`` at a time."""
+        """Yield flat names and tensors, in the order of ``tensors``, in batches."""
         batch: dict[str, torch.Tensor] = {}
         for name, entry in self.tensors.items():
             with reading(self._folder):
@@ -172,7 +161,7 @@ class Checkpoint:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads a checkpoint whose metadata was read and checked already."""
+    """Reader of a checkpoint whose metadata was read and checked already."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -202,7 +191,7 @@ def _checked(metadata: object, folder: Path) -> Metadata:
 
 
 def _check_paths(names: Sequence[str], paths: object) -> None:
-    """Check the paths of values in the nested state dict: keys, and indices of lists."""
+    # Paths of values in the nested state dict: keys, and indices of lists.
     require(isinstance(paths, dict) and paths.keys() >= set(names), "paths are missing")
     assert isinstance(paths, dict)
     for name in names:
@@ -222,7 +211,7 @@ def _check_paths(names: Sequence[str], paths: object) -> None:
 def _check_tensor(
     name: str, entry: TensorStorageMetadata, stored: Mapping[object, StorageInfo]
 ) -> None:
-    """Check that a tensor's chunks cover it and are stored in files."""
+    """Check that a tensor's chunks cover it, do not overlap and are stored in files."""
     dtype, size = entry.properties.dtype, entry.size
     require(isinstance(dtype, torch.dtype) and _is_shape(size), f"{name!r} is {dtype} {size}")
     require(isinstance(entry.chunks, list), f"{name!r} has no chunks")
@@ -255,7 +244,6 @@ def _is_shape(value: object) -> bool:
 
 
 def _is_inside(chunk: ChunkStorageMetadata, size: Sequence[int]) -> bool:
-    """Return whether a chunk is valid and lies inside a tensor of ``size``."""
     return (
         _is_shape(chunk.offsets)
         and _is_shape(chunk.sizes)
@@ -265,7 +253,6 @@ def _is_inside(chunk: ChunkStorageMetadata, size: Sequence[int]) -> bool:
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Return whether any two chunks share an element."""
     full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     full.sort(key=lambda chunk: chunk.offsets)
     active: list[ChunkStorageMetadata] = []  # earlier chunks that reach into the rows of this one

@@ -6,9 +6,8 @@ A checkpoint is a folder that ``torch.distributed.checkpoint`` (DCP) wrote.
     consolidate DIR OUT.safetensors   tensors only, under the names that DCP gave them
     consolidate FILE DIR              a checkpoint that any number of ranks can load
 
-One process converts, without a process group, and reads a gigabyte of tensors at a time. The target
-is renamed from a scratch file once it is complete. No code contained in a file is run; a damaged
-file raises an error that names it.
+One process converts, without a process group. The target is renamed from a scratch file once it is
+complete. No code in a file is run; a damaged file raises an error that names it.
 """
 
 from __future__ import annotations
@@ -65,13 +64,11 @@ def consolidate(
 
 
 def _new(target: Path) -> AbstractContextManager[Path]:
-    """Create the parent folder of ``target`` and return the scratch path of :func:`whole`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return whole(target)
 
 
 def _writer(target: Path) -> Callable[[Checkpoint, Path], None]:
-    """Return the function that writes files with the suffix of ``target``."""
     writers = {".pt": _write_pt, ".pth": _write_pt, ".safetensors": _write_safetensors}
     if target.suffix not in writers:
         raise ValueError(f"{target}: must end in one of {', '.join(writers)}")
@@ -84,11 +81,6 @@ def _write_pt(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
-    """Write a safetensors file.
-
-    Raises:
-        ValueError: a value is not a tensor, or the format does not support a dtype or name.
-    """
     if checkpoint.others:
         raise ValueError(
             f"{checkpoint.others[0]!r} is not a tensor, and a safetensors file holds only tensors: "
@@ -113,10 +105,7 @@ def _write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _mapped_tensors(checkpoint: Checkpoint, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors, memory-mapped from scratch files next to ``path``.
-
-    Writers do not load mapped tensors into memory.
-    """
+    # Memory-mapped from scratch files next to ``path``: writers do not load these into memory.
     for number, (name, tensor) in enumerate(checkpoint.load_tensors()):
         if tensor.numel():
             file = str(path.with_name(f"{number}.bin"))
@@ -126,11 +115,7 @@ def _mapped_tensors(checkpoint: Checkpoint, path: Path) -> Iterator[tuple[str, t
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return the state dict in a file, with memory-mapped tensors.
-
-    Raises:
-        ValueError: the file is damaged or holds something else.
-    """
+    """Return the state dict in a file, with memory-mapped tensors."""
     with reading(path):
         if path.suffix == ".safetensors":
             with safe_open(path, "pt", "cpu") as file:
@@ -142,12 +127,11 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor that is misaligned in its file."""
+    # A file may hold a tensor at any byte.
     return tensor.clone() if tensor.data_ptr() % tensor.itemsize else tensor
 
 
 def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, object]:
-    """Return the dictionary under ``key`` in ``state``, which was read from ``source``."""
     inner = state.get(key)
     if not isinstance(inner, dict):
         raise ValueError(

@@ -4,8 +4,7 @@
                                                step k: graphshard, DDP, FSDP2, in turn
 
 All three train a byte-level GPT on the sources of Python's standard library, from the same
-parameters and on the same batches. Every step is timed between barriers. All numbers in the final
-table are measured in that run.
+parameters and on the same batches. All numbers in the final table are measured in that run.
 """
 
 from __future__ import annotations
@@ -54,8 +53,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    """Return a parser for arguments that must be integers of at least ``least``."""
-
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r}: must be an integer of at least {least}")
@@ -65,11 +62,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    """Fill in defaults.
-
-    Raises:
-        argparse.ArgumentTypeError: there are fewer GPUs than ranks, or the chart cannot be written.
-    """
+    """Validate the arguments and fill in defaults."""
     gpus = torch.cuda.device_count()
     device = args.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and (args.ranks or 1) > gpus:
@@ -89,8 +82,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _check_plot(path: Path) -> None:
-    """Raise an error if the chart could not be written, before anything is trained."""
-    try:
+    try:  # before anything is trained
         from matplotlib.figure import Figure
     except ImportError:
         raise argparse.ArgumentTypeError(
@@ -150,7 +142,6 @@ def _train(trainings: Sequence[Training], settings: Settings, device: torch.devi
 
 
 def _print(text: str, end: str = "\n") -> None:
-    """Print on rank 0."""
     if dist.get_rank() == 0:
         print(text, end=end, flush=True)
 
@@ -192,7 +183,6 @@ def run_rank(settings: Settings) -> None:
 
 
 def _headline(settings: Settings, model: nn.Module) -> str:
-    """Describe the machine, the model and the data."""
     machine = f"{_ranks(settings)} over gloo on CPU, {torch.get_num_threads()} thread(s) each"
     if settings.device == "cuda":
         machine = f"{_ranks(settings)} over NCCL on {torch.cuda.get_device_name()}"
@@ -233,7 +223,6 @@ def _comparison(trainings: Sequence[Training], settings: Settings) -> str:
 
 
 def _collectives(sharding: Backend) -> str:
-    """Return a table of the collectives in each step of graphshard's graphs."""
     kinds = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE)
     rows = [
         [plan.graph, kind, plan.count(kind), plan.num_bytes(kind) / 1e6]
@@ -286,7 +275,6 @@ _WORDS = (
 
 
 def _next_steps(settings: Settings) -> list[tuple[str, str]]:
-    """Return suggestions for what to try next, each with its command."""
     command = "python -m graphshard demo"
     rows = [
         ("train your own model", "examples/train.py"),
@@ -300,7 +288,7 @@ def _next_steps(settings: Settings) -> list[tuple[str, str]]:
 
 
 def _plot(path: Path, trainings: Sequence[Training], settings: Settings) -> None:
-    """Write a chart: loss curves, and bars for speed and memory, one colour per training."""
+    """Write a chart of loss curves, and bars for speed and memory, by training."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")

@@ -20,13 +20,13 @@ TEXT_BYTES = 4_000_000
 
 
 class Size(NamedTuple):
-    """Sizes of the model and its training; ``batch`` is that of one rank."""
+    """Sizes of the model and its training."""
 
     layers: int
     heads: int
     dim: int
     context: int
-    batch: int
+    batch: int  # of one rank
     steps: int
 
 
@@ -48,7 +48,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``[batch, length, dim]`` to the same shape."""
+        # ``[batch, length, dim]`` to ``[batch, length, 3, heads, dim / heads]``.
         heads = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A byte-level GPT that returns its loss; the output layer shares the embedding's weight."""
+    """A byte-level GPT that returns its loss."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(param)
-        self.head.weight = self.embedding.weight
+        self.head.weight = self.embedding.weight  # shared, as in GPT-2
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the mean cross entropy of predicting ``tokens[:, 1:]``, in nats per byte."""
@@ -114,6 +114,6 @@ def batches(text: torch.Tensor, size: Size, seed: int) -> Iterator[torch.Tensor]
 
 
 def new_model(size: Size, device: torch.device) -> GPT:
-    """Create the model; every call on every rank returns the same parameters."""
-    torch.manual_seed(0)
+    """Create the model."""
+    torch.manual_seed(0)  # the same parameters in every call on every rank
     return GPT(size).to(device)

@@ -39,7 +39,7 @@ class Settings:
         return min(UNTIMED_STEPS, self.num_steps // 2)
 
     def rate(self, seconds: Sequence[float]) -> float:
-        """Return the tokens/s of all ranks, as the median over steps."""
+        """Return the median tokens/s of all ranks together."""
         size = SIZES[self.device]
         return self.num_ranks * size.batch * size.context / statistics.median(seconds)
 
@@ -65,14 +65,11 @@ class Training:
         self.schedule = LinearLR(self.optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
 
     def step(self, batch: torch.Tensor) -> None:
-        """Train one step, started on all ranks at the same time, and record it.
-
-        Gradients are kept until the next step, so :meth:`count_memory` can count them.
-        """
-        dist.barrier()
+        """Train one step and record it."""
+        dist.barrier()  # all ranks start at the same time
         _synchronize(batch.device)
         start = time.perf_counter()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad()  # not at the end of a step: ``count_memory`` counts gradients
         loss = self.model(batch)
         loss.backward()
         self.optimizer.step()
@@ -84,7 +81,6 @@ class Training:
         self.seconds.append(seconds.max().item())
 
     def count_memory(self, device: torch.device) -> None:
-        """Set ``held_bytes``."""
         params = list(self.model.parameters())
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         kinds = (params, [param.grad for param in params], states)
@@ -123,10 +119,8 @@ def _storage_bytes(values: Iterable[object]) -> int:
 def new_trainings(
     settings: Settings, mesh: DeviceMesh, device: torch.device, sharding: Backend
 ) -> list[Training]:
-    """Return the three trainings: of graphshard, eager DDP, and eager FSDP2 with a unit per block.
-
-    All of them, on all ranks, start from the same parameters.
-    """
+    """Return the trainings of graphshard, eager DDP, and eager FSDP2 with a unit per block."""
+    # All of them, on all ranks, start from the same parameters.
     models = [new_model(SIZES[settings.device], device) for _ in range(3)]
     compiled = torch.compile(models[0], backend=sharding)
     assert isinstance(compiled, nn.Module)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-TABLE = Path(__file__).with_name("strategies.md")
-"""The table that docs/coming_from.md contains."""
+TABLE = Path(__file__).with_name("strategies.md")  # docs/coming_from.md contains it
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
