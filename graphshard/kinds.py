@@ -23,12 +23,14 @@ class TransferKind(_Kind):
     """The operation of a transfer, and of a bucket of such transfers.
 
     A new kind needs a marker with a spec (``ops.marker_specs``, ``ops.markers``), its launch, wait
-    and copies (``ops.collectives``), a description (``passes.describe``), its bytes and its place
-    in a chain of buckets (``planning.live_bytes``, ``planning.plan``), a cost (``cost.model``, and
-    rates in ``cost.hardware`` and ``cost.devices`` unless another kind has the same), and a case in
-    the verifier (``pipeline.verify``) and in the displays (``show.table``, ``show.trace``);
-    ``tests/plan/test_kinds.py`` finds tables that lack one. All of ``planning`` treats any
-    collective except an all-gather as a reduction.
+    and copies (``ops.collectives``, ``passes.lower``), a description (``passes.describe``) and its
+    steps (``passes.build_problem``), a cost (``cost.model``, and rates in ``cost.hardware``,
+    ``cost.devices`` and ``cost.measure`` unless another kind has the same), and a case in
+    ``pipeline.verify``, ``ranks.plan_consensus``, ``show.table``, ``show.trace``,
+    ``check.analysis`` and ``forecast``. In ``planning``: its bytes (``live_bytes``), its place in
+    a chain of buckets (``plan``), and whatever may differ from a reduction, as which ``search``,
+    ``bucketing``, ``simulate`` and ``place_buckets`` treat any collective but an all-gather.
+    ``tests/plan/test_kinds.py`` finds most tables that lack a kind.
     """
 
     # gloo's reduce-scatter uses the op ``all_to_all_single`` (``ops.collectives.EXCHANGE``); no new
