@@ -169,7 +169,7 @@ def _last_uses(
     """Return the position of each node's last use; the graph's end if it is returned."""
     end, last = len(position) - 1, dict[fx.Node, int]()
     for node in reversed(graph.nodes):
-        # Uses through views count, and so do kernels that recompute other values from the node.
+        # A use of a view is a use, and so is a use of an inlined value, which is recomputed there.
         users = (
             last[user] if is_view(user) or user in inlined else position.get(user, end)
             for user in node.users

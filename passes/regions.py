@@ -91,7 +91,7 @@ def _gather_parts_of_tuples(graph: fx.Graph) -> None:
 
 
 def _may_be_inside(node: fx.Node) -> bool:
-    """Return whether a node computes tensors from tensors, and does nothing else."""
+    """Return whether a node may be in a region: a pure operator that takes tensors."""
     if node.op != "call_function" or PLANNED in node.meta:
         return False
     if node.target is operator.getitem:

@@ -177,7 +177,7 @@ class Recorder(Hooks):
             self._host_waits("synchronize_device", sorted(streams - {HOST}))
 
     def _host_waits(self, name: str, streams: Iterable[str]) -> None:
-        # One wait of the host, for all work so far.
+        # The host waits once, for all work issued so far.
         for stream in streams:
             self._order(stream, name)
         self._order(name, HOST)

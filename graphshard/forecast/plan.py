@@ -57,7 +57,7 @@ def plan(
 
     Raises:
         ValueError: an argument is invalid, the strategy's N does not divide the number of GPUs, or
-            the model reads values of tensors.
+            shapes or control flow depend on values of tensors.
         BackendError: no schedule stays within ``budget_gb``.
         RuntimeError: this process already has a process group.
     """

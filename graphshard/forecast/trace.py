@@ -127,7 +127,7 @@ def trace(
         prepare: function to call with the copy of the model before it is sharded.
 
     Raises:
-        UntraceableError: the model reads values of tensors.
+        UntraceableError: shapes or control flow depend on values of tensors.
         ValueError: the model has no loss, or no trainable parameter.
         RuntimeError: this process already has a process group.
     """

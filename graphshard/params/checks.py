@@ -343,7 +343,7 @@ def _fault_of_fp8(
 
 
 def fault_of_shared_memory(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
-    """Return a fault if a parameter to be sharded shares elements with another one, or None."""
+    """Return an error message if a parameter to be sharded shares elements with another one."""
     plain = {plain_param.param for plain_param in plain_params}
     for one, other in _sharing_storage(root):
         if not plain.isdisjoint((one[1], other[1])) and _share_elements(one[1], other[1]):

@@ -78,7 +78,7 @@ class ForwardCheck:
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
-    """Return the first name of each parameter, by ``id``."""
+    """Map the ``id`` of each parameter to its first FQN."""
     return {id(param): name for name, param in module.named_parameters()}
 
 

@@ -194,7 +194,7 @@ def watch_idle(sharder: Sharder) -> None:
 
 
 def watch(sharder: Sharder, compiled: object) -> None:
-    """Watch the models of an object passed to ``torch.compile``, until they are sharded."""
+    """Watch the modules that an object passed to ``torch.compile`` uses, until they are sharded."""
     _watched[:] = [w for w in _watched if w.target() is not None]
     target = compiled.__self__ if isinstance(compiled, types.MethodType) else compiled
     if not any(w.sharder is sharder and w.target() is target for w in _watched):

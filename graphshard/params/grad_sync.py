@@ -53,26 +53,26 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
-    """Set whether gradients of later forwards are reduced, like FSDP2's method.
+    """Set whether gradients of later forwards are reduced: FSDP2's method as a function.
 
     See :func:`no_sync`.
 
     Raises:
-        ValueError: ``model`` is not a module, or the flag not a bool.
+        ValueError: ``model`` is not a module, or ``requires_gradient_sync`` not a bool.
     """
     _check(model, requires_gradient_sync)
     set_flags(dict.fromkeys(model.modules(), requires_gradient_sync), SYNCS)
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None:
-    """Set whether gradients of later forwards are averaged over replicas, like FSDP2's method.
+    """Set whether gradients of later forwards are averaged over replicas, as in FSDP2.
 
     This is for a mesh with replicas (HSDP). Without the all-reduce, shards that were reduced within
     each replica accumulate, and the next backward that averages over replicas averages the total
     once. Unlike :func:`no_sync`, this keeps no full gradients.
 
     Raises:
-        ValueError: ``model`` is not a module, or the flag not a bool.
+        ValueError: ``model`` is not a module, or ``requires_all_reduce`` not a bool.
     """
     _check(model, requires_all_reduce)
     set_flags(dict.fromkeys(model.modules(), requires_all_reduce), ALL_REDUCES)

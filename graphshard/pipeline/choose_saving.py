@@ -1,11 +1,11 @@
-"""Choose what forward saves for backward, before a graph is compiled: ``SchedulePolicy.auto``.
+"""Implement ``SchedulePolicy.auto``: choose what forward saves for backward.
 
-    Dynamo graph ─► AOTAutograd ─► joint graph ─► each candidate: joint passes, cut, plan ─► best
+    Dynamo graph ─► AOTAutograd ─► joint graph ─► each candidate: passes, partition, plan ─► best
 
 The first rank chooses for all ranks, which must run the same all-gathers, and so keep the same
 parameters unsharded. How many activations a rank saves does not affect its collectives: a rank that
-would exceed the budget, because its batch is larger or because it compiles again while its peers do
-not, saves fewer of them.
+would exceed the budget, because its batch is larger or because it recompiles while its peers do
+not, saves fewer activations.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def run_stage(
 def read_problems(
     graph: fx.Graph, kind: GraphKind, cost_models: Sequence[CostModel]
 ) -> tuple[tuple[PlanParam, ...], list[Problem]]:
-    """Read a graph as it would be lowered, once for each cost model; normalise it in place.
+    """Run the final passes on a graph, in place, and build its problem for each cost model.
 
     Returns:
         The parameters, and one problem for each of ``cost_models``.

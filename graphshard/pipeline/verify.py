@@ -149,7 +149,7 @@ def _verify_one_wait(buffer: fx.Node) -> None:
 
 
 def _full_bytes(node: fx.Node) -> int:
-    """Return the bytes of a gather's output, or of the input of another launch."""
+    """Return the bytes of an all-gather's output, or of any other collective's input."""
     is_gather = _KIND_OF_LAUNCH[node.target] == TransferKind.ALL_GATHER
     full: Any = node if is_gather else node.args[0]
     return sum(map(num_bytes, tree_leaves(fx.map_arg(full, lambda n: n.meta["val"]))))

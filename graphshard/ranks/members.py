@@ -24,7 +24,7 @@ from .._torch.distributed import (
 
 
 class Members:
-    """The ranks of a process group, which may be destroyed in the meantime.
+    """The ranks of a process group. May outlive the group.
 
     Attributes:
         name: name of the group.

@@ -190,7 +190,7 @@ def param_name(param: PlanParam) -> str:
 
 
 def exposure(dumps: Sequence[Dump]) -> float:
-    """Return the exposed fraction of the time of all training graphs; 0 if there are none."""
+    """Return the fraction of the training graphs' time that is exposed communication."""
     training = [dump.totals for dump in dumps if dump.plan.graph != GraphKind.INFERENCE]
     total_us = sum(totals.total_us for totals in training)
     return sum(totals.exposed_us for totals in training) / total_us if total_us else 0.0

@@ -41,10 +41,10 @@ def summary(dumps: Sequence[Dump], *, all_buckets: bool = False) -> str:
 
 
 def table(dump: Dump, *, all_buckets: bool = False) -> str:
-    """Return everything about one graph. Times are predicted, in ms; MB and GB are powers of ten.
+    """Return all tables of one graph. Times are predicted, in ms; MB and GB are powers of ten.
 
     Args:
-        all_buckets: list all buckets; otherwise only the first and the last ones of many.
+        all_buckets: whether to list all buckets; if not, a long list shows only the first and last.
     """
     parts = [
         _title(dump),
