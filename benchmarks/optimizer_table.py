@@ -96,7 +96,7 @@ CASES = [
         "torch.optim.Muon",
         matrices=True,
         tolerance=1e-2,
-        why="the norm is added up from the ranks' in bfloat16; each rank orthogonalises all "
+        why="the norm is added up from the ranks' in bfloat16; each rank orthogonalizes all "
         "matrices: use graphshard.optim.Muon",
     ),
     Case("torch.optim.Adafactor", {"foreach": False}, "_NormPartial", NORM),

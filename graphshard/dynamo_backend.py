@@ -323,7 +323,7 @@ def shard(
     """Shard ``model`` in place now, before its first step, and return it.
 
     The arguments are those of :func:`backend`. A model on the meta device stays there: call
-    ``model.to_empty(device=...)`` and initialise it. Only shards are ever allocated.
+    ``model.to_empty(device=...)`` and initialize it. Only shards are ever allocated.
 
     Raises:
         ValueError: same as :func:`backend`, before anything is changed; or ``model`` is not a

@@ -11,7 +11,7 @@ from graphshard.passes.contract import Fact, Pass, PassContext, Stage, ordered
 from graphshard.passes.dedup import merge_markers
 from graphshard.passes.float8 import gather_float8, use_float8
 from graphshard.passes.lower import lower
-from graphshard.passes.normalise import normalise
+from graphshard.passes.normalize import normalize
 from graphshard.passes.regions import share_regions
 from graphshard.passes.reshard import (
     bypass_sync_nodes,
@@ -103,11 +103,11 @@ PIPELINE = ordered(
         requires=(Fact.WIRE_DTYPES,),
         inference_only=True,
     ),
-    Pass(normalise, Stage.FINAL, provides=(Fact.NORMALISED,)),
+    Pass(normalize, Stage.FINAL, provides=(Fact.NORMALIZED,)),
     Pass(
         lower,
         Stage.FINAL,
-        requires=(Fact.NORMALISED, Fact.WIRE_DTYPES),
+        requires=(Fact.NORMALIZED, Fact.WIRE_DTYPES),
         provides=(Fact.LOWERED,),
         when=lambda context: context.plan_buckets is not None,
     ),

@@ -1,4 +1,4 @@
-"""Read a normalised forward, backward or inference graph as a ``Problem`` to be scheduled.
+"""Read a normalized forward, backward or inference graph as a ``Problem`` to be scheduled.
 
 A step is a run of nodes between two points where a value must have arrived or becomes ready to be
 sent:
@@ -66,7 +66,7 @@ class _Reach(NamedTuple):
 def build_problem(
     graph: fx.Graph, kind: GraphKind, cost_model: CostModel, param_of: Mapping[fx.Node, int]
 ) -> GraphProblem:
-    """Read a normalised graph as a problem, given the parameter number of each marker."""
+    """Read a normalized graph as a problem, given the parameter number of each marker."""
     transfers = describe_transfers(graph, param_of)
     values = GraphValues(graph)
     compute_us = cost_model.compute_us(graph, values)

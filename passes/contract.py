@@ -41,7 +41,7 @@ class Fact(StrEnum):
     TAGGED = "the partitioner knows what it must and must not save"
     HELD_BYTES = "inputs of backward say how much memory they hold"
     KEPT = "parameters that stay unsharded are saved"
-    NORMALISED = "nodes are where the planner expects them"
+    NORMALIZED = "nodes are where the planner expects them"
     LOWERED = "collectives are launched and waited for as planned"
 
 

@@ -121,7 +121,7 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
     product = f"{recipe} {result} of {left.dtype} {shapes} on {left.device.type}"
     if product not in refused:
         with quiet_fake_mode(weight):
-            scaled = float8_math.quantised(run, weight, float8_math.E4M3, recipe, 1)
+            scaled = float8_math.quantized(run, weight, float8_math.E4M3, recipe, 1)
             try:
                 _scaled_product(run, node.target, values, scaled)
                 refused[product] = None

@@ -43,7 +43,7 @@ from graphshard.ops.nodes import (
 from graphshard.passes.build_problem import GraphProblem, PartitionProblems, build_problem
 from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import describe_params, source_of
-from graphshard.passes.normalise import normalise
+from graphshard.passes.normalize import normalize
 from graphshard.planning.offload import SavedActivation
 
 MIN_BYTES = 1 << 16  # of the smallest activation that is worth a copy
@@ -75,7 +75,7 @@ def read_partition(gm: fx.GraphModule, context: PassContext) -> PartitionProblem
 
 def _read(gm: fx.GraphModule, kind: GraphKind, context: PassContext) -> GraphProblem:
     input_of = {node: param.input for node, param in describe_params(gm.graph).items()}
-    normalise(gm, context)
+    normalize(gm, context)
     return build_problem(gm.graph, kind, context.cost_model, input_of)
 
 

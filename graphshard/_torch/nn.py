@@ -28,7 +28,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def parameters_if_initialised(module: nn.Module) -> dict[str, nn.Parameter | None]:
+def parameters_if_initialized(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return `parameters_of`, or an empty dictionary if ``nn.Module.__init__`` has not run."""
     parameters: dict[str, nn.Parameter | None] = module.__dict__.get("_parameters", {})
     return parameters
@@ -100,7 +100,7 @@ class NoticesReplacement(nn.Module):
         """Handle parameters or storages that may have been replaced.
 
         Args:
-            empty: whether the new storages are still uninitialised.
+            empty: whether the new storages are still uninitialized.
         """
         raise NotImplementedError
 

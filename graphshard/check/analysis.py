@@ -26,7 +26,7 @@ class Counts:
         collectives: number of launches.
         host_copies: number of tensors copied between host and device.
         host_waits: number of waits of the host for the device, including those in ``blocking``.
-        blocking: names of the copies and synchronisations that block the host.
+        blocking: names of the copies and synchronizations that block the host.
     """
 
     kernels: int

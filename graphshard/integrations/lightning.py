@@ -129,6 +129,6 @@ def _shard_on(
 ) -> None:
     options = {"mesh": mesh["data_parallel"], **options}
     dynamo_backend = backend(**options)
-    if may_be_moved(model, options):  # Lightning itself materialises a meta-device model later
+    if may_be_moved(model, options):  # Lightning itself materializes a meta-device model later
         model.to(device)
     shard_and_compile(model, dynamo_backend, options)

@@ -1,7 +1,7 @@
 """Read a pretrained Hugging Face model from its files straight into shards.
 
     cls.from_pretrained   on the meta device, from the names, shapes and dtypes in the files:
-                          renames, casts, fuses, ties, reports; initialises what no file has
+                          renames, casts, fuses, ties, reports; initializes what no file has
     graphshard.shard      on the meta device
     fill                  each rank reads its rows, one parameter at a time
 
@@ -59,7 +59,7 @@ _REFUSED = {
     "quantization_config": _QUANTIZED,
     "gguf_file": _QUANTIZED,
 }
-_INITIALISED = "_is_hf_initialized"  # on what transformers must not initialise
+_INITIALIZED = "_is_hf_initialized"  # on what transformers must not initialize
 _SAME_FILES = "Load the same checkpoint on all ranks: does the folder differ between nodes?"
 _COMPARED_BYTES = 64 << 20  # bytes of each of two tensors to hold in memory while comparing them
 
@@ -78,7 +78,7 @@ def from_pretrained(
     All ranks of the mesh must call this. Each rank reads only its rows of the tensors in
     safetensors files, and holds its shards plus its rows of one parameter. Tensors that
     transformers rebuilds by mixing rows are the exception: they are read in full, one at a time.
-    Parameters that no file has are initialised by the model, in full, and have the values of the
+    Parameters that no file has are initialized by the model, in full, and have the values of the
     mesh's first rank.
 
     Args:
@@ -218,19 +218,19 @@ class _Outline:
 
     def _take_stored(self, model: nn.Module) -> dict[str, StoredTensor]:
         """Replace stored parameters by plain ones on the meta device, and read stored buffers."""
-        # Both are marked as initialised: transformers then initialises the others.
+        # Both are marked as initialized: transformers then initializes the others.
         by_name: dict[str, StoredTensor] = {}
         for prefix, module in model.named_modules():
             for name, param in parameters_of(module).items():
                 if isinstance(param, StoredTensor):
                     plain = nn.Parameter(torch.empty_like(param.meta), param.requires_grad)
-                    setattr(plain, _INITIALISED, True)
+                    setattr(plain, _INITIALIZED, True)
                     parameters_of(module)[name] = plain
                     self.stored[plain] = by_name[f"{prefix}.{name}".lstrip(".")] = param
             for name, buffer in buffers_of(module).items():
                 if isinstance(buffer, StoredTensor):
                     buffers_of(module)[name] = value = read_stored(buffer)
-                    setattr(value, _INITIALISED, True)
+                    setattr(value, _INITIALIZED, True)
         return by_name
 
 
@@ -339,7 +339,7 @@ def _make_new_equal(model: nn.Module, values: Values, groups: MeshGroups) -> Non
 
 
 def _is_new(value: torch.Tensor) -> bool:
-    # The model has initialised what no file has.
+    # The model has initialized what no file has.
     return not isinstance(value, StoredTensor)
 
 

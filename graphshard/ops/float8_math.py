@@ -49,7 +49,7 @@ def device_fault(device_type: str, recipe: str) -> str | None:
     """Return the error of a device that cannot compute products in fp8; None if it can."""
     values = torch.ones(ALIGNMENT, ALIGNMENT, dtype=torch.bfloat16, device=device_type)
     try:
-        weight = quantised(run, values, E4M3, recipe, 1)
+        weight = quantized(run, values, E4M3, recipe, 1)
         forward(run, values, weight, recipe)
         grad_input(run, values, weight, recipe)
         grad_weight(run, values, values, recipe)
@@ -99,7 +99,7 @@ def cast(call: Call, x: _Value, scale: Value, dtype: torch.dtype, dim: int) -> _
     return call(convert, clamped, dtype)
 
 
-def quantised(call: Call, x: _Value, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
+def quantized(call: Call, x: _Value, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
     """Return ``x`` scaled by its largest absolute values and cast; a product sums over ``dim``."""
     scale = scale_of(call, _amax(call, x, [] if recipe == TENSORWISE else [dim]), dtype, recipe)
     return Scaled(cast(call, x, scale, dtype, dim), call(_aten.reciprocal.default, scale))
@@ -115,7 +115,7 @@ def _amax(call: Call, x: _Value, dims: list[int]) -> _Value:
 
 def forward(call: Call, x: _Value, weight: Scaled, recipe: str) -> _Value:
     """Return ``x @ weight.T``."""
-    left = quantised(call, x, E4M3, recipe, 1)
+    left = quantized(call, x, E4M3, recipe, 1)
     return _product(call, left, _transposed(call, weight), value_of(x).dtype, recipe, fast=True)
 
 
@@ -137,7 +137,7 @@ def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
     """Return ``grad.T @ x``."""
     grad, x = _padded(call, grad), _padded(call, x)
     left = _transposed(call, _grad(call, grad, recipe, 0))
-    right = quantised(call, x, E4M3, recipe, 0)
+    right = quantized(call, x, E4M3, recipe, 0)
     return _product(call, left, right, value_of(x).dtype, recipe)
 
 
@@ -150,7 +150,7 @@ def _padded(call: Call, x: _Value) -> _Value:
 
 
 def _grad(call: Call, grad: _Value, recipe: str, dim: int) -> Scaled:
-    return quantised(call, grad, E5M2 if recipe == TENSORWISE else E4M3, recipe, dim)
+    return quantized(call, grad, E5M2 if recipe == TENSORWISE else E4M3, recipe, dim)
 
 
 def _product(

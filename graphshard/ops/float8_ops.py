@@ -19,7 +19,7 @@ import torch
 
 from .._torch.distributed import process_group
 from .._torch.tensors import OpOverload, foreach_max_abs
-from .float8_math import E4M3, ROWWISE, forward, grad_input, grad_weight, quantised
+from .float8_math import E4M3, ROWWISE, forward, grad_input, grad_weight, quantized
 from .library import define, differentiate, fake, implement
 from .nodes import run
 
@@ -54,7 +54,7 @@ def _float8_linear(
 
 @implement(float8_mm)
 def _float8_mm(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
-    return forward(run, x, quantised(run, weight, E4M3, recipe, 1), recipe)
+    return forward(run, x, quantized(run, weight, E4M3, recipe, 1), recipe)
 
 
 @fake(float8_mm)
@@ -66,7 +66,7 @@ def _float8_mm_fake(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch
 
 @implement(float8_mm_grad_input)
 def _float8_mm_grad_input(grad: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
-    return grad_input(run, grad, quantised(run, weight, E4M3, recipe, 1), recipe)
+    return grad_input(run, grad, quantized(run, weight, E4M3, recipe, 1), recipe)
 
 
 @fake(float8_mm_grad_input)

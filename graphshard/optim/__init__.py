@@ -1,6 +1,6 @@
 """Optimizers that need more of a parameter than its shard.
 
-Most of torch's optimizers work element by element: each rank steps its rows. Muon orthogonalises
+Most of torch's optimizers work element by element: each rank steps its rows. Muon orthogonalizes
 whole matrices: ``row_exchange`` sends their rows to one rank each, and the results back. May import
 ``ranks``, ``ops`` and ``params``.
 """

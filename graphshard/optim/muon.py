@@ -1,13 +1,13 @@
-"""Muon whose orthogonalisation is spread over the ranks that hold the matrices.
+"""Muon whose orthogonalization is spread over the ranks that hold the matrices.
 
-``torch.optim.Muon`` on DTensors gathers and orthogonalises every matrix on every rank. Here each
-rank orthogonalises only its share:
+``torch.optim.Muon`` on DTensors gathers and orthogonalizes every matrix on every rank. Here each
+rank orthogonalizes only its share:
 
     rows of each rank   momentum ─► all-to-all ─► whole matrices ─► results ─► all-to-all ─► step
     bucket i + 1                    launched ····│ bucket i is computed │···· waited for
     bucket i                                       launched ····│ i + 1 is computed │···· applied
 
-Both directions send bfloat16, in which Muon orthogonalises anyway. All ranks must step the same
+Both directions send bfloat16, in which Muon orthogonalizes anyway. All ranks must step the same
 matrices. So ranks log what they step, and if that has changed since the last step, they agree
 before anything is sent.
 """
@@ -159,7 +159,7 @@ class Muon(torch.optim.Muon):
         grad, buffer = _local(param.grad), _local(state["momentum_buffer"])
         buffer.lerp_(grad, 1 - momentum)
         direction = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
-        return direction.to(WIRE_DTYPE)  # this rank's rows, to be orthogonalised
+        return direction.to(WIRE_DTYPE)  # this rank's rows, to be orthogonalized
 
 
 # --- plans ---------------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ from .._torch.distributed import process_group
 from ..ops.groups import rows_of_rank
 from ..params.mesh import MeshGroups
 
-# Dtype in which Muon orthogonalises, so sending rows in it loses nothing.
+# Dtype in which Muon orthogonalizes, so sending rows in it loses nothing.
 WIRE_DTYPE = torch.bfloat16
 Shape = tuple[int, int]
 
 
 class Owned(NamedTuple):
-    """A matrix and its owner: the rank in the process group that orthogonalises it."""
+    """A matrix and its owner: the rank in the process group that orthogonalizes it."""
 
     rank: int
     matrix: int

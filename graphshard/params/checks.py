@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .._torch.instances import live_instances
-from .._torch.nn import ddp_parameters, has_forward, parameters_if_initialised, parameters_of
+from .._torch.nn import ddp_parameters, has_forward, parameters_if_initialized, parameters_of
 from .._torch.tensors import is_traceable_wrapper_subclass, storage_of
 from ..ops.float8_math import device_fault, is_of_torchao
 from ..options.float8_policy import check_fp8
@@ -80,7 +80,7 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
     for module in instances_of(nn.Module):
         if module in inside:
             continue
-        for name, param in parameters_if_initialised(module).items():
+        for name, param in parameters_if_initialized(module).items():
             if param in plain_params:  # tied from outside of the model, such as a loss's weight
                 plain_params[param].holders.append(Holder(module, name))
         if isinstance(module, DistributedDataParallel):
@@ -212,7 +212,7 @@ def _fault_of_tensor(param: nn.Parameter, all_meta: bool) -> str | None:
     if param.is_meta and not all_meta:
         return (
             "is on the meta device: shard the whole model there by graphshard.shard, then call "
-            "to_empty() and initialise it before the first step"
+            "to_empty() and initialize it before the first step"
         )
     return None
 
@@ -223,7 +223,7 @@ def _instead_of_subclass(param: nn.Parameter) -> str:
     if param.requires_grad:
         return ""  # if ignored, its gradient would not be reduced
     return (
-        ". It is frozen: to keep it whole on every rank, as the quantised base of QLoRA, set "
+        ". It is frozen: to keep it whole on every rank, as the quantized base of QLoRA, set "
         "ignored_params=[p for p in model.parameters() if isinstance(p.data, "
         f"{type(param.data).__name__})]"
     )

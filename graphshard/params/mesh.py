@@ -80,7 +80,7 @@ class MeshGroups:
     def _group_of(self, ranks: Sequence[int]) -> str:
         """Return the group of ``ranks``; all of them have to make the call that creates it."""
         if len(ranks) == dist.get_world_size():
-            return dist.group.WORLD.group_name  # type: ignore[union-attr]  # it is initialised
+            return dist.group.WORLD.group_name  # type: ignore[union-attr]  # it is initialized
         key = tuple(sorted(ranks))
         group = _created.get(key)
         if group is None or not is_registered(group):

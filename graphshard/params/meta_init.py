@@ -1,7 +1,7 @@
 """Give a sharded model on the meta device its values.
 
 ``fill`` takes full tensors, in memory or in files, and each rank reads only its rows.
-``materialize`` calls the model's own initialisation, with a few real parameters per call:
+``materialize`` calls the model's own initialization, with a few real parameters per call:
 
     shard(model)             DTensors on the meta device
     init(model), pass 1      the first few parameters are plain, full and real, the rest on the meta
@@ -29,7 +29,7 @@ from .._torch.nn import buffers_of, parameters_of, replace_parameters
 from ..errors import BackendError
 from .mesh import MeshGroups
 from .module_class import plain_class
-from .sharded_param import SHARDED_PARAM, mark_uninitialised, num_uninitialised, sharded_param_of
+from .sharded_param import SHARDED_PARAM, mark_uninitialized, num_uninitialized, sharded_param_of
 from .state_dict import checked_module, mesh_groups_of
 from .stored import StoredTensor, read_stored
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def materialize(model: nn.Module, init: Init | None = None) -> None:
-    """Allocate and initialise a sharded model whose parameters are on the meta device.
+    """Allocate and initialize a sharded model whose parameters are on the meta device.
 
     All ranks of the mesh must call this. Each rank computes full parameters and keeps its rows of
     them, so values depend on ``torch.manual_seed`` of the mesh's first rank, but not on the number
@@ -46,7 +46,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
     Args:
         model: model sharded by :func:`graphshard.shard`.
-        init: function that initialises the model it is passed. It is called several times; in each
+        init: function that initializes the model it is passed. It is called several times; in each
             call some parameters are plain and real, and all others are on the meta device, so it
             cannot compute one parameter from another. None: ``model.init_weights()`` if the model
             has that method, otherwise ``reset_parameters()`` of every module.
@@ -86,7 +86,7 @@ def _common_seed(groups: MeshGroups) -> int:
 
 
 def allocate(root: nn.Module, groups: MeshGroups) -> None:
-    """Allocate uninitialised memory for parameters on the meta device, where each is kept."""
+    """Allocate uninitialized memory for parameters on the meta device, where each is kept."""
     replace_parameters(
         root, lambda p: torch.empty_like(p, device=_device_of(p, groups)) if p.is_meta else p
     )
@@ -100,7 +100,7 @@ def _device_of(param: nn.Parameter, groups: MeshGroups) -> torch.device:
 
 
 def _passes(root: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the names of the parameters to initialise in each pass."""
+    """Yield the names of the parameters to initialize in each pass."""
     sizes = {name: root.get_parameter(name).nbytes for name in names}
     # All parameters of a pass are full-size at once, and every pass runs ``init`` on the whole
     # model. So a pass may be as large as the largest module, which has to fit anyway, or as 1/16 of
@@ -128,7 +128,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A module's class and attributes before initialisation."""
+    """A module's class and attributes before initialization."""
 
     module: nn.Module
     kind: type[nn.Module]
@@ -196,7 +196,7 @@ def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter
     """Return a plain, full-size, unwritten parameter with the attributes users set on ``param``."""
     place = torch.device("meta") if device is None else device
     empty = torch.empty(param.shape, dtype=param.dtype, device=place)
-    mark_uninitialised(empty)
+    mark_uninitialized(empty)
     twin = nn.Parameter(empty, requires_grad=param.requires_grad)
     vars(twin).update({name: v for name, v in vars(param).items() if name != SHARDED_PARAM})
     return twin
@@ -210,7 +210,7 @@ def _run(init: Init, root: nn.Module) -> None:
             raise
         raise BackendError(
             "init reads a parameter or computes one from another: while some parameters "
-            f"are initialised, all others are on the meta device, without values ({error})"
+            f"are initialized, all others are on the meta device, without values ({error})"
         ) from error
 
 
@@ -232,7 +232,7 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
             f"init replaced {name!r}, {tuple(param.shape)}, with a parameter of "
             f"{tuple(full.shape)} on {full.device}: write its values in place"
         )
-    if unwritten := num_uninitialised(full.contiguous()):
+    if unwritten := num_uninitialized(full.contiguous()):
         raise BackendError(
             f"init does not write {unwritten} of the {full.numel()} elements of {name!r}: "
             "give graphshard.materialize a function init(model) that writes all parameters"
@@ -259,7 +259,7 @@ def _marked(meta: torch.Tensor | None, device: torch.device) -> torch.Tensor | N
     buffer = torch.zeros_like(meta, device=device)
     # A bool has no value to spare for a mark; an integer is marked by its lowest value.
     if (
-        not mark_uninitialised(buffer)
+        not mark_uninitialized(buffer)
         and not buffer.is_floating_point()
         and buffer.dtype != torch.bool
     ):
@@ -268,7 +268,7 @@ def _marked(meta: torch.Tensor | None, device: torch.device) -> torch.Tensor | N
 
 
 def _is_unwritten(buffer: torch.Tensor) -> bool:
-    if buffer.is_meta or num_uninitialised(buffer.contiguous()):
+    if buffer.is_meta or num_uninitialized(buffer.contiguous()):
         return True
     integer = not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool)
     return integer and bool((buffer == torch.iinfo(buffer.dtype).min).any())

@@ -291,7 +291,7 @@ def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | 
     if previous is not None and previous.spec.host_memory is not None and on_device:
         raise BackendError(
             f"parameter {previous.fqn!r} was moved to {param.device}, but offload_policy keeps it "
-            'on the host: leave it there; to_empty(device="cpu") materialises it'
+            'on the host: leave it there; to_empty(device="cpu") materializes it'
         )
     return param
 

@@ -166,7 +166,7 @@ def refuse_prompt_learning(model: object) -> None:
 def _saved_names(model: PeftModel) -> list[str]:
     from peft import get_peft_model_state_dict
 
-    # Stand-ins, by whose identity peft's choice is recognised.
+    # Stand-ins, by whose identity peft's choice is recognized.
     state = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta")
         if isinstance(value, torch.Tensor)

@@ -61,7 +61,7 @@ from .sharded_param import (
 )
 from .state_dict import is_first_rank, mesh_groups_of
 
-# Parts of descriptions, by which ``_advice`` recognises why ranks differ.
+# Parts of descriptions, by which ``_advice`` recognizes why ranks differ.
 ARGUMENTS = "arguments of graphshard"
 REQUIRES_GRAD, WITH_GRADIENT = " requires_grad", " with a gradient"
 
@@ -176,7 +176,7 @@ def _raise_if_used_unequal(
         raise BackendError(
             f"{what} differs from the first rank's, and the first forward of "
             f"{type(root).__name__} may have used it before sync_module_states could make it "
-            "equal: call graphshard.shard(model, ...) before the first step, or initialise all "
+            "equal: call graphshard.shard(model, ...) before the first step, or initialize all "
             "ranks from one seed"
         )
 

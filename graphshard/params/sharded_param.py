@@ -115,7 +115,7 @@ class ShardedParam:
         self.assigned: Assigned | None = None
         self._accumulators: dict[str, Accumulator] = {}
         self._local: torch.Tensor | None = None
-        self._uninitialised = False
+        self._uninitialized = False
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # and its name there
         model.sharded_params.add(self)
 
@@ -143,7 +143,7 @@ class ShardedParam:
         self.shard = nn.Parameter(padded, requires_grad=dtensor.requires_grad)
         self._local = self.spec.local_view(self.shard.detach())
         # If the memory is empty, the next forward raises unless it was filled.
-        self._uninitialised = empty and mark_uninitialised(self._local)
+        self._uninitialized = empty and mark_uninitialized(self._local)
         set_local_tensor(dtensor, self._local)
         self.dtensor = dtensor
         setattr(dtensor, SHARDED_PARAM, self)
@@ -207,7 +207,7 @@ class ShardedParam:
         """Copy the DTensor's ``requires_grad`` to the shard; return False if it differed.
 
         Raises:
-            BackendError: the DTensor or its storage was replaced, or is not fully initialised.
+            BackendError: the DTensor or its storage was replaced, or is not fully initialized.
         """
         if self.is_replaced():
             raise BackendError(
@@ -215,8 +215,8 @@ class ShardedParam:
                 "reach it: change it in place (copy_, load_state_dict), or assign before sharding; "
                 + FUNCTIONAL_CALL
             )
-        if self._uninitialised:
-            self._check_initialised()
+        if self._uninitialized:
+            self._check_initialized()
         if self.dtensor.requires_grad == self.shard.requires_grad:
             return True
         self.shard.requires_grad_(self.dtensor.requires_grad)
@@ -224,15 +224,15 @@ class ShardedParam:
             self.refresh_accessors()
         return False
 
-    def _check_initialised(self) -> None:
-        num_elements = 0 if self._local is None else num_uninitialised(self._local)
+    def _check_initialized(self) -> None:
+        num_elements = 0 if self._local is None else num_uninitialized(self._local)
         if num_elements:
             raise BackendError(
-                f"{num_elements} elements of parameter {self.fqn!r} were not initialised after "
+                f"{num_elements} elements of parameter {self.fqn!r} were not initialized after "
                 "to_empty(). Writes to some rows of a DTensor (p.data[i] = x, p[1:3].fill_(x)) are "
                 "lost: fill the whole parameter, by nn.init.normal_(p) or p.data = x"
             )
-        self._uninitialised = False
+        self._uninitialized = False
 
     # --- gradients ---
 
@@ -478,8 +478,8 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
     return True
 
 
-# --- uninitialised elements ----------------------------------------------------------------------
-# Memory from to_empty is filled with a reserved NaN. A DTensor must be initialised as a whole:
+# --- uninitialized elements ----------------------------------------------------------------------
+# Memory from to_empty is filled with a reserved NaN. A DTensor must be initialized as a whole:
 # values written to some of its rows (p.data[i] = x) go to a copy and are lost, under FSDP2 too.
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -488,7 +488,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HALF_WORD = b"\xfb\x7f"
 
 
-def mark_uninitialised(tensor: torch.Tensor) -> bool:
+def mark_uninitialized(tensor: torch.Tensor) -> bool:
     """Fill a contiguous tensor with the mark; return whether it can hold the mark."""
     bits = _bits(tensor)
     if bits is not None:
@@ -496,7 +496,7 @@ def mark_uninitialised(tensor: torch.Tensor) -> bool:
     return bits is not None
 
 
-def num_uninitialised(tensor: torch.Tensor) -> int:
+def num_uninitialized(tensor: torch.Tensor) -> int:
     """Return how many elements of a contiguous tensor have the mark; synchronizes the device."""
     bits = _bits(tensor)
     return 0 if bits is None else int((bits == _mark(bits)).sum())

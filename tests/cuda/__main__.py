@@ -58,7 +58,7 @@ does not take; copies into buckets and out of them were a kernel for each tensor
 offload waited for each tensor and not for each copy; launches and waits left their order where
 Inductor fuses kernels, and dead buffers were kept for later ones; an average over replicas kept
 what its reduction had sent; stowed activations were written when their copy began, and laid out
-anew on the host; a synchronisation in a graph had gathered parameters saved for backward; an
+anew on the host; a synchronization in a graph had gathered parameters saved for backward; an
 activation was written twice, as a product reads it and as a view of it is saved; padding of kept
 parameters was not planned for, and what is free within a step was; the zeros that an embedding's
 gradient is added to were made before the wait that frees room for them. Convolutions had been

@@ -101,7 +101,7 @@ def test_full_parameters_are_freed_after_use() -> None:
     assert by_zero2.kept >= 0.75, by_zero2
 
 
-def _steps_without_synchronisation() -> None:
+def _steps_without_synchronization() -> None:
     trainer = _trainer()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -116,7 +116,7 @@ def _steps_without_synchronisation() -> None:
 
 
 def test_the_host_never_waits_for_the_gpu() -> None:
-    on_one_rank("cuda", _steps_without_synchronisation)
+    on_one_rank("cuda", _steps_without_synchronization)
 
 
 class _Trained(NamedTuple):

@@ -1,4 +1,4 @@
-"""`normalise` is idempotent; `build_problem` changes nothing, and counts memory by kernel."""
+"""`normalize` is idempotent; `build_problem` changes nothing, and counts memory by kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphshard.kinds import GraphKind
 from graphshard.ops.markers import unshard
 from graphshard.ops.nodes import memory_bytes
 from graphshard.passes.build_problem import build_problem
-from graphshard.passes.normalise import normalise
+from graphshard.passes.normalize import normalize
 from graphshard.passes.saving import note_held_bytes
 from graphshard.planning.plan import Problem
 from tests.graph.builder import CONTEXT, Builder, add, mul, t, targets
@@ -30,20 +30,20 @@ def _two_layers(group: str) -> fx.Graph:
     return build.graph
 
 
-def _normalise(graph: fx.Graph) -> None:
+def _normalize(graph: fx.Graph) -> None:
     assert graph.owning_module is not None
-    normalise(graph.owning_module, CONTEXT)
+    normalize(graph.owning_module, CONTEXT)
 
 
-def test_normalise_moves_gathers_to_the_first_use(group: str) -> None:
+def test_normalize_moves_gathers_to_the_first_use(group: str) -> None:
     graph = _two_layers(group)
     assert targets(graph) == [unshard, unshard, t, mul, mul]
     for _ in range(2):
-        _normalise(graph)
+        _normalize(graph)
         assert targets(graph) == [unshard, mul, unshard, t, mul]
 
 
-def test_normalise_adds_the_value_of_a_random_op_without_inputs(group: str) -> None:
+def test_normalize_adds_the_value_of_a_random_op_without_inputs(group: str) -> None:
     """AOTAutograd stores no value for an operator wrapped in ``run_and_save_rng_state``."""
     build = Builder(group)
     x = build.primal(8, 8)
@@ -51,7 +51,7 @@ def test_normalise_adds_the_value_of_a_random_op_without_inputs(group: str) -> N
     arguments = (torch.ops.aten.rand.default, [4])
     noise = build.graph.call_function(save_state, arguments, {"device": torch.device("cpu")})
     build.module(build.call(mul, x, x))
-    _normalise(build.graph)
+    _normalize(build.graph)
     _, values = noise.meta["val"]
     assert isinstance(values, FakeTensor) and values.shape == (4,)
     build_problem(build.graph, GraphKind.FORWARD, CostModel(HARDWARE["cpu"]), {})
@@ -59,7 +59,7 @@ def test_normalise_adds_the_value_of_a_random_op_without_inputs(group: str) -> N
 
 def test_build_problem_leaves_the_graph_unchanged(group: str) -> None:
     graph = _two_layers(group)
-    _normalise(graph)
+    _normalize(graph)
     before = str(graph)
     cost_model = CostModel(HARDWARE["cpu"])
     first, second = (build_problem(graph, GraphKind.FORWARD, cost_model, {}) for _ in range(2))
@@ -78,7 +78,7 @@ def test_returned_views_move_to_their_sources(group: str) -> None:
     view = build.call(t, build.call(t, product))
     build.module(view)
     for _ in range(2):
-        _normalise(build.graph)
+        _normalize(build.graph)
         assert targets(build.graph) == [mul, t, t, mul] and product.next.next is view
 
 
@@ -88,7 +88,7 @@ SIZE = 64 * 64 * 4
 
 
 def _problem(build: Builder) -> Problem:
-    _normalise(build.graph)
+    _normalize(build.graph)
     return build_problem(build.graph, GraphKind.FORWARD, CostModel(HARDWARE["cpu"]), {}).problem
 
 

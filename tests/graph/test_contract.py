@@ -29,7 +29,7 @@ def test_a_pass_after_a_later_stage_is_refused() -> None:
 
 def test_a_graph_for_training_has_its_dtypes_from_the_joint_graph() -> None:
     final = [one.name for one in PIPELINE if one.stage == Stage.FINAL and one.runs(CONTEXT)]
-    assert final == ["merge_markers", "normalise"]
+    assert final == ["merge_markers", "normalize"]
 
 
 def test_an_inference_graph_gets_no_facts_from_the_joint_graph() -> None:

@@ -171,7 +171,7 @@ def test_mutating_ops_are_in_no_region() -> None:
     assert torch.equal(gm(*[t.clone() for t in inputs]), expected)
 
 
-def _normalised(x: Tensor, w: Tensor) -> Tensor:
+def _normalized(x: Tensor, w: Tensor) -> Tensor:
     """Compute in float32 between values in bfloat16, like a norm."""
     convert = torch.ops.prims.convert_element_type.default
     h = convert(x @ w.t(), torch.float32)
@@ -179,9 +179,9 @@ def _normalised(x: Tensor, w: Tensor) -> Tensor:
     return convert(torch.relu(centred * w[0] + 1), torch.bfloat16)
 
 
-def _deep_normalised(x: Tensor, *weights: Tensor) -> Tensor:
+def _deep_normalized(x: Tensor, *weights: Tensor) -> Tensor:
     for w in weights:
-        x = _normalised(x, w)
+        x = _normalized(x, w)
     return x
 
 
@@ -207,7 +207,7 @@ def _results(gm: fx.GraphModule) -> list[Tensor]:
 
 def test_a_border_in_a_norm_is_crossed_by_values_in_memory_only() -> None:
     inputs = _wide_inputs()
-    gm = _traced(_deep_normalised, *inputs)
+    gm = _traced(_deep_normalized, *inputs)
     expected = gm(*inputs)
     _with_cuts_behind(gm, aten.rsqrt.default)
     assert _shared(gm).num_calls > 9  # two per layer, except at the ends
@@ -220,7 +220,7 @@ def test_values_are_computed_before_their_input_is_written_to() -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:
             scale = torch.ops.prims.convert_element_type.default(w, torch.float32)[0]
-            x = _normalised(x, w)
+            x = _normalized(x, w)
             aten.copy_.default(w, x[:1].expand(8, 8))
             x = torch.ops.prims.convert_element_type.default(x * scale, torch.bfloat16)
         return x

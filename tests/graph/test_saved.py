@@ -103,7 +103,7 @@ class Adapted(_Model):
 
 
 class Quantised(_Model):
-    """Integer weights that the graph dequantises."""
+    """Integer weights that the graph dequantizes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def _full_and_back() -> tuple[Memory, Memory]:
     return gathering, scattering
 
 
-def _initialise() -> Memory:
+def _initialize() -> Memory:
     import graphshard
 
     give_memory_back()
@@ -55,7 +55,7 @@ def _initialise() -> Memory:
 
 
 def test_materialize_holds_one_full_module_at_a_time() -> None:
-    for memory in ranks.run_fresh(2, _initialise):
+    for memory in ranks.run_fresh(2, _initialize):
         module, shards = memory.params / LINEARS, memory.params / 2
         # The module in full, twice as much to draw and check its values, and slack.
         assert memory.peak - memory.before <= shards + 3 * module + SLACK, memory

@@ -257,7 +257,7 @@ def test_values_and_scales_match_the_unsharded_weight(
     for found in ranks.run(world, _scaled_by_ranks, recipe, dtype, rows):
         for n, (values, scales) in zip(rows, found, strict=True):
             weight = (torch.randn(n, 48, generator=generator(n)) * n).to(dtype)
-            expected = float8_math.quantised(run, weight, E4M3, recipe, 1)
+            expected = float8_math.quantized(run, weight, E4M3, recipe, 1)
             assert torch.equal(values.view(torch.uint8), expected.values.view(torch.uint8))
             assert torch.equal(scales.reciprocal().flatten(), expected.inverse.flatten())
 

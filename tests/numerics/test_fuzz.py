@@ -25,7 +25,7 @@ FOUND: dict[str, Case] = {
     # start values are an error (multirank/test_start_values.py); equal ones train.
     "a function begins with an eager part": Case(
         171,
-        (("normalised",), ("twice", ("break", ("complex",), ("fourier",))), ("tied", 16)),
+        (("normalized",), ("twice", ("break", ("complex",), ("fourier",))), ("tied", 16)),
         dim=6,
         overrides=(("blocks.0.*", "shard", False),),
         offload="shards",

@@ -1,6 +1,6 @@
 """`graphshard.materialize`.
 
-The shards of a meta-device model get the values of its own initialisation, whatever the number of
+The shards of a meta-device model get the values of its own initialization, whatever the number of
 ranks.
 """
 
@@ -24,7 +24,7 @@ from tests.ranks import on_ranks
 
 
 class Tricky(nn.Module):
-    """Model that initialises parameters by rows and slices; with tied weights and buffers."""
+    """Model that initializes parameters by rows and slices; with tied weights and buffers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 import graphshard
-from graphshard.params.sharded_param import mark_uninitialised, num_uninitialised
+from graphshard.params.sharded_param import mark_uninitialized, num_uninitialized
 from tests.models import MLP
 from tests.numerics.compare import compile_sharded, world_mesh
 from tests.ranks import on_ranks
@@ -53,7 +53,7 @@ def _sharded() -> MLP:
 
 @pytest.mark.parametrize("fill", [_fill, _draw, _distribute, _assign_data])
 @on_ranks(2)
-def test_whole_parameters_can_be_initialised(fill: Callable[[Any], None]) -> None:
+def test_whole_parameters_can_be_initialized(fill: Callable[[Any], None]) -> None:
     model = _sharded()
     with torch.no_grad():
         for param in model.parameters():
@@ -83,7 +83,7 @@ def test_values_lost_by_a_dtensor_raise(fill: Callable[[Any], None], eager: bool
 
 
 @on_ranks(2)
-def test_load_state_dict_initialises() -> None:
+def test_load_state_dict_initializes() -> None:
     for assign in (False, True):
         model, other = _sharded(), graphshard.shard(MLP(), world_mesh())
         model.load_state_dict(other.state_dict(), assign=assign)
@@ -94,13 +94,13 @@ def test_load_state_dict_initialises() -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (3, 5)])
 def test_unfilled_mark_is_not_an_ordinary_nan(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor: Tensor = torch.full(shape, float("nan"), dtype=dtype)
-    assert num_uninitialised(tensor) == 0
-    assert mark_uninitialised(tensor) and num_uninitialised(tensor) == tensor.numel()
+    assert num_uninitialized(tensor) == 0
+    assert mark_uninitialized(tensor) and num_uninitialized(tensor) == tensor.numel()
     assert tensor.isnan().all()
-    assert num_uninitialised(tensor.fill_(float("nan"))) == 0
+    assert num_uninitialized(tensor.fill_(float("nan"))) == 0
 
 
 def test_integers_cannot_be_marked() -> None:
     tensor = torch.arange(3)
-    assert not mark_uninitialised(tensor) and num_uninitialised(tensor) == 0
+    assert not mark_uninitialized(tensor) and num_uninitialized(tensor) == 0
     assert tensor.tolist() == [0, 1, 2]

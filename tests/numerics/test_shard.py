@@ -1,4 +1,4 @@
-"""`graphshard.shard` of materialised and meta-device models.
+"""`graphshard.shard` of materialized and meta-device models.
 
 Conversions, loading and plain calls of a sharded model; errors.
 """
@@ -53,7 +53,7 @@ def _train_sharded() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_materialised_model(world_size: int) -> None:
+def test_materialized_model(world_size: int) -> None:
     ranks.run(world_size, _train_sharded)
 
 
@@ -108,7 +108,7 @@ class _Initialised(nn.Module):
         return torch.randint(11, (3, 4), generator=rng)
 
 
-def _initialise(model: nn.Module) -> None:
+def _initialize(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
@@ -123,7 +123,7 @@ def test_meta_device_model() -> None:
     assert all(param.is_meta for param in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     model.to_empty(device="cpu")
-    _initialise(model)
+    _initialize(model)
     assert model.tied.weight is model.embed.weight
     reference = _Initialised()
     reference.load_state_dict({name: whole(v) for name, v in model.state_dict().items()})
@@ -148,8 +148,8 @@ def _aware_of_dtensors(name: str, param: DTensor) -> None:
     param.copy_(distribute_tensor(whole, *given, src_data_rank=None))
 
 
-def _initialised(
-    shape: tuple[int, ...], initialise: Callable[[str, DTensor], None]
+def _initialized(
+    shape: tuple[int, ...], initialize: Callable[[str, DTensor], None]
 ) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = GPT()
@@ -157,18 +157,18 @@ def _initialised(
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, param in model.named_parameters():
-            initialise(name, param)
+            initialize(name, param)
     return {name: whole(param) for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("initialise", [_by_element, _aware_of_dtensors])
+@pytest.mark.parametrize("initialize", [_by_element, _aware_of_dtensors])
 def test_initial_values_do_not_depend_on_the_number_of_ranks(
-    initialise: Callable[[str, DTensor], None],
+    initialize: Callable[[str, DTensor], None],
 ) -> None:
-    expected = ranks.run(1, _initialised, (1,), initialise)[0]
+    expected = ranks.run(1, _initialized, (1,), initialize)[0]
     assert len({float(value.sum()) for value in expected.values()}) > 3
     for shape in ((2,), (3,), (2, 2)):
-        for values in ranks.run(math.prod(shape), _initialised, shape, initialise):
+        for values in ranks.run(math.prod(shape), _initialized, shape, initialize):
             assert values.keys() == expected.keys()
             for name, value in values.items():
                 assert torch.equal(value, expected[name]), name
@@ -181,7 +181,7 @@ def test_meta_device_model_holds_only_shards() -> None:
         model = nn.Sequential(nn.Linear(1001, 999), nn.Linear(999, 3))
     graphshard.shard(model, world_mesh())
     model.to_empty(device="cpu")
-    _initialise(model)
+    _initialize(model)
     for param in model.parameters():
         assert isinstance(param, DTensor)
         rows, world = param.shape[0], dist.get_world_size()

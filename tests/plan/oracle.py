@@ -34,7 +34,7 @@ Terms = dict[int, float]
 
 
 def price_us(problem: Problem, buckets: tuple[Bucket, ...], cost_model: TransferCostModel) -> float:
-    """Return what the planner minimises if memory has no price: total time plus lost compute."""
+    """Return what the planner minimizes if memory has no price: total time plus lost compute."""
     costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
     slowdown_us = sum(cost_model.slowdown_us(cost.lane_us) for cost in costs)
     return clock(problem, buckets, cost_model).total_us + slowdown_us

@@ -93,7 +93,7 @@ def test_casts_saturate(dtype: torch.dtype, value: float) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nan_stays_nan(recipe: str) -> None:
-    scaled = float8_math.quantised(run, torch.tensor([[1.0, float("nan")]]), E4M3, recipe, 1)
+    scaled = float8_math.quantized(run, torch.tensor([[1.0, float("nan")]]), E4M3, recipe, 1)
     assert scaled.values.float().isnan().any()
 
 
@@ -103,7 +103,7 @@ def test_amax_is_scaled_to_the_largest_fp8_value(amax: float, dtype: torch.dtype
     scale = float8_math.scale_of(run, x.abs().amax(), dtype, TENSORWISE)
     largest = torch.finfo(dtype).max
     assert float(scale) == pytest.approx(largest / max(amax, 1e-12), rel=1e-6)
-    values, inverse = float8_math.quantised(run, x, dtype, TENSORWISE, 1)
+    values, inverse = float8_math.quantized(run, x, dtype, TENSORWISE, 1)
     if amax > 1e-11:
         assert values.float()[0, 0] == largest
         step = 2.0 ** -(3 if dtype is E4M3 else 2)

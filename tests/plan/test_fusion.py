@@ -1,4 +1,4 @@
-"""Nodes that share a kernel, recognised by kernel costs on the machine of ``machines``."""
+"""Nodes that share a kernel, recognized by kernel costs on the machine of ``machines``."""
 
 from __future__ import annotations
 

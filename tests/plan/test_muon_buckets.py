@@ -1,4 +1,4 @@
-"""Assignment of matrices to the ranks that orthogonalise them, and to buckets."""
+"""Assignment of matrices to the ranks that orthogonalize them, and to buckets."""
 
 from __future__ import annotations
 

@@ -58,31 +58,31 @@ def _adapted(name: str) -> Any:
     return peft.get_peft_model(base, config)
 
 
-def _quantised(model: nn.Module) -> dict[str, nn.Parameter]:
+def _quantized(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in model.named_parameters() if type(p.data) is not torch.Tensor}
 
 
 def _train(name: str, compiler: str) -> None:
     model = _adapted(name)
-    quantised = _quantised(model)
-    assert len(quantised) == 14
+    quantized = _quantized(model)
+    assert len(quantized) == 14
     reference = _adapted(name)  # not a deepcopy, which would quantize NF4 again
-    twins = Twins(model, reference, compiler=compiler, ignored_params=set(quantised.values()))
+    twins = Twins(model, reference, compiler=compiler, ignored_params=set(quantized.values()))
     optimizers = [sgd(twins.model), sgd(twins.reference)]
     for step in range(3):
         twins.backward(draw(causal_batch, step), loss_of_output)
-        _check(twins, quantised)
+        _check(twins, quantized)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def _check(twins: Twins, quantised: dict[str, nn.Parameter]) -> None:
+def _check(twins: Twins, quantized: dict[str, nn.Parameter]) -> None:
     """Assert that all but the quantized weights are sharded, and all agree with the reference."""
     theirs = dict(twins.reference.named_parameters())
     for name, param in twins.model.named_parameters():
-        if name in quantised:
-            assert param is quantised[name] and param.grad is None
+        if name in quantized:
+            assert param is quantized[name] and param.grad is None
             assert torch.equal(_values(param), _values(theirs[name])), name
         else:
             assert isinstance(param, DTensor), name
@@ -96,12 +96,12 @@ def _values(param: Any) -> torch.Tensor:
     return values
 
 
-def test_quantised_base_in_ignored_params_with_inductor() -> None:
+def test_quantized_base_in_ignored_params_with_inductor() -> None:
     ranks.run(2, _train, "int8", "inductor")
 
 
 @pytest.mark.parametrize("name", QUANTISE)
-def test_quantised_base_in_ignored_params(name: str) -> None:
+def test_quantized_base_in_ignored_params(name: str) -> None:
     ranks.run(2, _train, name, "aot_eager")
 
 
@@ -117,7 +117,7 @@ def _refused(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", QUANTISE)
-def test_quantised_base_is_refused_with_advice(name: str) -> None:
+def test_quantized_base_is_refused_with_advice(name: str) -> None:
     for text in ranks.run(2, _refused, name):
         assert "layers.0.self_attn.q_proj.base_layer.weight' is a" in text
         assert "ignored_params=" in text

@@ -161,7 +161,7 @@ def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
         "memory_allocated": 0,
         "memory_reserved": 0,
         "mem_get_info": (device.total_memory, device.total_memory),
-        # There is nothing to initialise or move.
+        # There is nothing to initialize or move.
         "_lazy_init": None,
         "set_device": None,
         "manual_seed": None,

@@ -129,7 +129,7 @@ def _count_tokens_once(model: nn.Module) -> None:
     # a second time. A compiled graph counts once, and halving odd counts would move the bias of
     # some experts the wrong way.
     for module in model.modules():
-        if hasattr(module, "checkpoint_impl"):  # how torchtitan recognises checkpointed blocks
+        if hasattr(module, "checkpoint_impl"):  # how torchtitan recognizes checkpointed blocks
             module.checkpoint_impl = None  # type: ignore[assignment]
 
 

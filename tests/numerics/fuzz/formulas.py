@@ -134,7 +134,7 @@ FORMULAS: dict[str, Formula] = {
     ),
     "stacked": Formula(lambda x, a, b: x * torch.stack([a, b, a]).sum(0), _two_vectors),
     "joined": Formula(lambda x, a, b: x + torch.cat([b, a])[: a.numel()], _two_vectors),
-    "normalised": Formula(lambda x, w: x @ (w / w.norm(dim=1, keepdim=True)), _square),
+    "normalized": Formula(lambda x, w: x @ (w / w.norm(dim=1, keepdim=True)), _square),
     "whole_norm": Formula(lambda x, w: x @ w / (w.norm() + 1), _square),
     "penalty": Formula(lambda x, w: x * w.square().mean().sqrt(), lambda dim: ((3, dim),)),
     "outer": Formula(lambda x, a, b: x @ (a.unsqueeze(1) * b), _two_vectors),

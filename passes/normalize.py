@@ -20,7 +20,7 @@ from graphshard.ops.nodes import is_view, outputs_of, root_of
 from graphshard.passes.contract import PassContext
 
 
-def normalise(gm: fx.GraphModule, context: PassContext) -> None:
+def normalize(gm: fx.GraphModule, context: PassContext) -> None:
     """Bring a graph into the form that ``build_problem`` reads, in place."""
     graph = gm.graph
     _raise_inputs(graph)
