@@ -34,7 +34,7 @@ from .rank_process import Failure, Spec, from_bytes, pack_task, set_environ
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_POOLS = 4  # alive at once: a new rank compiles cold, an idle one holds some 200 MB
+MAX_POOLS = 2  # alive at once: a rank that has compiled something holds hundreds of MB
 GRACE_S = 10.0  # time for the other ranks to reply after the first failure
 STARTUP_S = 120.0
 EXIT_S = 5.0

@@ -139,5 +139,5 @@ def test_unknown_torch_version_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -
     reason = obstacle()
     assert "can be simulated with torch 1.0 only" in reason
     assert test_cases.is_skipped(reason, {}) and not test_cases.is_skipped(reason, {"CI": "1"})
-    with pytest.raises(RuntimeError, match=r"with torch 1\.0 alone"):
+    with pytest.raises(RuntimeError, match=r"with torch 1\.0 only"):
         call("tests.cuda.cases:multiply_planted", DEVICE)

@@ -51,7 +51,7 @@ def _model(device: str) -> tuple[DeepMLP, Tensor]:
     """Return the same model and batch at every call."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    dim, layers = (2048, 8) if device == "cuda" else (32, 4)
+    dim, layers = (2048 if device == "cuda" else 32), 8
     model = DeepMLP(dim, layers)
     return model.to(device), torch.randn(16 * dim, dim).to(device)
 

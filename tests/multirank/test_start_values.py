@@ -121,7 +121,7 @@ def test_values_used_before_sharding_must_be_equal(seed_by_rank: bool) -> None:
     if not seed_by_rank:
         compiled(torch.ones(5, 7)).backward()
         return
-    with pytest.raises(ValueError, match=r"'.*' of rank 1 .*equal values, from one seed"):
+    with pytest.raises(ValueError, match=r"'.*' of rank 1 .*initialize all ranks from one seed"):
         compiled(torch.ones(5, 7))
     assert_plain(model)
     after = _tensors(model)

@@ -159,7 +159,7 @@ def test_interrupted_save_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     assert ended.returncode == -signal.SIGKILL
     assert list((tmp_path / "step-2").glob("*.distcp"))
     ranks.run(2, _load_good, tmp_path)
-    with pytest.raises(ValueError, match="step-2: is no checkpoint"):
+    with pytest.raises(ValueError, match="step-2: not a checkpoint"):
         consolidate(tmp_path / "step-2", tmp_path / "model.pt")
     assert not (tmp_path / "model.pt").exists()
     consolidate(tmp_path / "step-1", tmp_path / "model.pt")

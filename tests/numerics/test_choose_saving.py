@@ -119,7 +119,7 @@ def test_larger_batch_saves_less() -> None:
     (ours, dynamic), (theirs, _) = ranks.run(2, _grow, None)
     assert ours == theirs == [small, large]
     for summary in (static, dynamic):
-        assert "of inputs of 16x24, within" in summary and "of inputs of 32x24, within" in summary
+        assert "for inputs of 16x24, within" in summary and "for inputs of 32x24, within" in summary
     assert "The graph takes inputs of other sizes, too" not in static
     assert dynamic.count("The graph takes inputs of other sizes, too") == 1
 

@@ -71,7 +71,7 @@ def _assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def _save_and_load_alone(path: Path, shape: tuple[int, ...]) -> None:
     _save_alone(path, shape)
     is_own = dist.get_rank() % shape[-1] == 0  # this rank or its replica saved
-    _load(path, shape, None if is_own else "the file was saved by that rank alone")
+    _load(path, shape, None if is_own else "only that rank saved the file")
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
