@@ -38,7 +38,7 @@ def gather(dtensor: DTensor) -> torch.Tensor | None:
     own = spec.padded(plain(local_tensor(dtensor)).to(spec.groups.device))
     padded = own.new_empty(_all_padded_rows(spec)) if is_first else None
     parts = None if padded is None else _parts(padded, spec)
-    dist.gather(_bytes(own), parts, group=process_group(spec.groups.shards), group_dst=0)
+    dist.gather(as_bytes(own), parts, group=process_group(spec.groups.shards), group_dst=0)
     if padded is None:
         return None
     # Copied if padded: a file would otherwise get the padding, too.
@@ -61,7 +61,7 @@ def receive(
     if full is not None:
         received.copy_(full.detach())
     if received.numel():
-        dist.broadcast(_bytes(received), group=process_group(groups.all_ranks), group_src=0)
+        dist.broadcast(as_bytes(received), group=process_group(groups.all_ranks), group_src=0)
     return received.to("cpu") if spec is None else spec.dtensor(received)
 
 
@@ -79,9 +79,9 @@ def _scatter(full: torch.Tensor | None, dtype: torch.dtype, spec: ParamSpec) -> 
             else:
                 padded = full.detach().to(groups.device).contiguous()
             parts = _parts(padded, spec)
-        dist.scatter(_bytes(shard), parts, group=process_group(groups.shards), group_src=0)
+        dist.scatter(as_bytes(shard), parts, group=process_group(groups.shards), group_src=0)
     if groups.replicas is not None:
-        dist.broadcast(_bytes(shard), group=process_group(groups.replicas), group_src=0)
+        dist.broadcast(as_bytes(shard), group=process_group(groups.replicas), group_src=0)
     return shard
 
 
@@ -96,7 +96,7 @@ def _all_padded_rows(spec: ParamSpec) -> tuple[int, ...]:
 
 
 def _parts(padded: torch.Tensor, spec: ParamSpec) -> list[torch.Tensor]:
-    return list(_bytes(padded).chunk(spec.groups.num_shards))
+    return list(as_bytes(padded).chunk(spec.groups.num_shards))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,6 +110,6 @@ def without_expanded_dims(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 1D view of a contiguous tensor as bytes."""
     return tensor.view(-1).view(torch.uint8)

@@ -41,7 +41,7 @@ from ..options.options import Options
 from ..ranks.agree import first_text, raise_if_different
 from ..ranks.call_log import call_log_of
 from .checks import PlainParam, find_fault, find_plain_params, instances_of
-from .full_tensor import without_expanded_dims
+from .full_tensor import as_bytes, without_expanded_dims
 from .loading import check_optimizer_state
 from .mesh import MeshGroups, agreed_exchange, eager_reduction
 from .mixed_precision import cast_at_boundary, find_cast_boundaries
@@ -380,12 +380,8 @@ def sync_buffers(model: nn.Module) -> None:
     text = "\n".join(["a broadcast of buffers", *facts])
     plan_id = hashlib.sha256(text.encode()).hexdigest()
     with agreed_exchange(groups, plan_id, text), torch.no_grad():
-        packed = torch.cat([_bytes(buffer).to(groups.device) for buffer in buffers])
+        packed = torch.cat([as_bytes(buffer.contiguous()).to(groups.device) for buffer in buffers])
         dist.broadcast(packed, group=process_group(groups.all_ranks), group_src=0)
         for buffer, part in zip(buffers, packed.split([b.nbytes for b in buffers])):
             # Clone for alignment: a part may start at any byte.
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
-
-
-def _bytes(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.contiguous().view(-1).view(torch.uint8)
