@@ -12,8 +12,7 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 # Stack size, in pointers, of the frame that makes room. CPython doubles the size of a chunk until
-# the frame fits: 1 MB, of which 0.5 MB are left for the frames below. Only pages that frames write
-# use memory.
+# the frame fits: 1 MB, with 0.5 MB left for later frames. Only pages that frames write use memory.
 _SLOTS = 1 << 16
 _NEVER = 2**31 - 1  # most collections of the middle generation before a full one
 

@@ -4,7 +4,8 @@
     call("module:function", device, ..) ──► no_gpu.so, torch, stand-ins ──► function(recorder, ..)
                                         ◄── Result: the return value; Failure: the error
 
-The stand-ins change torch for good, and C++ has to be loaded before torch: hence the child.
+The stand-ins change torch for good, and the C++ library has to be loaded before torch, so each call
+gets its own process.
 Arguments and results are pickled. The child's stderr, warnings included, is forwarded.
 """
 
