@@ -144,7 +144,7 @@ def problems(draw: st.DrawFn, max_replicas: int = 2, on_host: bool = True) -> Pr
     keep the shards of either.
     """
     num_steps = draw(st.integers(1, 8))
-    times = st.floats(0, 200, allow_nan=False)
+    times = st.floats(0, 200, allow_subnormal=False)
     transfers = []
     for param in range(draw(st.integers(0, 8))):
         num_bytes = draw(st.integers(1, 100))
@@ -166,7 +166,7 @@ def problems(draw: st.DrawFn, max_replicas: int = 2, on_host: bool = True) -> Pr
 
 lines = st.builds(
     Line,
-    latency_us=st.floats(0, 100),
-    us_per_byte=st.floats(0, 5),
-    copy_us_per_byte=st.floats(0, 1),
+    latency_us=st.floats(0, 100, allow_subnormal=False),
+    us_per_byte=st.floats(0, 5, allow_subnormal=False),
+    copy_us_per_byte=st.floats(0, 1, allow_subnormal=False),
 )
