@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard.ranks.watcher
 from graphshard.errors import BackendError
@@ -50,6 +51,15 @@ def _in_group(fn: Callable[..., Any], timeout_s: float, args: Any) -> Any:
             return result
         finally:
             dist.destroy_process_group(group)
+
+
+def mesh_of(group: Group) -> DeviceMesh:
+    """Return a 1D CPU mesh over a group of `run`, unequal to the meshes over all other groups.
+
+    DTensor caches redistributions by mesh, and with them the names of groups: an equal mesh would
+    communicate in a group that has been destroyed.
+    """
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"group {group.group_name}",))
 
 
 def gather(group: Group) -> None:
@@ -363,6 +373,7 @@ def test_successive_groups_of_the_same_name_are_separate(tmp_path: Path) -> None
 SCRIPT = """
 import sys
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from graphshard.ranks.call_log import call_log_of
 
 rank, path, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]

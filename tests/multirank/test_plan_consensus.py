@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ranks.call_log import CallLog
 from tests import ranks, recording
-from tests.multirank.test_call_log import assert_same, message, run
+from tests.multirank.test_call_log import assert_same, mesh_of, message, run
 from tests.numerics.compare import Twins, generator, num_graphs
 
 DIM, LAYERS = 64, 6
@@ -79,7 +78,7 @@ class Forked(nn.Module):
 
 
 def _fork(group: dist.ProcessGroup, _: CallLog, overlap: bool) -> str:
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = mesh_of(group)
     schedule = graphshard.SchedulePolicy(overlap=overlap)
     backend = graphshard.backend(mesh, compiler="aot_eager", schedule=schedule)
     model = torch.compile(Forked(), backend=backend, fullgraph=True)

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.ranks.call_log import CallLog
-from tests.multirank.test_call_log import assert_same, message, run
+from tests.multirank.test_call_log import assert_same, mesh_of, message, run
 
 pytestmark = pytest.mark.alone
 
@@ -36,7 +35,7 @@ class Net(nn.Module):
 
 
 def _compiled(group: dist.ProcessGroup, dynamic: bool | None = None) -> Any:
-    backend = graphshard.backend(DeviceMesh.from_group(group, "cpu"), compiler="aot_eager")
+    backend = graphshard.backend(mesh_of(group), compiler="aot_eager")
     return torch.compile(Net(), backend=backend, dynamic=dynamic)
 
 
