@@ -1,18 +1,18 @@
-"""A module's parameters as shards, from sharding to saving.
+"""Shard the parameters of a module; read, reduce, load and save the shards.
 
-    checks                     the parameters of a model, their faults; options ─► ``ParamSpec``
-    param_spec, mesh           how a parameter is split and travels; process groups of its mesh
+    checks                     find and validate parameters; options ─► ``ParamSpec``
+    param_spec, mesh           how a parameter is split and gathered; process groups of its mesh
     shard                      shards a module in place: broadcast, split, free
     sharded_param              the DTensor that users see, its shard, its gradients, its model
-    module_class, eager        let forwards read full parameters, in graphs and outside of them
+    module_class, eager        let forward read full parameters, inside and outside of graphs
     graph_params, mixed_precision, first_forward
-                               around a graph: guards and checks, casts, the first forward
-    grad_sync                  ``no_sync`` and the like
+                               guards and checks of graphs, dtype casts, the first forward
+    grad_sync                  ``no_sync`` and related functions
     loading, state_dict        load full tensors; gather and scatter full state dicts
-    meta_init, stored          values for a model on the meta device; tensors still in files
-    save_pretrained, pickling  gathered tensors for savers of libraries; refuse lossy pickles
+    meta_init, stored          initialize a model on the meta device; read tensors lazily
+    save_pretrained, pickling  save through other libraries; refuse lossy pickles
 
 May import ``ranks``, ``ops`` and ``options``. State belongs to a ``ShardedParam``, a
-``ShardedModel`` or a module, or is stored in attributes ``_graphshard_*`` of users' objects. A
-comment at each global says why it exists.
+``ShardedModel`` or a module, or is stored in ``_graphshard_*`` attributes of users' objects. A
+comment on each global says why it exists.
 """

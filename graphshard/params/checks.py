@@ -1,7 +1,7 @@
-"""Find the parameters to shard, resolve their options, and check for faults.
+"""Find the parameters to shard, validate them, and resolve their options.
 
-A check returns a fault as text instead of raising: other ranks may have none, and all ranks have to
-raise together (``shard._check_same_shards``).
+Checks return an error message instead of raising it: all ranks must raise together, even if only
+one has an error (``shard._check_same_shards``).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class PlainParam:
     """A parameter to be sharded.
 
     Attributes:
-        fqns: names in the model; several if it is tied.
-        holders: all modules that hold it, inside and outside of the model.
-        in_ddp: whether a living ``DistributedDataParallel`` reduces its gradient.
-        spec: how to shard it; set by ``find_fault``.
+        fqns: names in the model; more than one if the parameter is tied.
+        holders: modules that hold the parameter, including those outside the model.
+        in_ddp: whether a live ``DistributedDataParallel`` reduces its gradient.
+        spec: how to shard the parameter; set by ``find_fault``.
     """
 
     param: nn.Parameter
@@ -67,7 +67,7 @@ class PlainParam:
 
 
 def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[PlainParam]:
-    """Return the parameters of ``root`` that are neither ignored nor sharded already, each once."""
+    """Return the unique parameters of ``root`` that are neither ignored nor already sharded."""
     plain_params: dict[nn.Parameter, PlainParam] = {}
     for prefix, module in root.named_modules():
         for name, param in parameters_of(module).items():
@@ -81,7 +81,7 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
         if module in inside:
             continue
         for name, param in parameters_if_initialized(module).items():
-            if param in plain_params:  # tied from outside of the model, such as a loss's weight
+            if param in plain_params:  # tied to a module outside the model, such as a loss
                 plain_params[param].holders.append(Holder(module, name))
         if isinstance(module, DistributedDataParallel):
             for param in plain_params.keys() & ddp_parameters(module):
@@ -90,11 +90,11 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
 
 
 def instances_of(kind: type[_T]) -> Iterator[_T]:
-    """Yield all living instances of ``kind`` and its subclasses."""
-    # Filter types, not objects: there are few types, and isinstance would run code of proxies.
+    """Yield all live instances of ``kind`` and its subclasses."""
+    # Filter types, not objects: there are few types, and isinstance may run a proxy's code.
     objects = gc.get_objects()
     kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, kind)}
-    # get_objects() omits what gc.freeze() froze: those are found only if they are registered.
+    # get_objects() omits objects frozen by gc.freeze(): those are found only if registered.
     frozen = live_instances(kind) if gc.get_freeze_count() else {}
     for instance in objects if kinds else ():
         if type(instance) in kinds:
@@ -104,11 +104,11 @@ def instances_of(kind: type[_T]) -> Iterator[_T]:
 
 
 def find_reduced_by_ddp() -> set[nn.Parameter]:
-    """Return the parameters whose gradients a living ``DistributedDataParallel`` reduces."""
+    """Return the parameters whose gradients a live ``DistributedDataParallel`` reduces."""
     return {param for ddp in instances_of(DistributedDataParallel) for param in ddp_parameters(ddp)}
 
 
-# --- faults --------------------------------------------------------------------------------------
+# --- checks --------------------------------------------------------------------------------------
 
 
 def find_fault(
@@ -119,7 +119,7 @@ def find_fault(
     *,
     allow_meta: bool,
 ) -> str | None:
-    """Return the first fault that keeps this rank from sharding ``root``, or None."""
+    """Return the first error that prevents this rank from sharding ``root``, or None."""
     return (
         _fault_of_modules(root)
         or _fault_of_classes(root, plain_params)
@@ -149,9 +149,9 @@ def _fault_of_classes(root: nn.Module, plain_params: Sequence[PlainParam]) -> st
     for cls in dict.fromkeys(map(plain_class, [root, *holders])):
         if fault := fault_of_class(cls):
             return (
-                f"modules of class {cls.__name__} cannot be sharded, since that changes their "
-                f"class: {fault}. Hold their parameters in another class, or list them in "
-                "ignored_params"
+                f"modules of class {cls.__name__} cannot be sharded, since that replaces their "
+                f"class: {fault}. Move their parameters to a module of a different class, or list "
+                "them in ignored_params"
             )
     return None
 
@@ -161,7 +161,7 @@ def _fault_of_parameters(plain_params: Sequence[PlainParam], allow_meta: bool) -
     for plain in plain_params:
         if any(had_sharded(*holder) for holder in plain.holders):
             fault: str | None = (
-                "was replaced by a plain parameter after it was sharded: change it in place; "
+                "was replaced by a plain parameter after sharding: change it in place. "
                 + FUNCTIONAL_CALL
             )
         else:
@@ -177,9 +177,9 @@ def _fault_of_optimizers(plain_params: Sequence[PlainParam]) -> str | None:
             state = optimizer.state.get(plain.param, {})
             if any(isinstance(value, DTensor) for value in state.values()):
                 return (
-                    f"{type(optimizer).__name__} has loaded a shard of the state of parameter "
+                    f"{type(optimizer).__name__} has loaded sharded state for parameter "
                     f"{plain.fqn!r}, which is not sharded yet: call graphshard.shard(model, ...) "
-                    "before its load_state_dict"
+                    "before optimizer.load_state_dict"
                 )
     return None
 
@@ -193,17 +193,17 @@ def _fault_of_ddp(plain_params: Sequence[PlainParam]) -> str | None:
     if plain is None:
         return None
     return (
-        f"parameter {plain.fqn!r} is reduced by DistributedDataParallel around the model: leave "
-        "that out, and call what torch.compile(model, backend=graphshard.backend(mesh)) returns; "
-        'to replicate parameters as it does, set overrides={"*": {"shard": False}}'
+        f"DistributedDataParallel reduces the gradient of parameter {plain.fqn!r}: remove it, and "
+        "call what torch.compile(model, backend=graphshard.backend(mesh)) returns. To replicate "
+        'parameters as DDP does, set overrides={"*": {"shard": False}}'
     )
 
 
 def _fault_of_tensor(param: nn.Parameter, all_meta: bool) -> str | None:
     if isinstance(param, nn.parameter.UninitializedParameter):
-        return "is lazy: run one forward, or give its shape, before sharding"
+        return "is lazy: before sharding, run one forward, or build the module with its shapes"
     if isinstance(param, DTensor):
-        return f"is a DTensor of {param.placements} already: pass graphshard the plain module"
+        return f"is already a DTensor with {param.placements}: pass graphshard the plain module"
     if is_traceable_wrapper_subclass(param.data):
         return (
             f"is a {type(param.data).__name__}: only plain tensors can be sharded"
@@ -211,19 +211,19 @@ def _fault_of_tensor(param: nn.Parameter, all_meta: bool) -> str | None:
         )
     if param.is_meta and not all_meta:
         return (
-            "is on the meta device: shard the whole model there by graphshard.shard, then call "
-            "to_empty() and initialize it before the first step"
+            "is on the meta device: shard a model that is all on meta with graphshard.shard, then "
+            "call to_empty() and initialize it before the first step"
         )
     return None
 
 
 def _instead_of_subclass(param: nn.Parameter) -> str:
     if is_of_torchao(param.data):
-        return "; for fp8 on the wire give the plain module and fp8=graphshard.Float8Policy()"
+        return "; for fp8 all-gathers, pass the plain module and fp8=graphshard.Float8Policy()"
     if param.requires_grad:
         return ""  # if ignored, its gradient would not be reduced
     return (
-        ". It is frozen: to keep it whole on every rank, as the quantized base of QLoRA, set "
+        ". To keep this frozen parameter unsharded, like the quantized base of QLoRA, set "
         "ignored_params=[p for p in model.parameters() if isinstance(p.data, "
         f"{type(param.data).__name__})]"
     )
@@ -243,7 +243,7 @@ def _fault_of_overrides(
         if policy is not None and not has_boundary and (field := _field_of_modules(policy)):
             return (
                 f"overrides[{glob!r}] has an mp_policy with {field}, but matches only parameters, "
-                "which have no inputs and outputs: name their module, which covers all of its "
+                "which have no inputs and outputs: match their module, which covers all of its "
                 "parameters"
             )
     return None
@@ -257,7 +257,7 @@ def _nearest(glob: str, fqns: Sequence[str]) -> str:
 
 
 def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
-    """Return a field of ``policy`` that only affects modules, as text, or None."""
+    """Return the text of a field of ``policy`` that only affects modules, or None."""
     if policy.output_dtype is not None:
         return f"output_dtype={policy.output_dtype}"
     return None if policy.cast_forward_inputs else "cast_forward_inputs=False"
@@ -266,7 +266,7 @@ def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
 def _resolve_specs(
     plain_params: Sequence[PlainParam], mesh: DeviceMesh, options: Options
 ) -> str | None:
-    """Set the spec of every parameter; return the first fault, or None."""
+    """Set the spec of every parameter; return the first error, or None."""
     groups = MeshGroups(mesh)
     for plain in plain_params:
         try:
@@ -274,7 +274,7 @@ def _resolve_specs(
             if fault := _fault_of_device(plain.param.device, mesh, param_options):
                 return f"parameter {plain.fqn!r} {fault}"
             plain.spec = _spec_of(plain, groups, param_options)
-        except Exception as error:  # also from the user's fp8 filter: all ranks have to raise
+        except Exception as error:  # including the user's fp8 filter: all ranks must raise
             return f"parameter {plain.fqn!r}: {type(error).__name__}: {error}"
     return None
 
@@ -298,13 +298,13 @@ def _fault_of_device(device: torch.device, mesh: DeviceMesh, options: ParamOptio
         return None
     if device.type == "cpu" and options.host_memory(mesh.device_type) is not None:
         return None
-    return f"is on {device}, the mesh on {mesh.device_type}: move one of them"
+    return f"is on {device}, but the mesh is on {mesh.device_type}: move one of them"
 
 
 def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
     policy = options.fp8
     embeds = any(isinstance(module, nn.Embedding) for module, _ in plain.holders)
-    if policy is None or not options.shard or embeds:  # an embedding looks up, without a product
+    if policy is None or not options.shard or embeds:  # an embedding is a lookup, not a matmul
         return None
     recipe = policy.recipe_for(plain.fqns, plain.param)
     if recipe is not None:
@@ -320,30 +320,30 @@ def _fault_of_fp8(
     for name, module in root.named_modules():
         if is_of_torchao(module):
             return (
-                f"module {name!r} is torchao's {type(module).__name__} already: pass graphshard "
-                "the plain module, or leave fp8 out"
+                f"module {name!r} is already torchao's {type(module).__name__}: pass graphshard "
+                "the plain module, or omit fp8"
             )
     recipes = {
         plain.spec.float8_recipe: plain for plain in plain_params if plain.spec.float8_recipe
     }
     if not recipes and any(plain.param.dim() == 2 for plain in plain_params):
-        return "fp8 selects no parameter: check fp8.filter_fn, or leave fp8 out"
+        return "fp8 selects no parameter: check fp8.filter_fn, or omit fp8"
     for recipe, plain in recipes.items():
         if fault := device_fault(device_type, recipe):
             return (
-                f"fp8: {device_type} cannot compute the {recipe} fp8 products of parameter "
+                f"fp8: {device_type} cannot compute the {recipe} fp8 matmuls of parameter "
                 f"{plain.fqn!r}: {fault}"
             )
     return None
 
 
 # --- distinct parameters that share memory -------------------------------------------------------
-# Sharding would untie them. They are not tied for the user: an optimizer steps each object with its
-# own state, so a single tied parameter would train differently.
+# Sharding would untie them. Tying them automatically would change training: an optimizer steps each
+# object with its own state.
 
 
 def fault_of_shared_memory(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
-    """Return an error message if a parameter to be sharded shares elements with another one."""
+    """Return an error message if a parameter to be sharded shares elements, or None."""
     plain = {plain_param.param for plain_param in plain_params}
     for one, other in _sharing_storage(root):
         if not plain.isdisjoint((one[1], other[1])) and _share_elements(one[1], other[1]):
@@ -352,7 +352,7 @@ def fault_of_shared_memory(root: nn.Module, plain_params: Sequence[PlainParam]) 
 
 
 def _sharing_storage(root: nn.Module) -> Iterator[tuple[_NamedParam, _NamedParam]]:
-    """Yield pairs of parameters whose byte ranges in one storage overlap."""
+    """Yield pairs of parameters with overlapping byte ranges in one storage."""
     by_storage: dict[int, list[_NamedParam]] = {}
     for name, param in root.named_parameters():
         if _has_memory(param):
@@ -384,7 +384,7 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors with overlapping byte ranges have an element in common."""
     if one.itemsize != other.itemsize:
         return True
-    # Mark the elements of one tensor in a map of the storage, and look for marks in the other's.
+    # Mark the elements of one tensor in a map of the storage, and look for marks in the other.
     first = min(one.storage_offset(), other.storage_offset())
     stop = max(_bytes_of(one).stop, _bytes_of(other).stop) // one.itemsize
     marks = torch.zeros(stop - first, dtype=torch.bool, device="cpu")
@@ -401,8 +401,8 @@ def _untied(name: str, param: nn.Parameter, other_name: str, other: nn.Parameter
     if same == (other.shape, other.stride(), other.storage_offset(), other.dtype):
         tie = f"to tie them, register one parameter in both modules ({other_name} = {name})"
     else:
-        tie = f"to tie them, compute what {other_name!r} holds from {name!r} in forward"
+        tie = f"to tie them, compute {other_name!r} from {name!r} in forward"
     return (
-        f"parameters {name!r} and {other_name!r} are two objects that share memory, but sharding "
-        f"would untie them: {tie}; otherwise give one of them a copy, by clone()"
+        f"parameters {name!r} and {other_name!r} are separate objects that share memory, but "
+        f"sharding would untie them: {tie}; otherwise clone() one of them"
     )

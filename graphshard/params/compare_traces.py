@@ -38,7 +38,7 @@ class ForwardCheck:
     """A check that the first graph of a sharded model equals that of the plain model."""
 
     def __init__(self, options: Options) -> None:
-        # With casts of parameters or inputs the graphs differ as intended: nothing is compared.
+        # With casts of parameters or inputs, the graphs differ by design: nothing is compared.
         policies = [options.mp_policy, *(o.get("mp_policy") for o in options.overrides.values())]
         self._casts = any(p.param_dtype or p.output_dtype for p in policies if p is not None)
         self._ignored = options.ignored_params
@@ -52,7 +52,7 @@ class ForwardCheck:
             self.expect(*captured, names_of(module))
 
     def expect(self, gm: fx.GraphModule, inputs: Sequence[object], fqns: Mapping[int, str]) -> None:
-        """Store a plain model's graph for :meth:`check`; ``fqns`` are names by ``id``."""
+        """Store a plain model's graph for :meth:`check`; ``fqns`` are keyed by ``id``."""
         if fqns and not self._casts:  # without names, the model was sharded before
             self._plain = _trace_of(gm, [self._fqn(value, fqns) for value in inputs])
 
@@ -63,10 +63,10 @@ class ForwardCheck:
         return None if ignored else fqns.get(id(value))
 
     def check(self, gm: fx.GraphModule, inputs: Sequence[object]) -> None:
-        """Compare a sharded model's graph with the stored one, if any, and drop that.
+        """Compare a sharded model's graph with the stored one, if any, which is then dropped.
 
         Raises:
-            BackendError: the graphs differ; it names the first difference.
+            BackendError: the graphs differ; the message has the first difference.
         """
         plain, self._plain = self._plain, None
         if plain is None:
@@ -87,16 +87,16 @@ def _difference(before: _Step | None, after: _Step | None) -> str:
     last = after or before
     assert last is not None
     return (
-        f"forward does something else once its parameters are sharded: it calls {ours} where the "
+        f"forward behaves differently once its parameters are sharded: it calls {ours} where the "
         f"plain model calls {theirs}"
-        + (" with other arguments" if ours == theirs else "")
-        + f", at {last.line}. If it looks at the class of a module (type(m) is nn.Linear), use "
+        + (" with different arguments" if ours == theirs else "")
+        + f", at {last.line}. If it tests the class of a module (type(m) is nn.Linear), use "
         "isinstance"
     )
 
 
 class _Labels(dict[fx.Node, _Label]):
-    """Labels of a graph's values: parameters by name, inputs and results in order of use."""
+    """Labels of a graph's values: names of parameters, numbers of inputs and results."""
 
     def __init__(self) -> None:
         self._inputs, self._results = itertools.count(), itertools.count()

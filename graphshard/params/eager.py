@@ -1,7 +1,7 @@
 """Full parameters for the parts of a forward that run outside of any graph.
 
-Which parameters these read, and how often, may depend on a rank's data (mixture-of-experts routing,
-a loop over ``index.unique()``), so gathers at each read would differ between ranks. As with FSDP2's
+Their reads may depend on a rank's data (mixture-of-experts routing, a loop over
+``index.unique()``): gathers at each read would differ between ranks. As with FSDP2's
 ``fully_shard(module)``, the unit is the module: the first read gathers all of its parameters, later
 reads in the same call get the same tensors, and one backward reduces all their gradients:
 
@@ -43,7 +43,7 @@ class _Read(NamedTuple):
 
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
-    """Return differentiable full parameters of ``module`` by name; None outside of any forward."""
+    """Return differentiable full parameters of ``module``, or None outside of any forward."""
     model = sharded_model_of(module)
     scope = call_scope(lambda called: sharded_model_of(called) is model)
     if scope is None or model is None:
@@ -98,8 +98,8 @@ def _sharded(module: nn.Module, name: str) -> ShardedParam:
     sharded_param = owned_by(module, name)
     if sharded_param is None:
         raise BackendError(
-            f"parameter {name!r} of a {type(module).__name__} has lost its shard: the module was "
-            "copied in a way that copy.deepcopy does not; copy it by copy.deepcopy"
+            f"parameter {name!r} of a {type(module).__name__} has lost its shard, since the module "
+            "was not copied by copy.deepcopy: use copy.deepcopy"
         )
     return sharded_param
 
@@ -173,7 +173,7 @@ def _gradients_of_shards(
 def _reduce(
     sharded_param: ShardedParam, grad: torch.Tensor | None, destination: str | None
 ) -> torch.Tensor | None:
-    """Reduce a full gradient and what has accumulated; return None if the result accumulates."""
+    """Reduce a full gradient plus accumulated totals; return None if the result accumulates."""
     spec = sharded_param.spec
     if grad is None:  # only other ranks have one
         dtype = used_dtype(sharded_param.shard, spec.dtype)

@@ -17,8 +17,8 @@ _torch/dynamo.py. If torch stops doing either, a first forward whose inputs are 
 error with advice, and tests/graph/test_first_forward.py fails.
 
 [Note: never sharded] A model is never sharded if its compiled code never runs: the user calls the
-plain model, or Dynamo is off while a function is compiled. Then each rank trains a model of its
-own. The symptom is an optimizer step on plain parameters that have gradients:
+plain model, or Dynamo is off while a function is compiled. Each rank then trains its own model. The
+symptom is an optimizer step on plain parameters that have gradients:
 
     torch.compile is given a model, or a function that names it    watched until it is sharded
     an optimizer steps plain parameters of a watched model         error
@@ -116,7 +116,7 @@ class _Copied:
 
 
 class _FirstForward:
-    """A forward pre-hook that acts once, in the first compiled forward."""
+    """A forward pre-hook that shards a module in its first compiled forward."""
 
     handle: RemovableHandle
     casts_anyway = False  # even if the module is sharded already
@@ -171,9 +171,9 @@ class _Watched:
                 yield module, plain
 
 
-# Given to torch.compile, and not sharded yet; global because the optimizer hook is.
+# Passed to torch.compile, and not sharded yet; global because the optimizer hook is.
 _watched: list[_Watched] = []
-# Backends that sharded nothing and that ``torch.compile`` never got together with a model.
+# Backends that have sharded nothing and were never passed to ``torch.compile`` with a model.
 _idle: weakref.WeakSet[Sharder] = weakref.WeakSet()
 # Hook on all optimizers, because only a step shows that a parameter is trained; empty while nothing
 # is watched.
@@ -188,7 +188,7 @@ def is_plain(value: object) -> bool:
 
 
 def watch_idle(sharder: Sharder) -> None:
-    """Watch a new backend, which has no known model yet: see [Note: never sharded]."""
+    """Watch a new backend, whose model is not known yet: see [Note: never sharded]."""
     _idle.add(sharder)
     _hook_optimizers()
 
@@ -224,7 +224,7 @@ def modules_named_by(target: object) -> Iterator[nn.Module]:
 
     Args:
         target: a module; a function, with its closure, globals, defaults and attributes; or the
-            owner of a method, with its attributes. None: no modules.
+            owner of a method, with its attributes. None refers to no modules.
     """
     if isinstance(target, nn.Module):
         yield target
@@ -257,7 +257,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if sharder.options.num_ranks() > 1 and stepped - find_reduced_by_ddp():
             _idle.discard(sharder)
             warnings.warn(
-                "graphshard: a backend was made and has sharded nothing yet, but "
+                "graphshard: a backend was created, but has sharded nothing, and "
                 f"{type(optimizer).__name__} steps parameters that are not sharded. To shard them, "
                 "compile their model: torch.compile(model, backend=graphshard.backend(mesh))",
                 stacklevel=3,
@@ -279,9 +279,9 @@ def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.P
     raise BackendError(
         f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which "
         "torch.compile(..., backend=graphshard.backend(...)) has not sharded: no compiled call of "
-        "it has run, and each rank trains a model of its own. Call what torch.compile returned, "
-        "with compiling on (no disable=True, TORCH_COMPILE_DISABLE=1, "
-        "set_stance('force_eager') or suppress_errors); or shard it by "
-        "graphshard.shard(model, mesh), which trains uncompiled as well; or list its parameters in "
-        "ignored_params if you reduce their gradients yourself"
+        "it has run, and each rank trains its own model. Call what torch.compile returned, "
+        "with compilation enabled (no disable=True, TORCH_COMPILE_DISABLE=1, "
+        "set_stance('force_eager') or suppress_errors); or call graphshard.shard(model, mesh), "
+        "which also trains uncompiled models; or list its parameters in ignored_params if you "
+        "reduce their gradients yourself"
     )

@@ -18,14 +18,14 @@ from .param_spec import ParamSpec
 
 
 def spec_of(dtensor: DTensor) -> ParamSpec | None:
-    """Return the spec of ``dtensor``; None if it is split other than by rows over shards."""
+    """Return the spec of ``dtensor``, or None if its placements are not ours."""
     sharded = dtensor.placements[-1] == Shard(0)
     spec = ParamSpec(dtensor.shape, MeshGroups(dtensor.device_mesh), shard=sharded)
     return spec if tuple(dtensor.placements) == spec.placements else None
 
 
 def gather(dtensor: DTensor) -> torch.Tensor | None:
-    """Return a full copy on the host of the mesh's first rank; None on other ranks."""
+    """Return a full copy on the host of the mesh's first rank, and None on other ranks."""
     spec = spec_of(dtensor)
     is_first = int(dtensor.device_mesh.mesh.flatten()[0]) == dist.get_rank()
     if spec is None:
@@ -41,7 +41,7 @@ def gather(dtensor: DTensor) -> torch.Tensor | None:
     dist.gather(as_bytes(own), parts, group=process_group(spec.groups.shards), group_dst=0)
     if padded is None:
         return None
-    # Copied if padded: a file would otherwise get the padding, too.
+    # Copied if padded: a file would otherwise include the padding.
     return padded[: spec.rows].to("cpu", copy=len(padded) > spec.rows)
 
 
@@ -51,9 +51,9 @@ def receive(
     """Send a tensor from the first rank; return its DTensor, or all of it on the host.
 
     Args:
-        full: tensor, on any device of the first rank; None on the others.
-        like: meta tensor of its shape and dtype.
-        spec: how to split it; None sends all of it to every rank.
+        full: tensor to send, on any device of the first rank, and None on the others.
+        like: meta tensor with its shape and dtype.
+        spec: how to split the tensor, or None to send all of it to every rank.
     """
     if spec is not None and spec.rows is not None:
         return spec.dtensor(_scatter(full, like.dtype, spec))
@@ -90,7 +90,7 @@ def _in_first_replica(spec: ParamSpec) -> bool:
 
 
 def _all_padded_rows(spec: ParamSpec) -> tuple[int, ...]:
-    """Return the shape of all ranks' padded shards in a row: only the end is padding."""
+    """Return the shape of all ranks' padded shards concatenated: only the end is padding."""
     rows, *rest = spec.padded_shape
     return (rows * spec.groups.num_shards, *rest)
 
@@ -106,7 +106,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_expanded_dims(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view with one element of each expanded dim (stride 0): these share memory."""
+    """Return a view with one element of each expanded dim (stride 0), which share memory."""
     return tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
 
 

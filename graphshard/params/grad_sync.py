@@ -53,7 +53,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
-    """Set whether gradients of later forwards are reduced: FSDP2's method as a function.
+    """Set whether gradients of later forwards are reduced, as in FSDP2.
 
     See :func:`no_sync`.
 
@@ -81,8 +81,8 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None
 def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     """Divide gradient sums over all ranks by ``factor`` instead of by the number of ranks.
 
-    Like FSDP2's method, but always for the whole model. Use 1.0 if the loss is divided by a total
-    over all ranks already, such as their number of tokens.
+    Like FSDP2's method, but always for the whole model. Use 1.0 if the loss is already divided by a
+    total over all ranks, such as their number of tokens.
 
     Args:
         model: module that graphshard has sharded, or a submodule of one.
@@ -93,7 +93,7 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     sharded = sharded_model_of(model) if isinstance(model, nn.Module) else None
     if sharded is None:
         raise ValueError(
-            f"{type(model).__name__} is not sharded yet: call graphshard.shard(model, mesh) before"
+            f"{type(model).__name__} is not sharded yet: call graphshard.shard(model, mesh) first"
         )
     is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
     if not is_number or not 0 < factor < math.inf:
@@ -105,4 +105,4 @@ def _check(model: object, flag: object) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
     if not isinstance(flag, bool):
-        raise ValueError(f"the flag is {flag!r}: must be True or False")
+        raise ValueError(f"the flag must be True or False, not {flag!r}")

@@ -58,7 +58,7 @@ def uncompiled_modules(owners: Iterable[object]) -> Iterator[nn.Module]:
 def find_root(
     trace: Trace, source: Any, param: nn.Parameter, call: CompiledCall
 ) -> tuple[nn.Module, bool]:
-    """Return the outermost module that holds ``param``, and whether its forward already runs.
+    """Return the outermost module that holds ``param``, and whether its forward is running.
 
     Raises:
         BackendError: no module that the compiled code names holds ``param``.
@@ -70,15 +70,15 @@ def find_root(
         if any(p is param for p in candidate.parameters()):
             return candidate, trace.is_resumed() or call.runs(candidate)
     raise BackendError(
-        f"parameter {source_name(source)} belongs to no module that the compiled code names: "
-        "compile the module, or code that reads the parameter through its module"
+        f"parameter {source_name(source)} belongs to no module that the compiled code refers to: "
+        "compile the module, or read the parameter through its module"
     )
 
 
 def record_graph_breaks(
     trace: Trace, params: Sequence[ShardedParam | None], call: CompiledCall
 ) -> None:
-    """Record the graph breaks of a model, and what ran eagerly, for its one warning about them."""
+    """Record the graph breaks and the eager modules of a model, for a warning about them."""
     owner = trace.owner()
     models = [param.model for param in params if param]
     model = models[0] if models else sharded_model_of(owner) if owner is not None else None
@@ -104,7 +104,7 @@ def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> b
             continue
         owners = uncompiled_modules(trace.owners(source))
         if param.is_replaced() and any(map(take_replacements, owners)):
-            synced = False  # the trace has the shard of the old one
+            synced = False  # the trace has the replaced parameter's shard
             continue
         synced &= param.sync()  # False if its requires_grad has changed
     return synced
@@ -123,9 +123,9 @@ def trace_parameters() -> None:
 def _refuse_functional_call(shard: Source) -> None:
     param = sharded_param_of(Trace().value(shard))
     raise BackendError(
-        f"torch.func.functional_call does not reach parameter {param.fqn if param else shard!r}, "
-        "which is sharded: forward would compute with the module's own. List it in "
-        "ignored_params, or call a copy of the module that is not sharded"
+        f"torch.func.functional_call cannot replace parameter {param.fqn if param else shard!r}, "
+        "because it is sharded: forward would use the module's value. List it in ignored_params, "
+        "or call an unsharded copy of the module"
     )
 
 
@@ -135,15 +135,15 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     Raises:
         BackendError: the graph changes a full parameter in place, or takes its DTensor as an input.
     """
-    fqns: dict[int | None, str] = {}  # by the storage of the shard in the trace
+    fqns: dict[int | None, str] = {}  # keyed by the storage of the shard in the trace
     placeholders = gm.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, inputs):
         if (param := sharded_param_of(value)) is None:
             continue
         if isinstance(value, DTensor):
             raise BackendError(
-                f"forward reads parameter {param.fqn!r} by another reference than its module's, "
-                "and would compute with a shard: read it through its module"
+                f"forward reads parameter {param.fqn!r} through a reference that bypasses its "
+                "module, and would compute with a shard: read it through its module"
             )
         fqns[traced_storage(node)] = param.fqn
     for part in graph_modules(gm):
@@ -151,7 +151,7 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
 
 
 def _refuse_changes(graph: fx.Graph, fqns: Mapping[int | None, str]) -> None:
-    read: dict[int | None, str] = {}  # FQNs by the storage of the full parameter, views included
+    read: dict[int | None, str] = {}  # FQNs keyed by the storage of the full parameter and views
     for op in markers.UNSHARD_MARKERS:
         for node in graph.find_nodes(op="call_function", target=op):
             shard = node.args[0]
@@ -200,7 +200,7 @@ def refusing_stale_forwards(compiled: Callable[..., _R]) -> Callable[..., _R]:
 
 
 def _find_saved(outputs: Sequence[object], args: Sequence[object]) -> _Saved | None:
-    """Return what a graph saves, read from its first training run; None for any other run."""
+    """Return the shards that a graph saves in this run, or None if it is not a training run."""
     # A graph may return its inputs, whose nodes belong to other graphs.
     nodes = set(compiled_nodes(outputs)).difference(compiled_nodes(args))
     if not nodes:
@@ -230,13 +230,13 @@ def _record_versions(outputs: Sequence[object], args: Sequence[object], saved: _
 def _raise_if_stale(node: Any) -> None:
     recorded: list[tuple[ShardedParam, int]] = getattr(node, _VERSIONS, [])
     for sharded_param, version in recorded:
-        # A new DTensor that replaced it starts at version 0, and has memory of its own.
+        # A new DTensor that replaced it starts at version 0, and has its own memory.
         if version_of(sharded_param.dtensor) > version:
             raise BackendError(
                 f"parameter {sharded_param.fqn!r} was modified by an inplace operation, such as "
                 "optimizer.step(), after the forward, and backward would gather its new values. "
                 "Call backward before the change, or forward again after it; "
-                "reshard_after_forward=False keeps what forward has gathered"
+                "reshard_after_forward=False keeps the values that forward gathered"
             )
 
 

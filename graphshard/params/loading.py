@@ -1,15 +1,15 @@
-"""Convert tensors that ``load_state_dict`` is given to shards, without communication.
+"""Convert tensors passed to ``load_state_dict`` to shards, without communication.
 
     a full tensor              becomes this rank's rows of it
-    a DTensor of this spec     stays as it is; if it was unpickled, it gets this model's mesh
+    a DTensor of this spec     is kept; if it was unpickled, it gets this model's mesh
     another rank's shard       raises an error: see [Note: shards of other ranks]
 
-Anything else is left alone: torch's own errors report it, along with whatever else is wrong.
+Anything else is passed through: torch reports it together with its other errors.
 
 [Note: shards of other ranks] A DTensor pickles with its mesh, and the mesh with the coordinates of
-the rank that pickled it. So a file that one rank saved (``if rank == 0:
-torch.save(model.state_dict(), f)``) shows whose rows it has. If coordinates were not compared, all
-ranks would load those rows, silently if they have equally many.
+the rank that pickled it. A file that only one rank saved (``if rank == 0:
+torch.save(model.state_dict(), f)``) therefore shows whose rows it has. If coordinates were not
+compared, all ranks would load those rows, silently if their shards have the same shape.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..errors import BackendError
 from .param_spec import ParamSpec
 from .sharded_param import Assigned, ShardedParam, sharded_param_of
 
-_REMEDY = "{}, or use torch.distributed.checkpoint, or save and load one file for each rank"
+_REMEDY = "{}, or use torch.distributed.checkpoint, or save and load one file per rank"
 _SAVE_MODEL = "save graphshard.full_state_dict(model), which has all rows and loads everywhere"
 _SAVE_OPTIMIZER = (
-    "save graphshard.full_state_dict(model, optim) and load it by load_full_state_dict"
+    "save graphshard.full_state_dict(model, optim) and load it with load_full_state_dict"
 )
 
 
@@ -40,7 +40,7 @@ class Incoming(torch.Tensor):
     """A meta tensor with the shape and dtype of a tensor that this rank has yet to receive.
 
     Attributes:
-        receive: collective that returns the tensor, split by a spec; in full for None.
+        receive: collective that returns the tensor, split by a spec, or in full without one.
     """
 
     receive: Callable[[ParamSpec | None], torch.Tensor]
@@ -59,7 +59,7 @@ def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assign
         assigns: whether the value replaces the parameter (``assign=True``) or is copied into it.
 
     Raises:
-        BackendError: ``value`` is the shard of another rank, or of a model over other ranks.
+        BackendError: ``value`` is another rank's shard, or its model is sharded over other ranks.
     """
     spec = sharded_param.spec
     if isinstance(value, Incoming):
@@ -87,7 +87,7 @@ def _assigned(full: torch.Tensor, sharded_param: ShardedParam) -> nn.Parameter:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same view of one memory, as tied weights are."""
+    """Return whether two tensors are the same view of the same memory, as tied weights are."""
     return (
         one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
         and one.storage_offset() == other.storage_offset()
@@ -96,7 +96,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _shard_of(full: torch.Tensor, spec: ParamSpec) -> DTensor:
-    """Return a DTensor of this rank's rows of ``full``, on the device that keeps them."""
+    """Return a DTensor of this rank's rows of ``full``, on the device that holds the shard."""
     if spec.rows is None or spec.host_memory is not None or full.is_meta:
         return spec.dtensor(spec.padded_shard(full))
     return spec.dtensor(spec.padded(full[spec.local_rows].to(spec.groups.device)))
@@ -105,11 +105,11 @@ def _shard_of(full: torch.Tensor, spec: ParamSpec) -> DTensor:
 def _own_shard(value: DTensor, spec: ParamSpec, name: str) -> torch.Tensor:
     mesh = value.device_mesh
     if all(isinstance(placement, Replicate) for placement in value.placements):
-        return local_tensor(value)  # whole: this rank takes its rows from it
+        return local_tensor(value)  # the full tensor: this rank takes its rows from it
     _check_origin(mesh, spec.mesh, name, _SAVE_MODEL)
     if mesh is spec.mesh or value.placements != spec.placements or value.shape != spec.shape:
         return value
-    # An unpickled DTensor: equal ranks, but a mesh object of its own.
+    # An unpickled DTensor: its mesh has the same ranks, but is a different object.
     return spec.dtensor(spec.padded(local_tensor(value)))
 
 
@@ -117,7 +117,7 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str
     """Raise BackendError if the state that an optimizer loads is a shard of another rank."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    for param, number in zip(params, numbers):  # torch itself checks the counts
+    for param, number in zip(params, numbers):  # torch itself checks the lengths
         sharded_param, state = sharded_param_of(param), state_dict["state"].get(number, {})
         if sharded_param is None:
             continue
@@ -132,13 +132,13 @@ def _check_origin(saved: DeviceMesh, own: DeviceMesh, name: str, advice: str) ->
     their_ranks, ranks = saved.mesh.tolist(), own.mesh.tolist()
     if their_ranks != ranks:
         raise BackendError(
-            f"{name!r} is a shard of a model over the ranks {their_ranks}, and this one is sharded "
+            f"{name!r} is a shard of a model over the ranks {their_ranks}, but this one is sharded "
             f"over {ranks}: {remedy}"
         )
     # The last coordinate is the one over shards: replicas have equal rows.
     theirs, ours = saved.get_coordinate(), own.get_coordinate()
     if theirs is not None and ours is not None and theirs[-1] != ours[-1]:
         raise BackendError(
-            f"{name!r} has the rows of the rank at {list(theirs)} of the mesh, and this one is at "
-            f"{list(ours)}: only that rank saved the file. Instead, {remedy}"
+            f"{name!r} has the rows of the rank at {list(theirs)} of the mesh, but this rank is at "
+            f"{list(ours)}: only one rank saved the file. Instead, {remedy}"
         )

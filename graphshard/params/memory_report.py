@@ -99,7 +99,7 @@ def _is_on_host(param: nn.Parameter) -> bool:
 
 
 def _memory(values: Iterable[object]) -> MemoryBytes:
-    # By id: tied parameters are one tensor.
+    # Keyed by id: tied parameters are one tensor.
     tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}.values()
     return MemoryBytes(
         rank=sum(_rank_bytes(tensor) for tensor in tensors),

@@ -1,10 +1,11 @@
 """Process groups of a mesh, and the log of collectives that run on them outside of graphs.
 
-[Note: logged collectives] A rank may leave a graph that its peers still run: past Dynamo's
-recompile limit, a function runs in Python. Collectives outside of graphs therefore go to the mesh's
-call log, by which ranks that diverge raise a ``BackendError`` instead of hanging. In compiled code,
-a gather that is new to this rank first waits until all ranks have reached it. Gathers in plain
-calls of a model are only logged, and so are reductions, whose order follows from the gathers.
+[Note: logged collectives] A rank may run eagerly what its peers still run as a graph: past its
+recompile limit, Dynamo falls back to Python. Collectives outside of graphs therefore go to the
+mesh's call log, which makes diverging ranks raise a ``BackendError`` instead of hanging. In
+compiled code, a gather that is new to this rank first waits until all ranks have reached it.
+Gathers in plain calls of a model are only logged, as are reductions, whose order follows from the
+gathers.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from .._torch.frames import compiled_call, describe_code
 from ..ranks.call_log import CallLog, call_log_of
 from ..ranks.calls import BY_ALL_RANKS, LIMIT
 
-# Torch's groups are global and creating one is a collective, so all mesh objects over the same
-# ranks share one.
+# Process groups are global and creating one is a collective: all mesh objects over the same ranks
+# share one.
 _created: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """Names of the process groups of a mesh: 1D to shard over, or 2D (replicas, shards)."""
+    """Process group names of a mesh, which is 1D (shards) or 2D (replicas, shards)."""
 
     mesh: DeviceMesh
 
@@ -46,7 +47,7 @@ class MeshGroups:
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that hold the shards of one replica."""
+        """Number of shards per replica."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
@@ -60,7 +61,7 @@ class MeshGroups:
 
     @cached_property
     def replicas(self) -> str | None:
-        """Replica group: the ranks that hold the same shards; None for one replica."""
+        """Replica group: the ranks that hold the same shards, or None with one replica."""
         several = self.mesh.ndim == 2 and self.mesh.size(0) > 1
         return self.mesh.get_group(0).group_name if several else None
 
@@ -71,14 +72,14 @@ class MeshGroups:
         return self._group_of(self.mesh.mesh.flatten().tolist())
 
     def regather_group(self, num_ranks: int) -> str:
-        """Return the group of ``num_ranks`` consecutive ranks of a replica that has this rank."""
+        """Return the group of ``num_ranks`` consecutive ranks of a replica with this rank."""
         if num_ranks == self.num_shards:
             return self.shards
         rows = self.mesh.mesh.reshape(-1, num_ranks).tolist()  # num_ranks divides num_shards
         return self._group_of(next(ranks for ranks in rows if dist.get_rank() in ranks))
 
     def _group_of(self, ranks: Sequence[int]) -> str:
-        """Return the group of ``ranks``; all of them have to make the call that creates it."""
+        """Return the group of ``ranks``; the call that creates it is a collective over them."""
         if len(ranks) == dist.get_world_size():
             return dist.group.WORLD.group_name  # type: ignore[union-attr]  # it is initialized
         key = tuple(sorted(ranks))
@@ -125,8 +126,8 @@ def agreed_exchange(
 
     Args:
         plan_id: hash of ``text``, whose first line names the purpose.
-        is_new: whether to wait even if this rank knows ``text``. If every rank passes True unless
-            it repeats its last exchange of this kind, different exchanges never run together.
+        is_new: whether to wait even if this rank has logged ``text`` before. If every rank passes
+            True unless it repeats its last exchange of this kind, different exchanges never mix.
     """
     call_log = _call_log(groups)
     if is_new:
@@ -141,7 +142,7 @@ def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) ->
     """Wait until all ranks have reached ``what``, a function that gathers or saves ``name``.
 
     Args:
-        remedy: code to write instead of a call on one rank, for the error.
+        remedy: code to use instead of a call on one rank, quoted in the error.
     """
     plan_id = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
     with agreed_exchange(groups, plan_id, plan_id, is_new=True):
@@ -150,7 +151,7 @@ def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) ->
 
 def _call_log(groups: MeshGroups) -> CallLog:
     call_log = call_log_of(process_group(groups.all_ranks))
-    # On a fault, release ranks that are blocked in any group of the mesh.
+    # On an error, release ranks that are blocked in any group of the mesh.
     for name in filter(None, (groups.shards, groups.replicas)):
         call_log.release_also(process_group(name))
     return call_log

@@ -1,4 +1,4 @@
-"""Give a sharded model on the meta device its values.
+"""Initialize a sharded model on the meta device.
 
 ``fill`` takes full tensors, in memory or in files, and each rank reads only its rows.
 ``materialize`` calls the model's own initialization, with a few real parameters per call:
@@ -42,18 +42,19 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
     All ranks of the mesh must call this. Each rank computes full parameters and keeps its rows of
     them, so values depend on ``torch.manual_seed`` of the mesh's first rank, but not on the number
-    of ranks. What is not on the meta device keeps its values, but ``init`` may change buffers.
+    of ranks. Tensors that are not on the meta device keep their values, but ``init`` may change
+    buffers.
 
     Args:
         model: model sharded by :func:`graphshard.shard`.
         init: function that initializes the model it is passed. It is called several times; in each
             call some parameters are plain and real, and all others are on the meta device, so it
-            cannot compute one parameter from another. None: ``model.init_weights()`` if the model
-            has that method, otherwise ``reset_parameters()`` of every module.
+            cannot compute one parameter from another. By default, ``model.init_weights()`` if the
+            model has that method, otherwise ``reset_parameters()`` of every module.
 
     Raises:
         ValueError: the model is not sharded, or ``init`` leaves a parameter or buffer unwritten, or
-            reads one that is on the meta device. The model is then on the meta device as before.
+            reads one that is on the meta device. The model then stays on the meta device.
     """
     root = checked_module(model, allow_meta=True)
     groups = mesh_groups_of(root)
@@ -79,14 +80,14 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
 
 def _common_seed(groups: MeshGroups) -> int:
-    # Only the first rank's counts, but every rank draws, so that all generators advance equally.
+    # Only the first rank's seed is used, but every rank draws one: all generators advance equally.
     seed = torch.randint(2**48, (), dtype=torch.int64).to(groups.device)
     dist.broadcast(seed, group=process_group(groups.all_ranks), group_src=0)
     return int(seed)
 
 
 def allocate(root: nn.Module, groups: MeshGroups) -> None:
-    """Allocate uninitialized memory for parameters on the meta device, where each is kept."""
+    """Allocate uninitialized memory for parameters on the meta device, on the host if offloaded."""
     replace_parameters(
         root, lambda p: torch.empty_like(p, device=_device_of(p, groups)) if p.is_meta else p
     )
@@ -206,16 +207,16 @@ def _run(init: Init, root: nn.Module) -> None:
     try:
         init(root)
     except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):  # an error of the model's own
+        if "meta" not in str(error):  # the model's own error
             raise
         raise BackendError(
-            "init reads a parameter or computes one from another: while some parameters "
-            f"are initialized, all others are on the meta device, without values ({error})"
+            "init reads a parameter, or computes one from another: it may only write parameters, "
+            f"because most of them are on the meta device, without values ({error})"
         ) from error
 
 
 def _own_init(root: nn.Module) -> None:
-    """Initialise a model by its own ``init_weights`` or ``reset_parameters`` methods."""
+    """Initialize a model with its own ``init_weights`` or ``reset_parameters`` methods."""
     if callable(init_weights := getattr(root, "init_weights", None)):
         init_weights()
         return
@@ -229,13 +230,13 @@ def _own_init(root: nn.Module) -> None:
 def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
     if full.is_meta or full.shape != param.shape:
         raise BackendError(
-            f"init replaced {name!r}, {tuple(param.shape)}, with a parameter of "
+            f"init replaced {name!r} of shape {tuple(param.shape)} with a parameter of shape "
             f"{tuple(full.shape)} on {full.device}: write its values in place"
         )
     if unwritten := num_uninitialized(full.contiguous()):
         raise BackendError(
             f"init does not write {unwritten} of the {full.numel()} elements of {name!r}: "
-            "give graphshard.materialize a function init(model) that writes all parameters"
+            "pass graphshard.materialize a function init(model) that writes all parameters"
         )
 
 
@@ -288,14 +289,14 @@ def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:
                 )
 
 
-# --- from values that are known ------------------------------------------------------------------
+# --- from known values ---------------------------------------------------------------------------
 
 
 def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups) -> None:
     """Allocate the parameters of a sharded model, and write this rank's rows into its shards.
 
     Args:
-        values: full tensors by the first name of every parameter, in memory or still in files
+        values: full tensors keyed by the first name of every parameter, in memory or still in files
             (``StoredTensor``).
     """
     allocate(root, groups)

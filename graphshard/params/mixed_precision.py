@@ -49,7 +49,7 @@ def find_cast_boundaries(root: nn.Module, options: Options) -> list[CastBoundary
         parts = fqn.split(".")
         around = (".".join(parts[:depth]) for depth in reversed(range(len(parts))))
         globs[fqn] = options.policy_glob(fqn)
-        # A policy begins here if the nearest callable module around has it from another glob.
+        # A policy begins here if the nearest enclosing callable module matches a different glob.
         if globs[fqn] != next(globs[outer] for outer in around if outer in globs):
             boundaries.append(CastBoundary(module, options.policy_of(globs[fqn])))
     return boundaries
@@ -88,7 +88,7 @@ def check_cast_boundaries(
                 f"mp_policy={policy}: the first forward of {type(module).__name__} has begun "
                 "before its inputs were cast: compile the module itself, by "
                 "torch.compile(model, backend=graphshard.backend(...)), or call "
-                "graphshard.shard(model, ...) before"
+                "graphshard.shard(model, ...) first"
             )
 
 
@@ -157,7 +157,7 @@ for _traced in (_before_forward, cast_inputs, _after_forward, _cast_floating):
 
 
 def advising(run: Callable[..., _R]) -> Callable[..., _R]:
-    """Wrap a compiled graph so that its dtype errors carry the advice."""
+    """Wrap a compiled graph to add advice to its dtype errors."""
 
     @functools.wraps(run)
     def call(*args: object) -> _R:
@@ -171,7 +171,7 @@ def advising(run: Callable[..., _R]) -> Callable[..., _R]:
 
 
 def advise(error: BaseException) -> None:
-    """Add the advice to a dtype error of a compiled model that has an ``mp_policy``."""
+    """Add advice to a dtype error of a compiled model that has an ``mp_policy``."""
     model = compiled_call().module
     # Search the original error only: Dynamo's text around it has the dtypes of all arguments.
     about_dtypes = _DTYPES_DIFFER.search(describe_error(error)) and not isinstance(
@@ -184,10 +184,10 @@ def advise(error: BaseException) -> None:
         and _casts_parameters(model)
     ):
         error.add_note(
-            "graphshard: mp_policy casts the inputs of the model, not of its parts, so where a "
-            "float32 buffer or a norm makes a stream float32, it stays so. "
-            f"overrides={{{_repeated(model)!r}: {{'mp_policy': policy}}}} casts the inputs of each "
-            "of these modules, too, as FSDP2 does for every module that it wraps."
+            "graphshard: mp_policy casts the inputs of the model, not of its submodules: "
+            "activations that a float32 buffer or norm promotes to float32 stay float32. "
+            f"overrides={{{_repeated(model)!r}: {{'mp_policy': policy}}}} also casts the inputs of "
+            "these modules, as FSDP2 does for every module that it wraps."
         )
 
 

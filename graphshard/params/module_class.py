@@ -1,4 +1,4 @@
-"""Classes of sharded modules: their forward reads full parameters, everyone else reads DTensors.
+"""Classes of sharded modules: forward reads full parameters, all other code reads DTensors.
 
 The class of a module that owns sharded parameters is replaced by a subclass with one property per
 parameter, its *accessor*:
@@ -57,7 +57,7 @@ class ShardedModule(NoticesReplacement):
     """Mixin, placed before the module's own class, that keeps shards and DTensors linked."""
 
     _graphshard_plain_class: ClassVar[type]
-    _graphshard_markers: ClassVar[Mapping[str, Marker]]  # by name of the parameter
+    _graphshard_markers: ClassVar[Mapping[str, Marker]]  # keyed by parameter name
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if not _is_ours(cls):
@@ -127,7 +127,7 @@ def _is_ours(cls: type) -> bool:
 def install(
     module: nn.Module, sharded_params: Mapping[str, ShardedParam], model: ShardedModel
 ) -> None:
-    """Add accessors and shards to ``module``, keeping those that it has already."""
+    """Add accessors and shards to ``module``, keeping those that it already has."""
     previous: Mapping[str, Marker] = {}
     if isinstance(module, ShardedModule):
         previous = type(module)._graphshard_markers
@@ -207,7 +207,7 @@ def _accessor(name: str, marker: Marker) -> property:
     shard = cast(str, marker.arguments()[0])
     attributes = tuple(getattr(marker, argument) for argument in marker.accumulators)
 
-    # _bake replaces what is written in capitals.
+    # _bake replaces the names and constants in capitals.
     def get(self: Any) -> Any:
         if is_compiling():
             return op(self.SHARD, *("CONSTANTS",))
@@ -291,7 +291,7 @@ def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | 
     if previous is not None and previous.spec.host_memory is not None and on_device:
         raise BackendError(
             f"parameter {previous.fqn!r} was moved to {param.device}, but offload_policy keeps it "
-            'on the host: leave it there; to_empty(device="cpu") materializes it'
+            'on the host: leave it there, or use to_empty(device="cpu") to materialize it'
         )
     return param
 
@@ -316,5 +316,5 @@ def _check_placements(dtensor: DTensor, spec: ParamSpec) -> None:
     if actual != expected or dtensor.device_mesh != spec.mesh:
         raise BackendError(
             f"parameter {spec.fqn!r} was replaced by a DTensor of shape and placements {actual} on "
-            f"{dtensor.device_mesh}: it has to be {expected} on {spec.mesh}"
+            f"{dtensor.device_mesh}: expected {expected} on {spec.mesh}"
         )

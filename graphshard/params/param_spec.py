@@ -1,9 +1,9 @@
-"""How one parameter is split over a mesh, and how it and its gradient travel.
+"""How a parameter is split over a mesh and gathered, and how its gradient is reduced.
 
     options, fp8 recipe, mesh ─► ParamSpec ─► the parameter's shard and DTensor
                                            ─► the arguments of its marker in every graph
 
-Rows are split as by ``torch.chunk`` and padded to the same number on every rank: see
+Rows are split like ``torch.chunk`` does, and padded to the same number on every rank: see
 [Note: padded shards] in ``graphshard.ops.markers``.
 """
 
@@ -29,20 +29,20 @@ from .mesh import MeshGroups
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """How one parameter is split, gathered and used, and how its gradient is reduced.
+    """How a parameter is split, gathered and used, and how its gradient is reduced.
 
     Attributes:
         shape: full shape, ``[rows, ...]``.
-        fqn: first name at the time of sharding, for messages.
+        fqn: first name at the time of sharding, used in messages.
         num_backward_ranks: number of ranks that backward gathers from; None keeps the parameter
             unsharded between forward and backward.
-        dtype: dtype in which it is gathered and used; None for its own.
-        reduce_dtype: dtype in which its gradient is reduced; None for the gradient's own.
-        float8_recipe: recipe of its linears; None if they do not compute in fp8.
-        shard: whether to split it; False replicates it.
-        host_memory: kind of host memory for shards, ``PINNED`` or ``PAGEABLE`` of
-            ``graphshard.ops.host_copy``; None keeps them on the device.
-        rows: number of rows that are split; None if it is replicated.
+        dtype: dtype of the gathered parameter, or None for the dtype of its shard.
+        reduce_dtype: dtype of the gradient reduction, or None for the gradient's dtype.
+        float8_recipe: fp8 recipe of the linears that use the parameter, or None.
+        shard: whether to split the parameter instead of replicating it.
+        host_memory: kind of host memory that holds shards, ``PINNED`` or ``PAGEABLE`` of
+            ``graphshard.ops.host_copy``, or None for device memory.
+        rows: number of rows that are split, or None if the parameter is replicated.
     """
 
     shape: torch.Size
@@ -71,7 +71,7 @@ class ParamSpec:
 
     @functools.cached_property
     def regather_group(self) -> str | None:
-        """Group that backward gathers from, or None; all ranks of the mesh read it together."""
+        """Group that backward gathers from, or None; the first read may be a collective."""
         ranks = self.num_backward_ranks
         return None if ranks is None else self.groups.regather_group(ranks)
 
@@ -102,10 +102,10 @@ class ParamSpec:
     def num_local_rows(self) -> int:
         return self.local_rows.stop - self.local_rows.start
 
-    # --- between full tensors, padded shards and DTensors ---
+    # --- conversions of full tensors, padded shards and DTensors ---
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's rows of ``full``, padded and contiguous, to where they are kept."""
+        """Copy this rank's rows of ``full`` to a padded shard, in host memory if offloaded."""
         if self.rows is None:
             stays = full.device.type in ("meta", self.mesh.device_type)
             device = full.device if stays else self.groups.device
@@ -113,7 +113,7 @@ class ParamSpec:
         return to_host_memory(self.padded(full.detach()[self.local_rows]), self.host_memory)
 
     def padded(self, local: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's rows into a tensor of ``padded_shape``, followed by zeros."""
+        """Return a copy of this rank's rows, zero-padded to ``padded_shape``."""
         padded = local.new_zeros(self.padded_shape)
         padded[: local.shape[0]] = local
         return padded
@@ -128,7 +128,7 @@ class ParamSpec:
     # --- markers, for graphs and for eager parts of a model ---
 
     def marker(self, shard: Any, **accumulators: Any) -> UnshardSpec | ReplicateSpec:
-        """Return the marker that unshards ``shard``; a stand-in will do if it is not called."""
+        """Return the marker that unshards ``shard``, which may be anything if never called."""
         # The accumulators are stand-ins or keys: see [Note: unreduced gradients] in sharded_param.
         if self.rows is None:
             return ReplicateSpec(
@@ -178,7 +178,7 @@ class ParamSpec:
     def average_over_replicas(
         self, partial: torch.Tensor, result_dtype: torch.dtype
     ) -> torch.Tensor:
-        """Average a shard that was reduced within each replica over the replicas, eagerly."""
+        """Average a shard over the replicas, each of which has reduced it, eagerly."""
         assert self.groups.replicas is not None
         marker = AllReduceGradSpec(
             grad=partial, group=self.groups.replicas, result_dtype=result_dtype
@@ -190,20 +190,20 @@ class ParamSpec:
 # All shards are padded to the size of the largest. If 8 experts are stacked in one parameter, each
 # of 64 ranks holds the memory of one expert: 8 times an even share.
 
-# Fraction of an even share, and bytes on a rank, above which padding is reported. Chosen by
+# Fraction of an even share, and bytes per rank, above which padding is reported. Chosen by
 # judgement, not measured.
 NOTABLE, LEAST_BYTES = 0.1, 1e6
 
 
 @dataclass(frozen=True)
 class Padding:
-    """Padded parameters of a model.
+    """Memory that padding costs a model.
 
     Attributes:
         names: parameters with fewer rows than shards, largest first.
         rows: number of rows of the largest one.
-        held_bytes: bytes of parameters on a rank, with padding.
-        even_bytes: the same without padding.
+        held_bytes: parameter bytes on a rank, including padding.
+        even_bytes: parameter bytes on a rank if split evenly.
     """
 
     names: tuple[str, ...]
@@ -230,12 +230,12 @@ class Padding:
 def find_padding(
     shapes: Mapping[str, Sequence[int]], shards: int, held_bytes: float, full_bytes: float
 ) -> Padding | None:
-    """Return the padded parameters, or None if padding takes little memory.
+    """Return the padding of a model, or None if it takes little memory.
 
     Args:
-        shapes: full shapes of the parameters that are split by rows, by name.
-        held_bytes: their bytes on a rank, with padding.
-        full_bytes: their bytes in full.
+        shapes: full shapes of the parameters that are split by rows, keyed by name.
+        held_bytes: bytes of their shards on a rank, including padding.
+        full_bytes: bytes of the full parameters.
     """
     padded = {name: shape for name, shape in shapes.items() if 0 < shape[0] < shards}
     even_bytes = full_bytes / shards
@@ -247,7 +247,7 @@ def find_padding(
 
 def padding_advice(itemsizes: Mapping[ParamSpec, int]) -> str:
     """Return a description of notable padding with a remedy, or "" if padding takes little."""
-    # Bytes of an element, by the parameters of one model over one mesh.
+    # The keys are the parameters of one model on one mesh.
     split = {spec: itemsize for spec, itemsize in itemsizes.items() if spec.rows is not None}
     if not split:
         return ""
@@ -262,12 +262,12 @@ def padding_advice(itemsizes: Mapping[ParamSpec, int]) -> str:
 def _remedy(padding: Padding, num_ranks: int) -> str:
     if padding.rows == 1:
         overrides = {padding.names[0]: {"shard": False}}
-        return f"With overrides={overrides} a rank holds as much of it, and gathers nothing"
-    evenly = "A parameter for each of its rows, as in nn.ParameterList, would be split evenly"
+        return f"With overrides={overrides}, a rank holds as much of it, and gathers nothing"
+    evenly = "One parameter per row, as in nn.ParameterList, would be split evenly"
     if not padding.splits_evenly(num_ranks):
         return evenly
     shape = (num_ranks // padding.rows, padding.rows)
     return (
-        f"{evenly}; on a mesh of {shape}, which is HSDP over {padding.rows} ranks, a rank holds as "
+        f"{evenly}; on a mesh of {shape}, i.e. HSDP over {padding.rows} ranks, a rank holds as "
         "much of it, and no padding is sent"
     )

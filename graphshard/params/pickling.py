@@ -1,4 +1,4 @@
-"""Pickling of shards: what a pickle would silently lose raises, with advice.
+"""Raise an error where a pickle of shards would silently lose data.
 
 Parameters and modules can be copied but not pickled: a pickled shard would hold only its rank's
 rows, and the process that loads it has neither the mesh nor the sharded model.
@@ -8,9 +8,9 @@ State dicts can be saved if all ranks save theirs:
     torch.save(model.state_dict(), f"{rank}.pt")              each rank loads its own: allowed
     if rank == 0: torch.save(model.state_dict(), "all.pt")    has the rows of rank 0: an error
 
-Every DTensor pickles its mesh, once per file. So the check is an attribute of the mesh, and covers
-parameters, gradients, optimizer state, and tensors computed from them. torch.distributed.checkpoint
-does not pickle DTensors.
+Every DTensor pickles its mesh, once per file. The check is therefore an attribute of the mesh, and
+covers parameters, gradients, optimizer state, and tensors computed from them.
+torch.distributed.checkpoint does not pickle DTensors.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def refuse_pickling(what: str) -> NoReturn:
     """Raise the BackendError for pickling ``what``."""
     raise BackendError(
         f"{what} is sharded by graphshard and cannot be pickled: save "
-        "graphshard.full_state_dict(model), or model.state_dict() and optimizer.state_dict() by "
-        "torch.distributed.checkpoint. A process that needs the model builds it and loads these"
+        "graphshard.full_state_dict(model), or model.state_dict() and optimizer.state_dict() with "
+        "torch.distributed.checkpoint. To get the model in another process, build and load it there"
     )
 
 
@@ -74,7 +74,7 @@ def copyable_only(what: str, reduced: Reduced, gradients: Sequence[torch.Tensor]
 
 _ATTRIBUTE = "_graphshard_saved_together"
 _REMEDY = (
-    "a file has the rows of its rank alone. For one file write `state = "
+    "each file has only the rows of its rank. For a single file, call `state = "
     "graphshard.full_state_dict(model)` on all ranks, and torch.save(state, path) on the first"
 )
 

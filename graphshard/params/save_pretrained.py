@@ -82,7 +82,7 @@ def saved_state_dict(model: nn.Module) -> StateDict:
 
 @contextmanager
 def _returned_from_state_dict(root: nn.Module, state: StateDict) -> Iterator[None]:
-    """Make ``state_dict()`` of ``root`` and of modules in it return their part of ``state``."""
+    """Make ``state_dict()`` of ``root`` and its submodules return their part of ``state``."""
     modules = list(root.named_modules())
     for name, module in modules:
         prefix = plain_name(f"{name}.") if name else ""
@@ -122,16 +122,16 @@ def is_peft_model(model: object) -> TypeGuard[PeftModel]:
 def adapter_state_dict(model: nn.Module) -> StateDict:
     """Gather on the mesh's first rank the tensors that ``model.save_pretrained`` saves.
 
-    All ranks have to call it. The base model is not gathered, except for parts that peft saves as
-    well (``modules_to_save``, resized embeddings).
+    All ranks must call this. The base model is not gathered, except for parts that peft also saves
+    (``modules_to_save``, resized embeddings).
 
     Returns:
-        Full tensors on the first rank's host, by their names in ``model.state_dict()``; empty on
-        all other ranks.
+        Full tensors on the first rank's host, keyed by their names in ``model.state_dict()``; empty
+        on all other ranks.
 
     Raises:
-        ValueError: ``model`` is not a ``PeftModel``, or it uses prompt learning, for which peft
-            computes what it saves.
+        ValueError: ``model`` is not a ``PeftModel``, or uses prompt learning, which peft saves by
+            running a forward.
         Exception: peft's own error, on the first rank; the others raise a ``ValueError`` that
             quotes it.
     """
@@ -158,15 +158,15 @@ def refuse_prompt_learning(model: object) -> None:
     for name, config in configs.items():
         if config.is_prompt_learning:
             raise ValueError(
-                f"adapter {name!r} is of type {config.peft_type}, which peft saves by a forward on "
-                "one rank, which has only shards: use another type, such as LoRA"
+                f"adapter {name!r} is of type {config.peft_type}, which peft saves by running a "
+                "forward on one rank, which has only shards: use a different type, such as LoRA"
             )
 
 
 def _saved_names(model: PeftModel) -> list[str]:
     from peft import get_peft_model_state_dict
 
-    # Stand-ins, by whose identity peft's choice is recognized.
+    # Stand-ins, whose identity shows which entries peft selects.
     state = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta")
         if isinstance(value, torch.Tensor)

@@ -1,11 +1,11 @@
 """Shard a module's parameters in place.
 
-Before anything changes, all ranks compare, in one reduction, what they are about to shard and
-whether any has found a fault. Then, one parameter at a time, values are made equal on all ranks and
-split, and the full copy is freed: peak memory is the full model plus one parameter.
+Before anything changes, one reduction compares the modules and options of all ranks, and tells
+whether any rank has an error. Then, one parameter at a time, values are broadcast and split, and
+the full copy is freed: peak memory is the full model plus one parameter.
 
     find_plain_params ─► PlainParam of each parameter       checks.py
-    find_fault        ─► its ParamSpec, or a fault          checks.py, param_spec.py
+    find_fault        ─► its ParamSpec, or an error         checks.py, param_spec.py
     full parameter    ─► ParamSpec.padded_shard ─► ShardedParam.attach: the shard that graphs take,
                          and a DTensor whose local tensor is a view of it       sharded_param.py
     install           ─► the class that reads it by a marker op                 module_class.py
@@ -61,19 +61,19 @@ from .sharded_param import (
 )
 from .state_dict import is_first_rank, mesh_groups_of
 
-# Parts of descriptions, by which ``_advice`` recognizes why ranks differ.
+# Parts of descriptions that tell ``_advice`` why ranks differ.
 ARGUMENTS = "arguments of graphshard"
 REQUIRES_GRAD, WITH_GRADIENT = " requires_grad", " with a gradient"
 
 
 class StaleParameter(nn.Parameter):
-    """Class of an old parameter object after sharding: any use of it raises an error."""
+    """Class of a parameter after its DTensor has replaced it: any use raises an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
-            "graphshard has replaced this parameter, and the list that holds it was made before "
-            "that: take model.parameters() again"
+            "graphshard has replaced this parameter with a DTensor: call model.parameters() again, "
+            "instead of keeping a list from before"
         )
 
 
@@ -85,10 +85,11 @@ def shard_module(
     Args:
         in_use: whether a running forward may already hold full parameters. These are kept for its
             backward, and their gradients go to the shards.
-        allow_meta: whether a module on the meta device is accepted; it is sharded there.
+        allow_meta: whether to accept a module on the meta device, which is sharded there.
 
     Raises:
-        BackendError: on every rank, if any rank's module cannot be sharded or ranks differ.
+        BackendError: on every rank, if any rank's module cannot be sharded, or if modules or
+            options differ between ranks.
     """
     has_replacements = take_replacements(root)
     groups, plain_params = MeshGroups(mesh), find_plain_params(root, options.ignored_params)
@@ -136,7 +137,7 @@ def _check_same_shards(
     *,
     fault: str | None,
 ) -> None:
-    """Raise on all ranks if one has a ``fault``, or if they are about to shard different things."""
+    """Raise on all ranks if one has a ``fault``, or if their modules or options differ."""
     descriptions = {ARGUMENTS: options.fingerprint()}
     if fault is None:
         descriptions |= {
@@ -148,12 +149,12 @@ def _check_same_shards(
 
 def _advice(name: str, ours: str, theirs: str) -> str:
     if name == ARGUMENTS:
-        return "Pass the same on all ranks: is one read from a file, or chosen by rank?"
+        return "Pass the same on all ranks: does one depend on the rank, or on a local file?"
     if ours.removesuffix(WITH_GRADIENT) == theirs.removesuffix(WITH_GRADIENT):
-        return "Call zero_grad() on all ranks before, or on none: has one made a step alone?"
+        return "Call zero_grad() on all ranks first, or on none: has one run a backward alone?"
     if ours.removesuffix(REQUIRES_GRAD) == theirs.removesuffix(REQUIRES_GRAD):
-        return "On all ranks, freeze the same parameters: does one load or freeze by itself?"
-    return "On all ranks, build the same model: is its code, or its config, chosen by rank?"
+        return "Freeze the same parameters on all ranks: does one rank load or freeze alone?"
+    return "Build the same model on all ranks: does its code or config depend on the rank?"
 
 
 def _describe(tensor: torch.Tensor) -> str:
@@ -176,8 +177,8 @@ def _raise_if_used_unequal(
         raise BackendError(
             f"{what} differs from the first rank's, and the first forward of "
             f"{type(root).__name__} may have used it before sync_module_states could make it "
-            "equal: call graphshard.shard(model, ...) before the first step, or initialize all "
-            "ranks from one seed"
+            "equal: call graphshard.shard(model, ...) before the first step, or use the same seed "
+            "on all ranks"
         )
 
 
@@ -193,8 +194,8 @@ def _warn_of_torchao(root: nn.Module) -> None:
     if names:
         warnings.warn(
             f"graphshard: {names[0]!r} and {len(names) - 1} more modules are torchao's: they "
-            "compute in fp8, but their weights are gathered in their own dtype. For fp8 on the "
-            "wire give the plain module and fp8=graphshard.Float8Policy()",
+            "compute in fp8, but their weights are not gathered in fp8. For fp8 all-gathers, pass "
+            "the plain module and fp8=graphshard.Float8Policy()",
             stacklevel=2,
         )
 
@@ -215,7 +216,7 @@ def _holds_replacement(module: nn.Module) -> bool:
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:
-    """Move buffers to ``device``, as FSDP2 does: with offload the model may be on the host."""
+    """Move buffers to ``device``, as FSDP2 does: an offloaded model may be on the host."""
     for buffer in root.buffers():
         if not buffer.is_meta:
             buffer.data = buffer.to(device)
@@ -290,7 +291,7 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
 
 
 def _accumulate_full_grad(sharded_param: ShardedParam, grad: torch.Tensor) -> None:
-    """Average a full gradient from outside our graphs, and accumulate this rank's rows of it."""
+    """Average a full gradient over all ranks, and accumulate this rank's rows of it."""
     spec = sharded_param.spec
     group = process_group(spec.groups.all_ranks)
     mean = grad.detach().to(spec.groups.device).contiguous() / dist.get_world_size(group)
@@ -318,7 +319,7 @@ def _install(
     ]
     for module in root.modules():
         join_model(module, model)
-    # A plain module has it as an attribute; for a sharded one it is a property.
+    # An attribute of plain modules, but a property of sharded ones.
     ddp_flag = root.__dict__.pop("require_backward_grad_sync", None)
     for module, by_name in by_module.items():
         install(module, by_name, model)
@@ -357,16 +358,15 @@ def sync_buffers(model: nn.Module) -> None:
     As under FSDP2, the forwards of each rank update only that rank's buffers. DDP broadcasts them
     at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.
     Called at the same points, this makes them bitwise equal to DDP's. Called only before an
-    evaluation, or before every rank saves, it still yields the buffers that DDP evaluates with and
-    its first rank saves, because the first rank's buffers do not depend on broadcasts. A
-    :func:`full_state_dict` has the first rank's buffers without it.
+    evaluation or a save, it still yields the buffers that DDP evaluates with or saves, because the
+    first rank's buffers do not depend on broadcasts. :func:`full_state_dict` does not need it.
 
-    All ranks of the mesh have to call it. It leaves a model that is not sharded yet unchanged,
-    since sharding makes buffers equal (``sync_module_states``).
+    All ranks of the mesh must call this. A model that is not sharded yet is left unchanged, since
+    sharding makes buffers equal (``sync_module_states``).
 
     Raises:
         ValueError: ``model`` is not a module.
-        BackendError: other ranks do something else, or have different buffers.
+        BackendError: ranks do not all call this, or their buffers differ in name, shape or dtype.
     """
     root = uncompiled(model)
     if not isinstance(root, nn.Module):

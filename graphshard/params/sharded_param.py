@@ -1,4 +1,4 @@
-"""A sharded parameter: the DTensor that users see, linked with the plain shard that graphs take.
+"""A sharded parameter: the DTensor that users see, linked to the plain shard that graphs take.
 
     module._parameters["weight"] ──► DTensor (Shard(0)) ──► local tensor
                                         ▲                      │ view of the first rows
@@ -55,16 +55,16 @@ from .pickling import refuse_pickling
 # Attribute of a DTensor and of a shard that holds their ``ShardedParam``.
 SHARDED_PARAM = "_graphshard_sharded_param"
 
-# Hint in errors about replaced parameters: a likely cause that user code does not show.
+# Hint in errors about replaced parameters: a likely cause that is not visible in user code.
 FUNCTIONAL_CALL = (
-    "torch.func.functional_call replaces it, too: give it a copy of the module that is not "
-    "sharded, or name what it replaces in ignored_params"
+    "torch.func.functional_call also replaces parameters: call it with an unsharded copy of the "
+    "module, or list the parameters in ignored_params"
 )
 
 _MODEL = "_graphshard_model"
 _WHY_NOT_COMPILED = (
-    "call what torch.compile(model, backend=graphshard.backend(mesh)) returns; is compiling off "
-    "(disable=True, TORCH_COMPILE_DISABLE=1, set_stance)?"
+    "call what torch.compile(model, backend=graphshard.backend(mesh)) returns; is compilation "
+    "disabled (disable=True, TORCH_COMPILE_DISABLE=1, set_stance)?"
 )
 
 # Models with unreduced gradients, in the order in which they started to accumulate. A backward may
@@ -82,13 +82,13 @@ def changed_in_place(fqn: str) -> str:
     """Return the error message for a forward that changes a full parameter in place."""
     return (
         f"forward changes parameter {fqn!r} in place, but has only a gathered copy of it: change "
-        "model.get_parameter(name) between steps under torch.no_grad(), or compute another tensor "
-        "from it"
+        "model.get_parameter(name) between steps under torch.no_grad(), or use an out-of-place "
+        "operation"
     )
 
 
 class Assigned(NamedTuple):
-    """A parameter that replaced another one in ``load_state_dict(assign=True)``, and its source."""
+    """A parameter assigned by ``load_state_dict(assign=True)``, and its source."""
 
     source: weakref.ref[torch.Tensor]  # full tensor that the parameter was made from
     parameter: nn.Parameter
@@ -102,7 +102,7 @@ class ShardedParam:
         shard: tensor that graphs take, of shape ``spec.padded_shape``; set by ``attach``.
         syncs: whether gradients are reduced over shards.
         all_reduces: whether reduced shards are averaged over replicas.
-        assigned: parameter that replaced it in one module, for its other (tied) owners.
+        assigned: replacement loaded by one module, to be reused by its other (tied) owners.
     """
 
     dtensor: DTensor
@@ -116,7 +116,7 @@ class ShardedParam:
         self._accumulators: dict[str, Accumulator] = {}
         self._local: torch.Tensor | None = None
         self._uninitialized = False
-        self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # and its name there
+        self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # with the name in each
         model.sharded_params.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
@@ -142,7 +142,7 @@ class ShardedParam:
         padded = to_host_memory(padded, self.spec.host_memory)
         self.shard = nn.Parameter(padded, requires_grad=dtensor.requires_grad)
         self._local = self.spec.local_view(self.shard.detach())
-        # If the memory is empty, the next forward raises unless it was filled.
+        # The next forward raises unless empty memory has been filled.
         self._uninitialized = empty and mark_uninitialized(self._local)
         set_local_tensor(dtensor, self._local)
         self.dtensor = dtensor
@@ -211,8 +211,8 @@ class ShardedParam:
         """
         if self.is_replaced():
             raise BackendError(
-                f"parameter {self.fqn!r} was replaced after it was sharded, so training would not "
-                "reach it: change it in place (copy_, load_state_dict), or assign before sharding; "
+                f"parameter {self.fqn!r} was replaced after sharding, so training would not update "
+                "it: change it in place (copy_, load_state_dict), or replace it before sharding. "
                 + FUNCTIONAL_CALL
             )
         if self._uninitialized:
@@ -229,8 +229,8 @@ class ShardedParam:
         if num_elements:
             raise BackendError(
                 f"{num_elements} elements of parameter {self.fqn!r} were not initialized after "
-                "to_empty(). Writes to some rows of a DTensor (p.data[i] = x, p[1:3].fill_(x)) are "
-                "lost: fill the whole parameter, by nn.init.normal_(p) or p.data = x"
+                "to_empty(). Writes to single rows of a DTensor (p.data[i] = x, p[1:3].fill_(x)) "
+                "are lost: fill the whole parameter, as in nn.init.normal_(p) or p.data = x"
             )
         self._uninitialized = False
 
@@ -262,7 +262,7 @@ class ShardedParam:
 
     @property
     def grad_destination(self) -> str | None:
-        """Accumulator that gradients go to, by name; None if they are reduced or not required."""
+        """Name of the accumulator for gradients, or None if they are reduced or not required."""
         if not self.dtensor.requires_grad:
             return None
         if not self.syncs:
@@ -271,7 +271,7 @@ class ShardedParam:
         return PARTIAL if has_replicas and not self.all_reduces else None
 
     def marker_accumulators(self) -> dict[str, torch.Tensor]:
-        """Return the stand-ins and keys to pass to the marker, by argument."""
+        """Return the stand-ins and keys to pass to the marker, keyed by argument name."""
         destination = self.grad_destination
         if destination is not None:
             self.model.start_accumulating()
@@ -286,7 +286,7 @@ class ShardedParam:
         return pending
 
     def accumulator(self, name: str) -> Accumulator:
-        """Return the accumulator ``name``, in the dtype that gradients are reduced in."""
+        """Return the accumulator ``name``, in the dtype of gradient reductions."""
         used = used_dtype(self.shard, self.spec.dtype)
         reduced = self.spec.reduce_dtype if used.is_floating_point else None
         dtype, device = reduced or used, self.spec.groups.device
@@ -345,12 +345,12 @@ class ShardedParam:
 
 
 def sharded_param_of(tensor: object) -> ShardedParam | None:
-    """Return the sharded parameter of a shard or a sharded DTensor; None for other objects."""
+    """Return the sharded parameter of a shard or a sharded DTensor, or None for other objects."""
     return getattr(tensor, SHARDED_PARAM, None)
 
 
 def is_unattached(param: object) -> bool:
-    """Return whether ``param`` is a DTensor without a shard, such as a user's own."""
+    """Return whether ``param`` is a DTensor without a shard, such as one made by the user."""
     return isinstance(param, DTensor) and sharded_param_of(param) is None
 
 
@@ -367,7 +367,7 @@ def refresh_accessors(module: nn.Module) -> None:
 
 
 def in_sync(shard: torch.Tensor) -> bool:
-    """Return whether a graph may take this shard; guards each shard of every compiled graph."""
+    """Return whether a compiled graph may take ``shard``; a guard on each of its shards."""
     sharded_param = sharded_param_of(shard)
     if sharded_param is None or sharded_param.is_replaced():
         return False  # Dynamo tries another graph, or calls the backend
@@ -415,8 +415,8 @@ def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
         return [sharded_param.shard, *sharded_param.stand_ins()]
     if sharded_param.model.accumulates:
         raise BackendError(
-            f"torch.autograd.grad of parameter {sharded_param.fqn!r} while gradients accumulate "
-            "unreduced (no_sync): call backward(), or grad once they are reduced"
+            f"torch.autograd.grad of parameter {sharded_param.fqn!r} while unreduced gradients "
+            "accumulate (no_sync): call backward(), or call grad after they are reduced"
         )
     return [sharded_param.shard]
 
@@ -431,7 +431,7 @@ def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.
     if padded_grad.requires_grad:
         raise BackendError(
             f"second-order gradients of parameter {sharded_param.fqn!r}: create_graph=True is not "
-            "supported through sharded parameters"
+            "supported for sharded parameters"
         )
     return sharded_param.gradient(padded_grad)
 
@@ -446,7 +446,7 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
     ``value`` is copied; a DTensor with other placements is redistributed, which is a collective.
 
     Returns:
-        False, with nothing done, unless ``dtensor`` is a sharded parameter and ``value`` a tensor.
+        Whether ``value`` is a tensor and ``dtensor`` a sharded parameter; otherwise does nothing.
     """
     sharded_param = sharded_param_of(dtensor)
     if sharded_param is None or not isinstance(value, torch.Tensor):
@@ -489,7 +489,7 @@ _HALF_WORD = b"\xfb\x7f"
 
 
 def mark_uninitialized(tensor: torch.Tensor) -> bool:
-    """Fill a contiguous tensor with the mark; return whether it can hold the mark."""
+    """Fill a contiguous tensor with the reserved NaN; return False if its dtype has none."""
     bits = _bits(tensor)
     if bits is not None:
         bits.fill_(_mark(bits))
@@ -497,13 +497,13 @@ def mark_uninitialized(tensor: torch.Tensor) -> bool:
 
 
 def num_uninitialized(tensor: torch.Tensor) -> int:
-    """Return how many elements of a contiguous tensor have the mark; synchronizes the device."""
+    """Return how many elements of a contiguous tensor are the reserved NaN; synchronizes."""
     bits = _bits(tensor)
     return 0 if bits is None else int((bits == _mark(bits)).sum())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return ``tensor`` viewed as integers; None if it is on meta or its dtype cannot be marked."""
+    """Return ``tensor`` viewed as integers, or None if it cannot be marked."""
     integer = _INTEGERS.get(tensor.element_size())
     if integer is None or tensor.is_meta or not tensor.is_floating_point():
         return None
@@ -522,20 +522,20 @@ class ShardedModel:
     """State shared by all modules and sharded parameters of one model.
 
     Attributes:
-        name: class name of the root.
-        options: options it was sharded with.
+        name: class name of the root module.
+        options: options passed when sharding.
         breaks: graph breaks, as ``file:line: reason``.
         eager_classes: ordered names of module classes whose forward ran outside a graph while
             parts of the model were compiled.
-        warned: whether the user was warned of ``breaks`` and ``eager_classes``.
-        accumulates: whether gradients of some parameter accumulate, or may not be reduced yet.
+        warned: whether the user was warned about ``breaks`` and ``eager_classes``.
+        accumulates: whether any parameter's gradients accumulate, or may not be reduced yet.
         compiled: whether a graph was compiled for this model, rather than for an identical one.
-        reads_eagerly: whether some parameter was read outside any graph.
-        trains_eagerly: whether some gradient came from outside any graph.
-        gathered_bytes: most bytes of unsharded parameters that any graph holds at once.
+        reads_eagerly: whether any parameter was read outside of graphs.
+        trains_eagerly: whether any gradient was computed outside of graphs.
+        gathered_bytes: peak bytes of unsharded parameters, over all graphs.
         padding: description of notable padding with a remedy, or "".
         changed_in_place: FQN of a parameter whose full copy an eager forward changed, or None.
-        gradient_divide_factor: divisor of summed gradients; None: the number of ranks.
+        gradient_divide_factor: divisor of summed gradients, or None for the number of ranks.
     """
 
     name: str
@@ -572,7 +572,7 @@ class ShardedModel:
         _accumulating.setdefault(self)
 
     def reduce_leftovers(self) -> None:
-        """Reduce accumulated gradients of parameters for which the last backward made none."""
+        """Reduce accumulated gradients of parameters that got none in the last backward."""
         reducible = [p for p in self.sharded_params if p.is_owned() and p.grad_destination is None]
         reducible.sort(key=lambda sharded_param: sharded_param.fqn)
         self.accumulates = any(p.grad_destination is not None for p in self.sharded_params)
@@ -604,7 +604,7 @@ class ShardedModel:
             self.warned_of_options = True
             warnings.warn(
                 f"graphshard: {', '.join(ignored)} of the backend has no effect: {self.name} was "
-                "sharded before, with other arguments. Pass the same to graphshard.shard",
+                "already sharded with different arguments. Pass the same to graphshard.shard",
                 stacklevel=2,
             )
 
@@ -621,10 +621,10 @@ class ShardedModel:
                 *graph_break_reasons(),
             ]
             what = "does not compile to one graph"
-            after = "\n  " + "\n  ".join(lines) + "\nTORCH_LOGS=graph_breaks tells more."
+            after = "\n  " + "\n  ".join(lines) + "\nTORCH_LOGS=graph_breaks shows details."
         warnings.warn(
-            f"graphshard: {self.name} {what}. Training is right, but eager parts gather their "
-            f"parameters unscheduled, not in fp8, and keep them for backward:{after}",
+            f"graphshard: {self.name} {what}. Training is correct, but eager parts gather their "
+            f"parameters without overlap or fp8, and keep them until backward:{after}",
             stacklevel=2,
         )
 

@@ -61,28 +61,28 @@ def full_state_dict(
 ) -> StateDict | tuple[StateDict, dict[str, Any]]:
     """Gather the unsharded state dict of ``model`` on the host of the mesh's first rank.
 
-    All ranks of the mesh have to call it. Names have no ``torch.compile`` prefix. A plain model
+    All ranks of the mesh must call this. Names have no ``torch.compile`` prefix. A plain model
     loads the result with ``load_state_dict``, and so does a sharded one if all ranks have it;
     :func:`load_full_state_dict` needs it on the first rank only.
 
     Args:
-        optim: optimizer of ``model`` whose state to gather, too. Like that of
-            ``torch.distributed.checkpoint.state_dict``, its state dict has names of parameters
+        optim: optimizer of ``model`` whose state to gather as well. As in
+            ``torch.distributed.checkpoint.state_dict``, its state dict is keyed by parameter names
             instead of numbers; ``set_optimizer_state_dict`` of that module loads it into a plain
             model's optimizer. 8-bit states of torchao are converted to float32; an optimizer that
             has stepped quantizes them again when it loads them.
         names: names in the model's state dict to gather, such as those of adapters, the same on all
-            ranks; None gathers everything. They do not limit the optimizer's state, of which an
-            optimizer cannot load a part: give adapters an optimizer of their own.
+            ranks; by default all. The optimizer's state is always complete, because an optimizer
+            cannot load a part of it: use a separate optimizer for adapters.
 
     Returns:
-        The state dict; with ``optim``, a pair of the model's and the optimizer's. Empty on all
-        other ranks. Tied weights are one tensor.
+        The model's state dict, or with ``optim`` a pair of the model's and the optimizer's; empty
+        on all but the first rank. Tied weights share one tensor.
 
     Raises:
         ValueError: ``model`` is not a module, ``optim`` is not its optimizer, a parameter is on the
             meta device, or the state dict lacks one of ``names``.
-        BackendError: on all ranks, if ``names`` differs between them or some do not call it.
+        BackendError: on all ranks, if ``names`` differs between ranks or not all of them call this.
     """
     root = checked_module(model, optim)
     groups = mesh_groups_of(root)
@@ -110,12 +110,12 @@ def load_full_state_dict(
 ) -> Any:
     """Load full state dicts of the first rank into a sharded model and its optimizer, in place.
 
-    All ranks of the mesh have to call it. The state dicts that other ranks pass are ignored.
+    All ranks of the mesh must call this. The state dicts that other ranks pass are ignored.
 
     Args:
-        state_dict: full tensors by name, from :func:`full_state_dict` or a plain model.
-        optim: optimizer of ``model`` to load, too.
-        optim_state_dict: state dict of an optimizer, as :func:`full_state_dict` returns it.
+        state_dict: full tensors keyed by name, from :func:`full_state_dict` or a plain model.
+        optim: optimizer of ``model`` to load as well.
+        optim_state_dict: optimizer state dict from :func:`full_state_dict`.
         strict: as in ``load_state_dict``.
 
     Returns:
@@ -130,8 +130,8 @@ def load_full_state_dict(
     groups = mesh_groups_of(root)
     if groups is None:
         raise ValueError(
-            f"{type(root).__name__} is not sharded: call its load_state_dict, or first "
-            "graphshard.shard(model, mesh)"
+            f"{type(root).__name__} is not sharded: call graphshard.shard(model, mesh) first, or "
+            "use its load_state_dict"
         )
     names = [] if optim is None else _parameter_names(root, optim)
     incoming = _announce(state_dict, None if optim is None else optim_state_dict, names, groups)
@@ -162,7 +162,7 @@ def checked_module(
 
 
 def mesh_groups_of(root: nn.Module) -> MeshGroups | None:
-    """Return the groups of the mesh that ``root`` is sharded over; None if it is not sharded."""
+    """Return the groups of the mesh that ``root`` is sharded over, or None if not sharded."""
     sharded_params = (sharded_param_of(param) for param in root.parameters())
     return next((p.spec.groups for p in sharded_params if p is not None), None)
 
@@ -184,7 +184,7 @@ def _plain_versions(state_dict: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the parameter names of ``optim``, by param group; the first name of tied ones."""
+    """Return the parameter names of each param group; tied parameters have their first name."""
     names = {param: plain_name(name) for name, param in root.named_parameters()}
     groups = [group["params"] for group in optim.param_groups]
     if any(param not in names for group in groups for param in group):
@@ -202,7 +202,7 @@ def _select(
     unknown = sorted(names - {plain_name(name) for name in state})
     fault = f"names has {unknown[0]!r}, which is not in the state dict" if unknown else None
     if groups is not None:
-        advice = "All ranks have to ask for the same names: is one chosen by rank?"
+        advice = "Pass the same names on all ranks: do they depend on the rank?"
         wanted = dict.fromkeys(names, "wanted")
         raise_if_different(wanted, groups.all_ranks, lambda *_: advice, fault=fault)
     elif fault is not None:
@@ -216,9 +216,9 @@ def _select(
 
 
 def _gathered(values: Mapping[str, object], is_first: bool) -> dict[str, Any]:
-    """Return ``values`` with full tensors on the first rank's host; empty on the other ranks."""
+    """Return ``values`` with full tensors on the first rank's host, and {} on the other ranks."""
     full: dict[int, object] = {}
-    # In order of names: ranks may have registered parameters in different orders.
+    # Sorted by name: ranks may have registered parameters in different orders.
     for key in sorted(values):
         value = values[key]
         if id(value) not in full:  # tied parameters are one object
@@ -255,7 +255,7 @@ class _States(NamedTuple):
     """The state dicts to load."""
 
     model: Mapping[str, Any]
-    versions: Mapping[str, Any]  # of modules, by name
+    versions: Mapping[str, Any]  # module versions, keyed by name
     optim: Mapping[str, Any]  # keyed by parameter names; empty without an optimizer
 
     def map_tensors(self, convert: Callable[[Hashable, torch.Tensor], torch.Tensor]) -> _States:
@@ -292,7 +292,7 @@ def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: Mesh
         else:
             message = [fault]
     dist.broadcast_object_list(message, group=process_group(groups.all_ranks), group_src=0)
-    if isinstance(message[0], str):  # on all ranks: the first cannot load its state dicts
+    if isinstance(message[0], str):  # raised on all ranks
         raise BackendError(f"the first rank: {message[0]}")
     outline: _States = message[0]
     return outline.map_tensors(incoming)
@@ -300,7 +300,7 @@ def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: Mesh
 
 def _model_fault(state: object) -> str | None:
     if not isinstance(state, Mapping):
-        return f"state_dict is a {type(state).__name__}: pass full tensors by name"
+        return f"state_dict is a {type(state).__name__}: pass a dict of full tensors"
     for name, value in state.items():
         if isinstance(value, DTensor):
             return f"{name!r} is a DTensor: pass full tensors, or call model.load_state_dict"
@@ -309,17 +309,17 @@ def _model_fault(state: object) -> str | None:
 
 def _optimizer_fault(state: object, names: list[list[str]]) -> str | None:
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-        return "optim_state_dict is not an optimizer's state dict: pass that of full_state_dict"
+        return "optim_state_dict is not an optimizer's state dict: pass one from full_state_dict"
     own = {name for group in names for name in group}
     saved = {name: number for number, g in enumerate(state["param_groups"]) for name in g["params"]}
     if any(isinstance(name, int) for name in saved):
         return (
-            "optim_state_dict has numbers instead of parameter names: get it by full_state_dict or "
-            "get_optimizer_state_dict of torch.distributed.checkpoint.state_dict"
+            "optim_state_dict has numbers instead of parameter names: get it from full_state_dict "
+            "or from torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
     if different := sorted(own ^ (saved.keys() | state["state"].keys())):
         where = "optim" if different[0] in own else "optim_state_dict"
-        return f"parameter {different[0]!r} is in {where} only"
+        return f"parameter {different[0]!r} is only in {where}"
     for group in names:
         if len({saved.get(name) for name in group}) > 1:
             return f"the param group of {group[0]!r} is split into several in optim_state_dict"
@@ -327,13 +327,13 @@ def _optimizer_fault(state: object, names: list[list[str]]) -> str | None:
 
 
 def _incoming_model(root: nn.Module, incoming: _States) -> StateDict:
-    """Return the state dict for ``root`` to load, by the names of ``root.state_dict()``."""
+    """Return the state dict for ``root`` to load, keyed like ``root.state_dict()``."""
     own = root.state_dict(keep_vars=True)
     own_names = {plain_name(name): name for name in own}
     state: StateDict = OrderedDict()
     for sent_name, value in incoming.model.items():
         name = own_names.get(plain_name(sent_name), sent_name)
-        # Sharded parameters receive theirs when they are loaded.
+        # Sharded parameters receive their values when they are loaded.
         is_whole = name in own and sharded_param_of(own[name]) is None
         state[name] = value.receive(None) if is_whole and isinstance(value, Incoming) else value
     names = {plain_name(f"{name}.").removesuffix("."): name for name in versions_of(own)}
@@ -344,7 +344,7 @@ def _incoming_model(root: nn.Module, incoming: _States) -> StateDict:
 def _received_optimizer(
     optim: torch.optim.Optimizer, names: list[list[str]], incoming: _States
 ) -> dict[str, Any]:
-    """Return the state dict for ``optim`` to load, with numbers for parameters."""
+    """Return the state dict for ``optim`` to load, keyed by parameter numbers."""
     saved_options = {name: g for g in incoming.optim["param_groups"] for name in g["params"]}
     params = [param for group in optim.param_groups for param in group["params"]]
     numbers = {name: number for number, name in enumerate(n for group in names for n in group)}

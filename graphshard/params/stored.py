@@ -1,11 +1,11 @@
-"""Tensors that are still in a file: their shape and dtype are known, their rows read on demand.
+"""Tensors that are still in a file, with known shape and dtype, whose rows are read on demand.
 
     StoredTensor.create(meta, read)    shape and dtype, and a function that reads rows
     c = torch.cat([a, b], 1)           computes nothing: c records the operator and its arguments
     read_stored(c, slice(2, 4))        reads rows 2 and 3 of a and b, and runs the operator on them
 
-So code that casts, fuses or splits the tensors of a checkpoint runs unchanged, and a rank reads
-only what its rows of the results need.
+Code that casts, fuses or splits the tensors of a checkpoint runs unchanged, and each rank reads
+only the data that its rows of the results need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from .._torch.tensors import OpOverload, tree_map, writes_arguments
 
 aten = torch.ops.aten
-# Function that reads some rows of a tensor, or all of it for None, into host memory.
+# Function that reads a slice of a tensor's rows, or all of it for None, into host memory.
 Read: TypeAlias = Callable[[slice | None], torch.Tensor]
 
 
@@ -46,7 +46,9 @@ class StoredTensor(torch.Tensor):
         cls, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if writes_arguments(op):
-            raise NotImplementedError(f"{op} would write a tensor that is still in its file")
+            raise NotImplementedError(
+                f"{op} writes to a tensor that is still in its file: use an out-of-place operator"
+            )
         call = _Call(op, args, kwargs or {}, 0)
         result = op(*tree_map(_meta_of, args), **tree_map(_meta_of, call.kwargs))
         if isinstance(result, torch.Tensor):
@@ -58,7 +60,7 @@ class StoredTensor(torch.Tensor):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """The operator call that computes a tensor, as its result number ``output``."""
+    """The operator call that computes a tensor as its output number ``output``."""
 
     op: OpOverload
     args: Sequence[Any]
@@ -97,7 +99,7 @@ def _with(read: Callable[[StoredTensor], torch.Tensor], values: Any) -> Any:
 
 
 def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor:
-    """Return some rows of a stored tensor (with step 1), or all of it, on the host."""
+    """Read the given rows of a stored tensor (a slice with step 1), or all of it, to the host."""
     if rows is not None:
         start, stop, _ = rows.indices(stored.shape[0])
         rows = slice(start, max(start, stop))
@@ -106,8 +108,8 @@ def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor
     origin = stored.origin
     if not isinstance(origin, _Call):
         return origin(rows)
-    # _BY_ROWS compute rows of the result from rows of the arguments. For all other operators, the
-    # arguments are read whole and the result is sliced.
+    # Functions in _BY_ROWS compute rows of the result from rows of the arguments. For all other
+    # operators, the arguments are read in full and the result is sliced.
     if rows is not None and (by_rows := _BY_ROWS.get(origin.op)) is not None:
         result = by_rows(origin, rows)
         if result is not None:
@@ -117,7 +119,7 @@ def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor
 
 
 # --- operators whose rows can be computed from rows of the arguments -----------------------------
-# Each function returns rows of a call's result, or None if they need more than rows.
+# Each function returns rows of a call's result, or None if these depend on more than rows.
 
 
 def _same_rows(call: _Call, rows: slice) -> torch.Tensor:

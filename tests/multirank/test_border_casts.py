@@ -119,7 +119,7 @@ def test_casts_with_a_graph_break() -> None:
     late.forward = torch.compile(  # type: ignore[method-assign]
         late.forward, backend=graphshard.backend(world_mesh(), **options)
     )
-    with pytest.raises(RuntimeError, match=r"call graphshard.shard\(model, ...\) before"):
+    with pytest.raises(RuntimeError, match=r"call graphshard.shard\(model, ...\) first"):
         late(torch.ones(5, 7))
     assert type(late.linear.weight) is nn.Parameter
 

@@ -54,9 +54,9 @@ def _all_cases() -> dict[str, tuple[list[str], str]]:
 
 
 REMEDIES = {
-    "two rows": "on a mesh of (2, 2), which is HSDP over 2 ranks, a rank holds as much of it",
-    "three rows": "A parameter for each of its rows, as in nn.ParameterList, would be split evenly",
-    "one row": "With overrides={'up': {'shard': False}} a rank holds as much of it, and gathers",
+    "two rows": "on a mesh of (2, 2), i.e. HSDP over 2 ranks, a rank holds as much of it",
+    "three rows": "One parameter per row, as in nn.ParameterList, would be split evenly",
+    "one row": "With overrides={'up': {'shard': False}}, a rank holds as much of it, and gathers",
 }
 
 

@@ -94,8 +94,8 @@ def _save_alone(others: Any, alone: int, save: Any, path: str) -> str:
 REMEDIES = {
     by_save_pretrained: "call: model.save_pretrained(folder) outside of any `if rank == 0:`",
     by_full_state_dict: "call: state = graphshard.full_state_dict(model) outside of any `if",
-    by_torch_save: "call: a file has the rows of its rank alone. For one file write `state = ",
-    by_torch_save_of_optimizer: "call: a file has the rows of its rank alone.",
+    by_torch_save: "call: each file has only the rows of its rank. For a single file, call `st",
+    by_torch_save_of_optimizer: "call: each file has only the rows of its rank.",
 }
 
 

@@ -121,7 +121,7 @@ def test_values_used_before_sharding_must_be_equal(seed_by_rank: bool) -> None:
     if not seed_by_rank:
         compiled(torch.ones(5, 7)).backward()
         return
-    with pytest.raises(ValueError, match=r"'.*' of rank 1 .*initialize all ranks from one seed"):
+    with pytest.raises(ValueError, match=r"'.*' of rank 1 .*use the same seed on all ranks"):
         compiled(torch.ones(5, 7))
     assert_plain(model)
     after = _tensors(model)
@@ -208,7 +208,7 @@ def test_use_of_old_parameter_objects_raises(use: Callable[[list[nn.Parameter]],
     model = MLP()
     old = list(model.parameters())
     compile_sharded(model)(torch.ones(5, 7)).backward()
-    with pytest.raises(RuntimeError, match=r"take model\.parameters\(\) again"):
+    with pytest.raises(RuntimeError, match=r"call model\.parameters\(\) again"):
         use(old)
 
 

@@ -205,5 +205,5 @@ def test_optimizer_of_stale_parameters_raises(in_function: bool) -> None:
     stale = list(model.parameters())
     called = (lambda x: model(x)) if in_function else model
     compile_sharded(called)(draw(MLP.batch, 0)[dist.get_rank()]).backward()
-    with pytest.raises(RuntimeError, match=r"take model.parameters\(\) again"):
+    with pytest.raises(RuntimeError, match=r"call model.parameters\(\) again"):
         torch.optim.AdamW(stale).step()

@@ -318,7 +318,7 @@ def test_fp8_with_overrides_and_modules_it_ignores() -> None:
 @on_ranks(2)
 def test_invalid_fp8_policies_and_models_raise() -> None:
     fp8 = graphshard.Float8Policy()
-    _refuses(_convert(_model()), "is torchao's Float8Linear already: pass graphshard", fp8=fp8)
+    _refuses(_convert(_model()), "is already torchao's Float8Linear: pass graphshard", fp8=fp8)
     never = graphshard.Float8Policy(filter_fn=lambda fqn, shape: False)
     _refuses(_model(), "fp8 selects no parameter", fp8=never)
     mine = graphshard.Float8Policy(filter_fn=lambda fqn, shape: dist.get_rank() == 0)
@@ -345,7 +345,7 @@ def test_fp8_all_gather_of_torchao_raises() -> None:
 def test_error_of_unsupported_recipe_names_the_device() -> None:
     recipe = graphshard.Float8Policy(ROWWISE)
     if float8_math.device_fault("cpu", ROWWISE):
-        _refuses(_model(), "cpu cannot compute the rowwise fp8 products", fp8=recipe)
+        _refuses(_model(), "cpu cannot compute the rowwise fp8 matmuls", fp8=recipe)
     else:
         compile_sharded(_model(), compiler="aot_eager", fp8=recipe)(_batch(0, 0)).backward()
 

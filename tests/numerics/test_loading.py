@@ -272,7 +272,7 @@ def _save_and_load_alone(path: Path, shape: tuple[int, ...], assign: bool) -> No
     _save_alone(path, shape)
     dist.barrier()
     is_own = dist.get_rank() % shape[-1] == 0  # the rank that saved, or its replica
-    refused = None if is_own else "only that rank saved the file"
+    refused = None if is_own else "only one rank saved the file"
     _load_alone(path, shape, refused, assign)
 
 

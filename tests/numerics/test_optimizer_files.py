@@ -71,7 +71,7 @@ def _assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 def _save_and_load_alone(path: Path, shape: tuple[int, ...]) -> None:
     _save_alone(path, shape)
     is_own = dist.get_rank() % shape[-1] == 0  # this rank or its replica saved
-    _load(path, shape, None if is_own else "only that rank saved the file")
+    _load(path, shape, None if is_own else "only one rank saved the file")
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
@@ -104,7 +104,7 @@ def _before_sharding(path: Path) -> None:
     optimizer = _adam(model)
     optimizer.load_state_dict(torch.load(path))
     with pytest.raises(
-        ValueError, match=r"Adam has loaded a shard .* 'up.weight'.* before its load"
+        ValueError, match=r"Adam has loaded sharded state .* 'up.weight'.* before optimizer.load"
     ):
         graphshard.shard(model, init_device_mesh("cpu", (2,)))
     assert_plain(model)

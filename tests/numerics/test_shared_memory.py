@@ -46,7 +46,7 @@ def _overlapping(model: _Pair) -> None:
     ("tie", "match"),
     [
         (_same, r"'first.weight' and 'last.weight' .* \(last.weight = first.weight\)"),
-        (_transposed, r"'first.weight' and 'last.weight' .* compute what 'last.weight'"),
+        (_transposed, r"'first.weight' and 'last.weight' .* compute 'last.weight' from"),
         (_overlapping, "'first.weight' and 'last.weight' .* clone"),
     ],
 )
