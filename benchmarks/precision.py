@@ -23,7 +23,7 @@ from benchmarks import common
 from benchmarks.models import parameter_bytes
 from benchmarks.variants import mp_policy, sharding
 from graphshard.kinds import TransferKind
-from graphshard.ops.float8_math import RECIPES, device_fault
+from graphshard.ops.float8_math import RECIPES, float8_error
 from graphshard.options.options import COMPILERS
 from graphshard.tools.demo import FINAL_STEPS
 from graphshard.tools.demo_model import GPT, SIZES, batches, load_text, new_model
@@ -122,7 +122,7 @@ def _note(args: argparse.Namespace) -> str:
 
 def main() -> None:
     args = _arguments()
-    faults = {kind: device_fault("cpu", recipe) for kind, recipe in FP8.items()}
+    faults = {kind: float8_error("cpu", recipe) for kind, recipe in FP8.items()}
     kinds = [kind for kind in (FLOAT32, BFLOAT16, *FP8) if not faults.get(kind)]
     by_kind = {kind: measure(kind, args) for kind in kinds}
     rows = [

@@ -185,14 +185,14 @@ def _call(library: str, function: str, device: str, args: Sequence[Any]) -> Any:
     install(GPUS[device], recorder)
     listener = listen(ctypes.CDLL(library), recorder.stream_asked)
     replace(host_copy, register_work=recorder.register)
-    replace(checks, device_fault=_device_fault(GPUS[device]))
+    replace(checks, float8_error=_float8_error(GPUS[device]))
     module, _, name = function.partition(":")
     result = getattr(import_module(module), name)(recorder, *args)
     del listener  # C++ called it until here
     return result
 
 
-def _device_fault(device: DeviceProperties) -> Callable[[str, str], str | None]:
+def _float8_error(device: DeviceProperties) -> Callable[[str, str], str | None]:
     # Looks up fp8 support instead of trying it on the device.
     fault = None if has_float8(device) else f"{device.name} has no fp8 matrix products"
     return lambda device_type, recipe: fault

@@ -45,7 +45,7 @@ def is_of_torchao(value: object) -> bool:
 
 
 @functools.cache
-def device_fault(device_type: str, recipe: str) -> str | None:
+def float8_error(device_type: str, recipe: str) -> str | None:
     """Return the error of a device that cannot compute products in fp8; None if it can."""
     values = torch.ones(ALIGNMENT, ALIGNMENT, dtype=torch.bfloat16, device=device_type)
     try:

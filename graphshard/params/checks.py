@@ -22,12 +22,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .._torch.instances import live_instances
 from .._torch.nn import ddp_parameters, has_forward, parameters_if_initialized, parameters_of
 from .._torch.tensors import is_traceable_wrapper_subclass, storage_of
-from ..ops.float8_math import device_fault, is_of_torchao
+from ..ops.float8_math import float8_error, is_of_torchao
 from ..options.float8_policy import check_fp8
 from ..options.options import Options, ParamOptions, matches
 from .full_tensor import without_expanded_dims
 from .mesh import MeshGroups
-from .module_class import fault_of_class, had_sharded, plain_class
+from .module_class import class_error, had_sharded, plain_class
 from .param_spec import ParamSpec
 from .sharded_param import FUNCTIONAL_CALL, sharded_param_of
 
@@ -52,7 +52,7 @@ class PlainParam:
         fqns: names in the model; more than one if the parameter is tied.
         holders: modules that hold the parameter, including those outside the model.
         in_ddp: whether a live ``DistributedDataParallel`` reduces its gradient.
-        spec: how to shard the parameter; set by ``find_fault``.
+        spec: how to shard the parameter; set by ``find_error``.
     """
 
     param: nn.Parameter
@@ -111,7 +111,7 @@ def find_reduced_by_ddp() -> set[nn.Parameter]:
 # --- checks --------------------------------------------------------------------------------------
 
 
-def find_fault(
+def find_error(
     root: nn.Module,
     plain_params: Sequence[PlainParam],
     mesh: DeviceMesh,
@@ -121,19 +121,19 @@ def find_fault(
 ) -> str | None:
     """Return the first error that prevents this rank from sharding ``root``, or None."""
     return (
-        _fault_of_modules(root)
-        or _fault_of_classes(root, plain_params)
-        or _fault_of_parameters(plain_params, allow_meta)
-        or fault_of_shared_memory(root, plain_params)
-        or _fault_of_optimizers(plain_params)
-        or _fault_of_ddp(plain_params)
-        or _fault_of_overrides(root, plain_params, options)
+        _module_error(root)
+        or _holder_class_error(root, plain_params)
+        or _parameter_error(plain_params, allow_meta)
+        or shared_memory_error(root, plain_params)
+        or _optimizer_error(plain_params)
+        or _ddp_error(plain_params)
+        or _override_error(root, plain_params, options)
         or _resolve_specs(plain_params, mesh, options)  # sets the spec of each
-        or _fault_of_fp8(root, plain_params, options, mesh.device_type)
+        or _fp8_error(root, plain_params, options, mesh.device_type)
     )
 
 
-def _fault_of_modules(root: nn.Module) -> str | None:
+def _module_error(root: nn.Module) -> str | None:
     for name, module in root.named_modules():
         wrapper = next((kind for kind in _OTHER_WRAPPERS if isinstance(module, kind)), None)
         if wrapper is not None:
@@ -144,34 +144,34 @@ def _fault_of_modules(root: nn.Module) -> str | None:
     return None
 
 
-def _fault_of_classes(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
+def _holder_class_error(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
     holders = [holder.module for plain in plain_params for holder in plain.holders]
     for cls in dict.fromkeys(map(plain_class, [root, *holders])):
-        if fault := fault_of_class(cls):
+        if error := class_error(cls):
             return (
                 f"modules of class {cls.__name__} cannot be sharded, since that replaces their "
-                f"class: {fault}. Move their parameters to a module of a different class, or list "
+                f"class: {error}. Move their parameters to a module of a different class, or list "
                 "them in ignored_params"
             )
     return None
 
 
-def _fault_of_parameters(plain_params: Sequence[PlainParam], allow_meta: bool) -> str | None:
+def _parameter_error(plain_params: Sequence[PlainParam], allow_meta: bool) -> str | None:
     all_meta = allow_meta and all(plain.param.is_meta for plain in plain_params)
     for plain in plain_params:
         if any(had_sharded(*holder) for holder in plain.holders):
-            fault: str | None = (
+            error: str | None = (
                 "was replaced by a plain parameter after sharding: change it in place. "
                 + FUNCTIONAL_CALL
             )
         else:
-            fault = _fault_of_tensor(plain.param, all_meta)
-        if fault is not None:
-            return f"parameter {plain.fqn!r} {fault}"
+            error = _tensor_error(plain.param, all_meta)
+        if error is not None:
+            return f"parameter {plain.fqn!r} {error}"
     return None
 
 
-def _fault_of_optimizers(plain_params: Sequence[PlainParam]) -> str | None:
+def _optimizer_error(plain_params: Sequence[PlainParam]) -> str | None:
     for optimizer in instances_of(torch.optim.Optimizer):
         for plain in plain_params:
             state = optimizer.state.get(plain.param, {})
@@ -184,7 +184,7 @@ def _fault_of_optimizers(plain_params: Sequence[PlainParam]) -> str | None:
     return None
 
 
-def _fault_of_ddp(plain_params: Sequence[PlainParam]) -> str | None:
+def _ddp_error(plain_params: Sequence[PlainParam]) -> str | None:
     if not any(plain.in_ddp for plain in plain_params):
         return None
     gc.collect()  # an unused wrapper may not have been collected yet
@@ -199,7 +199,7 @@ def _fault_of_ddp(plain_params: Sequence[PlainParam]) -> str | None:
     )
 
 
-def _fault_of_tensor(param: nn.Parameter, all_meta: bool) -> str | None:
+def _tensor_error(param: nn.Parameter, all_meta: bool) -> str | None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         return "is lazy: before sharding, run one forward, or build the module with its shapes"
     if isinstance(param, DTensor):
@@ -229,7 +229,7 @@ def _instead_of_subclass(param: nn.Parameter) -> str:
     )
 
 
-def _fault_of_overrides(
+def _override_error(
     root: nn.Module, plain_params: Sequence[PlainParam], options: Options
 ) -> str | None:
     fqns = [fqn for plain in plain_params for fqn in plain.fqns]
@@ -271,8 +271,8 @@ def _resolve_specs(
     for plain in plain_params:
         try:
             param_options = options.for_parameter(plain.fqns)
-            if fault := _fault_of_device(plain.param.device, mesh, param_options):
-                return f"parameter {plain.fqn!r} {fault}"
+            if problem := _device_error(plain.param.device, mesh, param_options):
+                return f"parameter {plain.fqn!r} {problem}"
             plain.spec = _spec_of(plain, groups, param_options)
         except Exception as error:  # including the user's fp8 filter: all ranks must raise
             return f"parameter {plain.fqn!r}: {type(error).__name__}: {error}"
@@ -293,7 +293,7 @@ def _spec_of(plain: PlainParam, groups: MeshGroups, options: ParamOptions) -> Pa
     )
 
 
-def _fault_of_device(device: torch.device, mesh: DeviceMesh, options: ParamOptions) -> str | None:
+def _device_error(device: torch.device, mesh: DeviceMesh, options: ParamOptions) -> str | None:
     if device.type in ("meta", mesh.device_type):
         return None
     if device.type == "cpu" and options.host_memory(mesh.device_type) is not None:
@@ -312,7 +312,7 @@ def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
     return recipe
 
 
-def _fault_of_fp8(
+def _fp8_error(
     root: nn.Module, plain_params: Sequence[PlainParam], options: Options, device_type: str
 ) -> str | None:
     if all(options.for_parameter(plain.fqns).fp8 is None for plain in plain_params):
@@ -329,10 +329,10 @@ def _fault_of_fp8(
     if not recipes and any(plain.param.dim() == 2 for plain in plain_params):
         return "fp8 selects no parameter: check fp8.filter_fn, or omit fp8"
     for recipe, plain in recipes.items():
-        if fault := device_fault(device_type, recipe):
+        if error := float8_error(device_type, recipe):
             return (
                 f"fp8: {device_type} cannot compute the {recipe} fp8 matmuls of parameter "
-                f"{plain.fqn!r}: {fault}"
+                f"{plain.fqn!r}: {error}"
             )
     return None
 
@@ -342,7 +342,7 @@ def _fault_of_fp8(
 # object with its own state.
 
 
-def fault_of_shared_memory(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
+def shared_memory_error(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
     """Return an error message if a parameter to be sharded shares elements, or None."""
     plain = {plain_param.param for plain_param in plain_params}
     for one, other in _sharing_storage(root):

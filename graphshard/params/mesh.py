@@ -105,7 +105,7 @@ def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
         limited = [describe_code(code) for code in call.codes if at_recompile_limit(code)]
         reason = f": {LIMIT} for {limited[0]}" if limited else ""
         call_log.announce(plan_id, "\n".join([plan_id + reason, *fqns]))
-    with call_log.raising_posted_fault():
+    with call_log.raising_posted_error():
         yield
 
 
@@ -114,7 +114,7 @@ def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
     """Log the reduction of gradients that runs in this context."""
     call_log = _call_log(groups)
     call_log.run(f"a reduction of gradients of {fqns[0]!r} outside of a graph")
-    with call_log.raising_posted_fault():
+    with call_log.raising_posted_error():
         yield
 
 
@@ -134,7 +134,7 @@ def agreed_exchange(
         call_log.first_run(plan_id, text)
     else:
         call_log.announce(plan_id, text)
-    with call_log.raising_posted_fault():
+    with call_log.raising_posted_error():
         yield
 
 

@@ -162,7 +162,7 @@ def _set_class(
     module.__class__ = _sharded_class(plain, tuple(markers.items()))
 
 
-def fault_of_class(cls: type[nn.Module]) -> str | None:
+def class_error(cls: type[nn.Module]) -> str | None:
     """Return why modules of this class cannot have accessors, or None if they can."""
     try:
         object.__setattr__(object.__new__(cls), "__class__", _sharded_class(cast(Any, cls), ()))

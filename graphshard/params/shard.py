@@ -5,7 +5,7 @@ whether any rank has an error. Then, one parameter at a time, values are broadca
 the full copy is freed: peak memory is the full model plus one parameter.
 
     find_plain_params ─► PlainParam of each parameter       checks.py
-    find_fault        ─► its ParamSpec, or an error         checks.py, param_spec.py
+    find_error        ─► its ParamSpec, or an error         checks.py, param_spec.py
     full parameter    ─► ParamSpec.padded_shard ─► ShardedParam.attach: the shard that graphs take,
                          and a DTensor whose local tensor is a view of it       sharded_param.py
     install           ─► the class that reads it by a marker op                 module_class.py
@@ -40,7 +40,7 @@ from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
 from ..ranks.agree import first_text, raise_if_different
 from ..ranks.call_log import call_log_of
-from .checks import PlainParam, find_fault, find_plain_params, instances_of
+from .checks import PlainParam, find_error, find_plain_params, instances_of
 from .full_tensor import as_bytes, without_expanded_dims
 from .loading import check_optimizer_state
 from .mesh import MeshGroups, agreed_exchange, eager_reduction
@@ -95,8 +95,8 @@ def shard_module(
     groups, plain_params = MeshGroups(mesh), find_plain_params(root, options.ignored_params)
     if has_replacements and not plain_params:
         return
-    fault = find_fault(root, plain_params, mesh, options, allow_meta=allow_meta)
-    _check_same_shards(root, plain_params, groups, options, fault=fault)
+    error = find_error(root, plain_params, mesh, options, allow_meta=allow_meta)
+    _check_same_shards(root, plain_params, groups, options, error=error)
     call_log_of(process_group(groups.all_ranks))  # start the watcher before any compile
     require_collective_save(mesh)
     _warn_of_torchao(root)
@@ -135,16 +135,16 @@ def _check_same_shards(
     groups: MeshGroups,
     options: Options,
     *,
-    fault: str | None,
+    error: str | None,
 ) -> None:
-    """Raise on all ranks if one has a ``fault``, or if their modules or options differ."""
+    """Raise on all ranks if one has an ``error``, or if their modules or options differ."""
     descriptions = {ARGUMENTS: options.fingerprint()}
-    if fault is None:
+    if error is None:
         descriptions |= {
             p.fqn: _describe(p.param) + (p.spec.float8_recipe or "") for p in plain_params
         }
         descriptions |= {name: _describe(buffer) for name, buffer in root.named_buffers()}
-    raise_if_different(descriptions, groups.all_ranks, _advice, fault=fault)  # one reduction
+    raise_if_different(descriptions, groups.all_ranks, _advice, error=error)  # one reduction
 
 
 def _advice(name: str, ours: str, theirs: str) -> str:

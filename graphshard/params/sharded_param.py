@@ -454,14 +454,14 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
     if not sharded_param.is_attached_to(dtensor):
         return False
     spec, dtype = sharded_param.spec, dtensor.dtype
-    fault = None
+    error = None
     if value.shape != spec.shape:
-        fault = f"the value has the shape {tuple(value.shape)} instead of {tuple(spec.shape)}"
+        error = f"the value has the shape {tuple(value.shape)} instead of {tuple(spec.shape)}"
     elif isinstance(value, DTensor) and value.device_mesh != spec.mesh:
-        fault = f"the value is on {value.device_mesh} instead of {spec.mesh}"
-    if fault is not None:
+        error = f"the value is on {value.device_mesh} instead of {spec.mesh}"
+    if error is not None:
         raise BackendError(
-            f"the data of parameter {spec.fqn!r} cannot be assigned: {fault}. Assign a full "
+            f"the data of parameter {spec.fqn!r} cannot be assigned: {error}. Assign a full "
             "tensor that is equal on all ranks, or a DTensor on the parameter's mesh"
         )
     if isinstance(value, DTensor):

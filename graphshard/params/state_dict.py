@@ -200,13 +200,13 @@ def _select(
     """Return the entries of a state dict in ``names``, in its order and with its versions."""
     names = {names} if isinstance(names, str) else set(names)
     unknown = sorted(names - {plain_name(name) for name in state})
-    fault = f"names has {unknown[0]!r}, which is not in the state dict" if unknown else None
+    error = f"names has {unknown[0]!r}, which is not in the state dict" if unknown else None
     if groups is not None:
         advice = "Pass the same names on all ranks: do they depend on the rank?"
         wanted = dict.fromkeys(names, "wanted")
-        raise_if_different(wanted, groups.all_ranks, lambda *_: advice, fault=fault)
-    elif fault is not None:
-        raise ValueError(fault)
+        raise_if_different(wanted, groups.all_ranks, lambda *_: advice, error=error)
+    elif error is not None:
+        raise ValueError(error)
     selected: StateDict = OrderedDict((n, v) for n, v in state.items() if plain_name(n) in names)
     set_versions(selected, versions_of(state))
     return selected
@@ -285,12 +285,12 @@ def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: Mesh
 
     message: list[Any] = [None]
     if is_first_rank(groups):
-        fault = _model_fault(state) or (_optimizer_fault(optim_state, names) if names else None)
-        if fault is None:
+        error = _model_error(state) or (_optimizer_error(optim_state, names) if names else None)
+        if error is None:
             states = _States(state, _plain_versions(state), optim_state if names else {})
             message = [states.map_tensors(take)]
         else:
-            message = [fault]
+            message = [error]
     dist.broadcast_object_list(message, group=process_group(groups.all_ranks), group_src=0)
     if isinstance(message[0], str):  # raised on all ranks
         raise BackendError(f"the first rank: {message[0]}")
@@ -298,7 +298,7 @@ def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: Mesh
     return outline.map_tensors(incoming)
 
 
-def _model_fault(state: object) -> str | None:
+def _model_error(state: object) -> str | None:
     if not isinstance(state, Mapping):
         return f"state_dict is a {type(state).__name__}: pass a dict of full tensors"
     for name, value in state.items():
@@ -307,7 +307,7 @@ def _model_fault(state: object) -> str | None:
     return None
 
 
-def _optimizer_fault(state: object, names: list[list[str]]) -> str | None:
+def _optimizer_error(state: object, names: list[list[str]]) -> str | None:
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
         return "optim_state_dict is not an optimizer's state dict: pass one from full_state_dict"
     own = {name for group in names for name in group}

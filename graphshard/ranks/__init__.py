@@ -5,7 +5,7 @@
 - ``call_log``: a rank's calls of compiled graphs, eager gathers and choices, numbered (``calls``)
   and compared with those of its peers, so that a rank that diverges is an error on all ranks.
   ``params.mesh`` logs what runs outside of graphs.
-- ``watcher``: threads that read what peers post, detect deadlocks and, after a fault, release the
+- ``watcher``: threads that read what peers post, detect deadlocks and, after an error, release the
   rank from a blocked collective.
 - ``store``, ``members``: the events that ranks post, in the store of a process group; the group.
 

@@ -25,31 +25,31 @@ def raise_if_different(
     group: str,
     advise: Callable[[str, str, str], str],
     *,
-    fault: str | None = None,
+    error: str | None = None,
 ) -> None:
-    """Raise on all ranks if one has a fault, or if their descriptions differ.
+    """Raise on all ranks if any has an error, or if their descriptions differ.
 
     Args:
-        descriptions: texts that have to be equal on all ranks, by name.
+        descriptions: texts that must be equal on all ranks, keyed by name.
         advise: function that returns what the user should do, given the name of a description and
             its texts on two ranks.
-        fault: reason why this rank cannot go on; None if it can.
+        error: error message of this rank, or None.
 
     Raises:
-        BackendError: on all ranks, with the text of the first rank that has a fault or, if none
-            has, of the first that differs from the first rank.
+        BackendError: on all ranks, with the error of the first rank that has one, or else of the
+            first rank that differs from the first.
     """
     text = "\n".join(f"{name} {value}" for name, value in sorted(descriptions.items()))
     number = int(digest(text)[:14], 16)  # fits into an int64
-    most, least, faults = max_over_ranks([number, -number, fault is not None], group)
-    if most == -least and not faults:
+    most, least, any_error = max_over_ranks([number, -number, error is not None], group)
+    if most == -least and not any_error:
         return
     rank = dist.get_rank(process_group(group))
     first = broadcast_from_rank(descriptions, 0, group)
     difference = _difference(first, descriptions, rank, advise)
-    fault = None if fault is None else f"rank {rank} of the mesh: {fault}"
-    # Faults first: a rank with a fault describes less, so it also differs from all others.
-    raise BackendError(first_text(fault, group) or first_text(difference, group) or "ranks differ")
+    error = None if error is None else f"rank {rank} of the mesh: {error}"
+    # Errors first: a rank with an error describes less, and therefore also differs from all others.
+    raise BackendError(first_text(error, group) or first_text(difference, group) or "ranks differ")
 
 
 def _difference(
@@ -109,7 +109,7 @@ def max_over_ranks(values: Sequence[int], group: str) -> list[int]:
     members = process_group(group)
     if has_fake_ranks(members):
         return list(values)  # uses no tensor: it has no values in a FakeTensorMode
-    # Not on the mesh's device: the fault may be that it does not exist.
+    # Not on the mesh's device, which may not exist.
     largest = torch.tensor(values, dtype=torch.int64, device=device_for(members))
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=members)
     result: list[int] = largest.tolist()

@@ -7,10 +7,10 @@ calls of compiled graphs and logs their plans, and ranks compare calls through t
     a rank      runs a graph or an eager gather for the first time, or has made no call for
                 seconds (the first rank also now and then)
                 ─► posts "call 7 runs plan P"
-    the others  compare with their own call 7, past or future ─► agree, or post a fault
+    the others  compare with their own call 7, past or future ─► agree, or post an error
     a rank      waits for a peer that is blocked in a collective which this rank only reaches
-                later (``watcher``) ─► posts a fault
-    a fault     ends all ranks: a waiting rank raises, and a collective that blocks a rank is
+                later (``watcher``) ─► posts an error
+    an error    ends all ranks: a waiting rank raises, and a collective that blocks a rank is
                 aborted
 
 No verdict depends on time, because ranks may reach a compile minutes apart. A call that no rank has
@@ -56,14 +56,14 @@ class CallLog:
         self._watcher = None if is_alone else Watcher(members, self._history)
 
     def release_also(self, group: dist.ProcessGroup) -> None:
-        """After a fault, also release this rank from collectives of ``group``."""
+        """After an error, also release this rank from collectives of ``group``."""
         self._members.release_also(group)
 
     def run(self, plan_id: str) -> None:
         """Log a run of a known graph, just before it starts."""
         call, watcher = self._history.append(plan_id), self._watcher
         # The count is written by now; the watcher writes ``early_calls``, then reads the count.
-        if watcher is not None and (watcher.early_calls or watcher.fault is not None):
+        if watcher is not None and (watcher.early_calls or watcher.error is not None):
             self._compare_early(watcher, call)
 
     def enters_mode(self, grad_enabled: bool) -> bool:
@@ -103,52 +103,52 @@ class CallLog:
         else:
             self.first_run(plan_id, text)
 
-    def post_fault(self, text: str) -> None:
+    def post_error(self, text: str) -> None:
         if self._watcher is not None:
-            self._watcher.events.post_fault(lambda: text)
+            self._watcher.events.post_error(lambda: text)
 
     def can_agree(self) -> bool:
         """Return whether there are other ranks that the caller can wait for.
 
-        False outside of the rank's own thread, after a fault, and once the store is lost.
+        False outside of the rank's own thread, after an error, and once the store is lost.
         """
         watcher = self._watcher
         if watcher is None or not watcher.is_rank_thread():
             return False
         self._read_all_posted(watcher)
-        return watcher.fault is None and watcher.lost is None
+        return watcher.error is None and watcher.lost is None
 
     @contextlib.contextmanager
-    def raising_posted_fault(self) -> Iterator[None]:
-        """Call :meth:`raise_posted_fault` if a collective in this context raises."""
+    def raising_posted_error(self) -> Iterator[None]:
+        """Call :meth:`raise_posted_error` if a collective in this context raises."""
         try:
             yield
         except RuntimeError as error:
-            self.raise_posted_fault(error)
+            self.raise_posted_error(error)
             raise
 
-    def raise_posted_fault(self, error: BaseException) -> None:
-        """Raise the fault that made a collective raise ``error``, if there is one."""
+    def raise_posted_error(self, error: BaseException) -> None:
+        """Raise the posted error that made a collective raise ``error``, if there is one."""
         watcher = self._watcher
         if watcher is None or not isinstance(error, RuntimeError):
             return
         if isinstance(error, BackendError):  # a RuntimeError, too, that already says what is wrong
             return
-        # A peer posts a fault before it closes its connections, but it may not be read yet. A peer
-        # that is gone or does not answer posts nothing; then this rank does.
+        # A peer posts its error before it closes its connections, but it may not be read yet. A
+        # peer that is gone or does not answer posts nothing; then this rank does.
         self._read_all_posted(watcher)
-        if watcher.fault is None and is_lost_peer(error):
+        if watcher.error is None and is_lost_peer(error):
             self._post_lost_peer(watcher, error)
-        if watcher.fault is not None:
+        if watcher.error is not None:
             raise self._error(watcher) from error
 
     def _compare_early(self, watcher: Watcher, call: int) -> None:
         with watcher.changed:
             event = watcher.early_calls.pop(call, None)
-        if watcher.fault is not None:
+        if watcher.error is not None:
             raise self._error(watcher)
         if event is not None and not watcher.compare(event):
-            self._raise_fault(watcher)
+            self._raise_posted_error(watcher)
 
     def _wait(self, watcher: Watcher, call: int) -> None:
         """Wait until all ranks have agreed to ``call``, or raise."""
@@ -158,10 +158,10 @@ class CallLog:
             watcher.wait_until(lambda: watcher.agreed >= call, timeout_s)
             if watcher.agreed >= call:
                 return
-            if watcher.fault is not None or watcher.lost is not None:
+            if watcher.error is not None or watcher.lost is not None:
                 raise self._error(watcher, f"{watcher.lost}; {self._history.position()}")
-            watcher.events.post_fault(lambda: self._describe_timeout(watcher, call, timeout_s))
-            self._raise_fault(watcher)
+            watcher.events.post_error(lambda: self._describe_timeout(watcher, call, timeout_s))
+            self._raise_posted_error(watcher)
         finally:
             watcher.awaited = None
 
@@ -181,17 +181,17 @@ class CallLog:
             f"{self._history.position()}: {str(error).splitlines()[0]}"
         )
         with contextlib.suppress(RuntimeError):  # with the store gone, only this rank raises
-            watcher.events.post_fault(lambda: text)
+            watcher.events.post_error(lambda: text)
             watcher.wait_until(lambda: False, READ_S)
         raise self._error(watcher, text) from error
 
-    def _raise_fault(self, watcher: Watcher) -> NoReturn:
-        """Raise the fault that was posted first, as every rank does."""
+    def _raise_posted_error(self, watcher: Watcher) -> NoReturn:
+        """Raise the error that was posted first, as every rank does."""
         watcher.wait_until(lambda: False, READ_S)
         raise self._error(watcher)
 
     def _error(self, watcher: Watcher, text: str = "ranks differ") -> BackendError:
-        return BackendError(f"process group {self._members.name!r}: {watcher.fault or text}")
+        return BackendError(f"process group {self._members.name!r}: {watcher.error or text}")
 
 
 _call_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog] = weakref.WeakKeyDictionary()

@@ -135,10 +135,10 @@ def choose_on_first_rank(
             try:
                 chosen = choose()
             except BaseException as error:
-                call_log.post_fault(f"rank {dist.get_rank()} cannot choose {what}: {error!r}")
+                call_log.post_error(f"rank {dist.get_rank()} cannot choose {what}: {error!r}")
                 raise
         call_log.first_run(f"choice {digest(text)}", text)
-        with call_log.raising_posted_fault():
+        with call_log.raising_posted_error():
             chosen = broadcast_from_rank(chosen, 0, name)
         choose = partial(str, chosen)  # the first rank of the next group passes it on
     return choose()
@@ -146,7 +146,7 @@ def choose_on_first_rank(
 
 def _max_over_groups(number: int, groups: Sequence[str]) -> int:
     for name in groups:
-        with call_log_of(process_group(name)).raising_posted_fault():
+        with call_log_of(process_group(name)).raising_posted_error():
             [number] = max_over_ranks([number], name)
     return number
 
@@ -181,10 +181,10 @@ def _logged(
         try:
             outputs = compiled(*args)
         except RuntimeError as error:
-            call_log.raise_posted_fault(error)
+            call_log.raise_posted_error(error)
             raise
         if is_first and isinstance(outputs, Sequence):
-            on_backward_error(outputs, call_log.raise_posted_fault)
+            on_backward_error(outputs, call_log.raise_posted_error)
         is_first = False
         return outputs
 

@@ -51,7 +51,7 @@ class AgreedEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultEvent(Event):
+class ErrorEvent(Event):
     """Notice that ranks differ or one is missing; every rank raises an error with ``text``."""
 
     text: str
@@ -79,7 +79,7 @@ class BlockedEvent(Event):
     number: int
 
 
-_EVENTS = (CallEvent, AgreedEvent, FaultEvent, LeaveEvent, BlockedEvent)
+_EVENTS = (CallEvent, AgreedEvent, ErrorEvent, LeaveEvent, BlockedEvent)
 _EVENT_TYPES: dict[str, type[Event]] = {event_type.__name__: event_type for event_type in _EVENTS}
 # About as long as 32-bit milliseconds allow, since torch logs timeouts.
 _FOREVER = timedelta(days=20)
@@ -123,10 +123,10 @@ class EventStore:
             self._store.set(f"text/{call}", text)  # read only by ranks that differ
             self.post(CallEvent(call=call, rank=self._rank, plan_id=plan_id, history=history))
 
-    def post_fault(self, describe: Callable[[], str]) -> None:
-        """Have all ranks raise an error that says ``describe()``, unless a fault is posted."""
-        if self._store.add("faults", 1) == 1:
-            self.post(FaultEvent(text=describe()))
+    def post_error(self, describe: Callable[[], str]) -> None:
+        """Have all ranks raise an error that says ``describe()``, unless one is already posted."""
+        if self._store.add("errors", 1) == 1:
+            self.post(ErrorEvent(text=describe()))
 
     def read(self, index: int) -> Event | None:
         """Return the event at ``index``, or None if it is not posted yet."""

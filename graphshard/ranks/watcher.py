@@ -1,7 +1,7 @@
 """The threads of each rank, which read its peers' events and detect stalls and deadlocks.
 
 A group's thread compares the peers' calls with this rank's calls, wakes this rank when what it
-awaits has arrived and, after a fault, releases it from a blocked collective.
+awaits has arrived and, after an error, releases it from a blocked collective.
 
 A second thread ticks the watchers of all groups. It posts the last call of a rank that has stalled,
 and detects that a rank waits for a call that another rank can never make:
@@ -34,9 +34,9 @@ from .store import (
     AgreedEvent,
     BlockedEvent,
     CallEvent,
+    ErrorEvent,
     Event,
     EventStore,
-    FaultEvent,
     LeaveEvent,
 )
 
@@ -53,9 +53,9 @@ BLOCKED_S = 2.0
 class Watcher:
     """A thread that reads the events of one group; the constructor starts it.
 
-    It blocks in the store, which costs nothing while nobody posts, and ends with the group, after a
-    fault, or when the store is lost. Must be created in the rank's thread, which calls the public
-    methods and writes ``history``.
+    It blocks in the store, which costs nothing while nobody posts, and ends with the group, after
+    an error, or when the store is lost. Must be created in the rank's thread, which calls the
+    public methods and writes ``history``.
 
     Attributes:
         changed: condition that guards the attributes below.
@@ -64,7 +64,7 @@ class Watcher:
         awaited: call in which the rank's thread waits for all ranks; None while it does not.
         blocked: latest event of each rank about the collective it is blocked in, by rank.
         num_read: number of events read so far.
-        fault: text of the first fault of any rank; None if there is none.
+        error: first error posted by any rank, or None.
         lost: reason why no more events can be read; None while they can.
     """
 
@@ -79,7 +79,7 @@ class Watcher:
         self.awaited: int | None = None
         self.blocked: dict[int, BlockedEvent] = {}
         self.num_read = 0
-        self.fault: str | None = None
+        self.error: str | None = None
         self.lost: str | None = None
         self._num_seen = 0  # calls of this rank at the last tick
         self._stalls_at = self._audit_at = time.monotonic() + AUDIT_S
@@ -99,10 +99,10 @@ class Watcher:
         return threading.get_ident() == self._rank_thread
 
     def wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for ``done()``, a fault, or the end of all events."""
+        """Wait for ``done()``, an error, or the end of all events."""
         with self.changed:
             self.changed.wait_for(
-                lambda: done() or self.fault is not None or self.lost is not None, timeout_s
+                lambda: done() or self.error is not None or self.lost is not None, timeout_s
             )
 
     def missing_ranks(self, call: int) -> list[int]:
@@ -118,11 +118,11 @@ class Watcher:
             self.events.post_call(call, plan_id, history, self._history.plan_text(plan_id))
 
     def compare(self, event: CallEvent) -> bool:
-        """Agree to an event about one of this rank's calls, or post a fault and return False."""
+        """Agree to an event about one of this rank's calls, or post an error and return False."""
         if self._history.entry(event.call) == LoggedCall(event.plan_id, event.history):
             self.events.agree(event)
             return True
-        self.events.post_fault(
+        self.events.post_error(
             lambda: self._history.describe_difference(event, self.events.plan_text(event))
         )
         return False
@@ -144,7 +144,7 @@ class Watcher:
         """Tell the other ranks that this one takes no further part, and end the thread."""
         self._stopped.set()
         with contextlib.suppress(RuntimeError):
-            if self._thread.is_alive() and self.fault is None:
+            if self._thread.is_alive() and self.error is None:
                 self.events.leave()
 
     def stop(self) -> None:
@@ -171,7 +171,7 @@ class Watcher:
             self._pending, self._blocked_at = pending, now + BLOCKED_S
         if pending is not None and now >= self._blocked_at:
             self._blocked_at = math.inf
-            # Not all of its ranks need be members of this group; a fault has to release this one.
+            # Not all of its ranks need be members of this group; an error must release this rank.
             self._members.release_also(process_group(pending.group))
             call = self._history.num_calls
             self.events.post(BlockedEvent(rank=self._rank, call=call, **pending._asdict()))
@@ -179,7 +179,7 @@ class Watcher:
     def _post_deadlock(self) -> None:
         for event in list(self.blocked.values()):
             if self._is_deadlocked(event):  # this rank waits for one that can never make the call
-                self.events.post_fault(partial(self._history.describe_deadlock, event))
+                self.events.post_error(partial(self._history.describe_deadlock, event))
 
     def _is_deadlocked(self, event: BlockedEvent) -> bool:
         # Ranks begin the collectives of a group in the same order, so these numbers prove the
@@ -197,7 +197,7 @@ class Watcher:
         lost = "the group was destroyed"
         try:
             self._read_all()
-            if self.fault is not None:
+            if self.error is not None:
                 self._members.abort()
         except RuntimeError as error:
             lost = f"the store of the group is lost: {error}"
@@ -206,7 +206,7 @@ class Watcher:
             self.changed.notify_all()
 
     def _read_all(self) -> None:
-        while not self._stopped.is_set() and self.fault is None:
+        while not self._stopped.is_set() and self.error is None:
             if not self._some_left:
                 self.events.wait(self.num_read)
             event = self.events.read(self.num_read)
@@ -227,8 +227,8 @@ class Watcher:
                 case AgreedEvent():
                     self.events.forget(event)
                     self.agreed = max(self.agreed, event.call)
-                case FaultEvent():
-                    self.fault = event.text
+                case ErrorEvent():
+                    self.error = event.text
                 case BlockedEvent():
                     self.blocked[event.rank] = event
                 case LeaveEvent():
@@ -245,7 +245,7 @@ class Watcher:
         # A rank that has left makes no further call, once all its posts are read.
         if gone and self.events.num_posted() == self.num_read:
             names = self._history.rank_names(*gone)
-            self.events.post_fault(
+            self.events.post_error(
                 lambda: f"{names} left: exited, or destroyed the group; {self._history.position()}"
             )
 

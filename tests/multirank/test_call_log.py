@@ -73,7 +73,7 @@ def call(call_log: CallLog, collective: Callable[[Group], object], group: Group)
     try:
         collective(group)
     except Exception as error:
-        call_log.raise_posted_fault(error)
+        call_log.raise_posted_error(error)
         raise
 
 
@@ -242,7 +242,7 @@ def _late(group: Group, call_log: CallLog) -> str:
     call_log.first_run("plan", PLAN)
     text = message(call_log.first_run, "late", PLAN) if group.rank() < 2 else ""
     time.sleep(0 if text else 5)
-    return text or message(call_log.raise_posted_fault, RuntimeError("of a collective"))
+    return text or message(call_log.raise_posted_error, RuntimeError("of a collective"))
 
 
 def test_missing_ranks_are_named_after_timeout() -> None:

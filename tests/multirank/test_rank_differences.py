@@ -141,8 +141,8 @@ def _fail_in_backward(group: dist.ProcessGroup, call_log: CallLog) -> str:
     loss = model(x)
     if group.rank() == 0:
         return _first_line(loss.backward)
-    call_log.post_fault("something went wrong")
-    return message(call_log.raise_posted_fault, RuntimeError("of a collective"))
+    call_log.post_error("something went wrong")
+    return message(call_log.raise_posted_error, RuntimeError("of a collective"))
 
 
 def test_rank_blocked_in_backward_raises_the_same_error() -> None:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graphshard
-from graphshard.ops.float8_math import TENSORWISE, device_fault
+from graphshard.ops.float8_math import TENSORWISE, float8_error
 from tests.models import Trainable
 
 TOLERANCE = 1e-5
@@ -41,7 +41,7 @@ NEEDS_NEWER_FSDP2 = pytest.mark.skipif(
 )
 
 NEEDS_FP8 = pytest.mark.skipif(
-    device_fault("cpu", TENSORWISE) is not None, reason="this CPU computes no products in fp8"
+    float8_error("cpu", TENSORWISE) is not None, reason="this CPU computes no products in fp8"
 )
 
 

@@ -51,7 +51,7 @@ MIN_COSINE = 1 - torch.finfo(torch.float8_e5m2).eps ** 2 / 2
 """Cosine between a gradient and the exact one for an orthogonal error of one e5m2 step."""
 pytestmark = NEEDS_FP8
 needs_rows = pytest.mark.skipif(
-    float8_math.device_fault("cpu", ROWWISE) is not None, reason="no row-wise product on this CPU"
+    float8_math.float8_error("cpu", ROWWISE) is not None, reason="no row-wise product on this CPU"
 )
 
 
@@ -198,7 +198,7 @@ def _loss(fp8: graphshard.Float8Policy | None) -> float:
 
 def _losses() -> list[float]:
     """Return the loss in bfloat16, and with every fp8 recipe that this CPU supports."""
-    here = [recipe for recipe in RECIPES if float8_math.device_fault("cpu", recipe) is None]
+    here = [recipe for recipe in RECIPES if float8_math.float8_error("cpu", recipe) is None]
     with quick_products():
         return [_loss(None), *(_loss(graphshard.Float8Policy(recipe)) for recipe in here)]
 
@@ -344,7 +344,7 @@ def test_fp8_all_gather_of_torchao_raises() -> None:
 @on_ranks(2)
 def test_error_of_unsupported_recipe_names_the_device() -> None:
     recipe = graphshard.Float8Policy(ROWWISE)
-    if float8_math.device_fault("cpu", ROWWISE):
+    if float8_math.float8_error("cpu", ROWWISE):
         _refuses(_model(), "cpu cannot compute the rowwise fp8 matmuls", fp8=recipe)
     else:
         compile_sharded(_model(), compiler="aot_eager", fp8=recipe)(_batch(0, 0)).backward()
