@@ -1,7 +1,7 @@
-"""Compare values of all ranks at once, for what is done once, such as sharding or loading.
+"""Compare values of all ranks for operations that run once, such as sharding or loading.
 
-One reduction compares; a text is sent only if ranks differ. ``group`` names the group of all ranks
-that take part. A call that may be repeated goes into the call log instead.
+One reduction compares; texts are sent only if ranks differ. ``group`` is the name of the group of
+all participating ranks. Calls that may be repeated go into the call log instead.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _difference(
     rank: int,
     advise: Callable[[str, str, str], str],
 ) -> str | None:
-    """Describe the first difference from the first rank; None if equal."""
+    """Describe the first difference from the first rank, or return None if equal."""
     for name in [*first, *other]:
         ours, theirs = first.get(name, "missing"), other.get(name, "missing")
         if ours != theirs:
@@ -92,7 +92,7 @@ def raise_on_all_ranks(group: str) -> Iterator[None]:
 
 
 def first_text(text: str | None, group: str) -> str | None:
-    """Return, on all ranks, the text of the first rank that has one; None if no rank has."""
+    """Return, on all ranks, the text of the first rank that has one, or None if no rank has."""
     # One reduction, and one broadcast if there is a text.
     rank, num_ranks = dist.get_rank(process_group(group)), process_group(group).size()
     first = -max_over_ranks([-num_ranks if text is None else -rank], group)[0]
@@ -108,7 +108,7 @@ def max_over_ranks(values: Sequence[int], group: str) -> list[int]:
     """Return the elementwise maximum over all ranks."""
     members = process_group(group)
     if has_fake_ranks(members):
-        return list(values)  # uses no tensor: it has no values in a FakeTensorMode
+        return list(values)  # without a tensor, which has no values in a FakeTensorMode
     # Not on the mesh's device, which may not exist.
     largest = torch.tensor(values, dtype=torch.int64, device=device_for(members))
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=members)

@@ -1,11 +1,12 @@
 """The call log of a process group: all ranks make the same calls in order, or all raise.
 
 Each rank compiles by itself, and a guard that fails on one rank's data may give that rank a
-different graph. Graphs with different collectives hang or mix up data. So each rank numbers its
-calls of compiled graphs and logs their plans, and ranks compare calls through the group's store:
+different graph. Graphs with different collectives hang or mix up data. Each rank therefore numbers
+its calls of compiled graphs and logs their plans, and ranks compare calls through the group's
+store:
 
     a rank      runs a graph or an eager gather for the first time, or has made no call for
-                seconds (the first rank also now and then)
+                seconds (the first rank also posts periodically)
                 ─► posts "call 7 runs plan P"
     the others  compare with their own call 7, past or future ─► agree, or post an error
     a rank      waits for a peer that is blocked in a collective which this rank only reaches
@@ -13,8 +14,8 @@ calls of compiled graphs and logs their plans, and ranks compare calls through t
     an error    ends all ranks: a waiting rank raises, and a collective that blocks a rank is
                 aborted
 
-No verdict depends on time, because ranks may reach a compile minutes apart. A call that no rank has
-posted about does not touch the store.
+No comparison depends on timing, because ranks may reach a compile minutes apart. A call that no
+rank has posted about does not touch the store.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class CallLog:
     anything else that all ranks do together, in the same order and one at a time.
 
     Attributes:
-        is_alone: whether the group has no other ranks, or none that exist.
+        is_alone: whether the group has no other ranks, or only fake ones.
 
     Raises:
         BackendError: from every method, with the same text on all ranks, if ranks differ; after
@@ -68,7 +69,7 @@ class CallLog:
 
     def enters_mode(self, grad_enabled: bool) -> bool:
         """Record the next run's grad mode; return whether all ranks must agree on it first."""
-        # A rank that evaluates alone enters another mode. Even if it runs a known graph, the others
+        # A rank that evaluates alone changes its mode. Even if it runs a known graph, its peers
         # would notice only when they hang, and by then gloo would have ended a process.
         enters, self._grad_enabled = grad_enabled != self._grad_enabled, grad_enabled
         return enters and self._watcher is not None and self._members.mismatch_is_fatal()
@@ -80,7 +81,7 @@ class CallLog:
         not: that is, until the slowest rank has compiled.
 
         Args:
-            plan_id: hash of ``text``, or another id that is equal on all ranks that do the same.
+            plan_id: hash of ``text``, or any id that is equal on all ranks that do the same.
             text: the plan; an error shows its first line that differs.
 
         Raises:
@@ -132,7 +133,7 @@ class CallLog:
         watcher = self._watcher
         if watcher is None or not isinstance(error, RuntimeError):
             return
-        if isinstance(error, BackendError):  # a RuntimeError, too, that already says what is wrong
+        if isinstance(error, BackendError):  # also a RuntimeError, but already explains the cause
             return
         # A peer posts its error before it closes its connections, but it may not be read yet. A
         # peer that is gone or does not answer posts nothing; then this rank does.
@@ -177,7 +178,7 @@ class CallLog:
 
     def _post_lost_peer(self, watcher: Watcher, error: RuntimeError) -> NoReturn:
         text = (
-            "a rank has ended, or does not answer: look for the cause in its own output. "
+            "a rank has exited, or does not respond: look for the cause in its output. "
             f"{self._history.position()}: {str(error).splitlines()[0]}"
         )
         with contextlib.suppress(RuntimeError):  # with the store gone, only this rank raises

@@ -22,7 +22,7 @@ OPTIMIZER_STEP = "a step"  # start of the first line, for a step in which ranks 
 # Part of the first line of an eager gather in code that Dynamo has given up compiling.
 LIMIT = "the recompile limit is reached"
 
-# Start of the first line of a choice that has to be made again: no earlier one serves.
+# Start of the first line of a choice that is made again because no earlier one serves.
 CHOICE_AGAIN = "another choice"
 
 # Part of the first line of a call that DDP scripts make on the first rank only, such as saving.
@@ -35,31 +35,30 @@ SAME_GRAPHS = (
     "differs between ranks makes them compile, or choose, different ones"
 )
 CALL_TOGETHER = (
-    "All ranks must call the model together and in one mode: evaluation on some ranks alone, or "
-    "torch.no_grad() on some?"
+    "All ranks must call the model together and in the same mode: does one rank evaluate, or use "
+    "torch.no_grad(), alone?"
 )
 
 _SAVE_TOGETHER = "Call it on all ranks: each has rows of every parameter"
 _STEP_TOGETHER = (
-    "Call step() on all ranks, with gradients of the same parameters: did some set .grad to None, "
-    "or skip a step?"
+    "Call step() on all ranks, with gradients of the same parameters: did a rank set .grad to "
+    "None, or skip a step?"
 )
 _RECOMPILE = (
-    "Past torch._dynamo.config.recompile_limit a rank runs the function uncompiled, and gathers "
-    "other parameters than its peers: compile with dynamic=True, pad batches to a few sizes, or "
-    "raise the limit on all ranks"
+    "Past torch._dynamo.config.recompile_limit, a rank runs the function uncompiled, and its "
+    "gathers differ from those of its peers: compile with dynamic=True, pad batches to a few "
+    "sizes, or raise the limit on all ranks"
 )
 _CHOOSE_AGAIN = (
-    "Its graph exceeds the memory budget under the earlier choice, and theirs do not: give all "
-    "ranks batches of about one size, or raise schedule.memory_budget_gb"
+    "One rank's graph exceeds the memory budget under the earlier choice: give all ranks batches "
+    "of similar sizes, or raise schedule.memory_budget_gb"
 )
 
 
 class LoggedCall(NamedTuple):
-    """One call.
+    """A call that a rank has made.
 
     Attributes:
-        plan_id: id of the plan that the call ran.
         history: checksum of the plans of all calls up to this one.
     """
 
@@ -93,7 +92,7 @@ class CallHistory:
         return call
 
     def entry(self, call: int) -> LoggedCall:
-        """Return a call that this rank has made; ``FORGOTTEN`` if it is too old."""
+        """Return a call that this rank has made, or ``FORGOTTEN`` if it is too old."""
         if self.num_calls - call > NUM_LOGGED:
             return FORGOTTEN
         return LoggedCall(*self._calls[call % NUM_LOGGED])
@@ -138,7 +137,7 @@ class CallHistory:
 
 
 def describe_difference(texts: Sequence[str], names: Sequence[str]) -> str:
-    """Describe how the calls of two ranks differ, and the likely cause; ``names``: "rank 3"."""
+    """Describe how the calls of two ranks differ, and the likely cause."""
     ours, theirs = (text.splitlines() or ["nothing"] for text in texts)
     if ours == theirs:
         return f"in an earlier call they ran different plans. {SAME_GRAPHS}"

@@ -1,4 +1,4 @@
-"""The ranks that share one call log: a process group, reduced to what the log needs."""
+"""The ranks that share a call log: the operations of a process group that the log needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Members:
 
     Attributes:
         name: name of the group.
-        rank: this rank's number in the group.
+        rank: rank of this process in the group.
         global_ranks: global rank of each member.
     """
 
@@ -50,7 +50,7 @@ class Members:
         return is_registered(self._group())
 
     def timeout_s(self) -> float:
-        """Return the timeout of the group's collectives; 0 if it is gone."""
+        """Return the timeout of the group's collectives, or 0 if the group is gone."""
         group = self._group()
         return 0.0 if group is None else group_timeout_s(group)
 
@@ -67,7 +67,7 @@ class Members:
             self._stores[group] = store_of(group)
 
     def abort(self) -> None:
-        """Make this rank's blocked collectives raise, and all later ones."""
+        """Make this rank's blocked collectives and all later ones raise."""
         for group, store in list(self._stores.items()):
             # For gloo, abort() and shutdown() of a group or its backend do nothing: in torch 2.11
             # and 2.13 a blocked rank waits on until the timeout. It does raise when a peer closes
@@ -77,7 +77,7 @@ class Members:
 
 
 def _shut_down(listeners: Collection[bytes]) -> None:
-    """Shut down the TCP connections of this process that have a listener as one of their ends.
+    """Shut down the TCP connections of this process to or from ``listeners``.
 
     Args:
         listeners: byte strings that contain a ``struct sockaddr_in`` or ``sockaddr_in6``.
@@ -101,7 +101,7 @@ def _ends(connection: socket.socket) -> Iterator[bytes]:
 
 
 def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[bytes]:
-    """Yield what gloo left in the store for every network device of every rank."""
+    """Yield the values that gloo stored for every network device of every rank."""
     # Each value contains the ``sockaddr`` on which gloo listens. Every connection has such an
     # address at one of its ends.
     for device_type in device_types(group):

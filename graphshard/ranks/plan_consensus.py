@@ -1,7 +1,7 @@
-"""One plan on all ranks, for graphs that each rank compiles by itself.
+"""The same plan on all ranks, for graphs that each rank compiles by itself.
 
-A plan follows from predicted times, which depend on a rank's batch size. So the first rank of the
-group chooses which transfers each bucket carries and the order in which buckets are launched; a
+A plan follows from predicted times, which depend on a rank's batch size. Therefore the first rank
+of the group chooses the transfers of each bucket and the order in which buckets are launched; a
 rank whose own plan differs compiles again. Each rank chooses by itself at which steps it launches a
 bucket and waits for it (``planning.place_buckets``).
 
@@ -34,16 +34,16 @@ from .calls import CHOICE_AGAIN, INFERENCE, TRAINING
 
 R = TypeVar("R")
 
-# Fields that the text of a transfer leaves out: it starts with them anyway, or they may differ
-# between ranks. The gradient of a batch of one sample, for example, may be an expanded tensor.
+# Fields omitted from the text of a transfer: it starts with them anyway, or they may differ between
+# ranks. The gradient of a batch of one sample, for example, may be an expanded tensor.
 _NOT_COMMON = {"param", "kind", "ready", "due", "last", "stride", "replica_stride", "grad_bytes"}
 
 
 class PlanConsensus:
-    """The first rank's plans for one backend's graphs, as far as this rank has asked for them."""
+    """Cache of the first rank's plans for the graphs of one backend."""
 
     def __init__(self) -> None:
-        # By what ranks must share to follow them: a text, and the groups of all ranks that do.
+        # Keyed by a text that ranks must share to follow a plan, and the groups of these ranks.
         self._plans: dict[tuple[str, tuple[str, ...]], list[Plan]] = {}
         self._choices: dict[tuple[str, tuple[str, ...]], list[str]] = {}
 
@@ -56,18 +56,18 @@ class PlanConsensus:
         serves: Callable[[str], bool],
         excess: Callable[[str], int],
     ) -> str:
-        """Return what the first rank chooses for all ranks, before there is a plan.
+        """Return the first rank's choice for all ranks, before there is a plan.
 
-        An earlier choice that serves this rank is returned without communication, so that a rank
+        An earlier choice that serves this rank is returned without communication, because a rank
         may compile again while its peers do not. Otherwise all ranks must call this.
 
         Args:
             about: subject of the choice; equal on all ranks.
             choose: makes the choice on the first rank, given the largest excess of any rank under
                 the previous attempt (0 at first). "" means no choice and is not remembered.
-            groups: names of the process groups of all ranks that have to choose.
+            groups: names of the process groups of all ranks that must agree.
             serves: returns whether an earlier choice serves this rank.
-            excess: returns how badly a new choice suits this rank; 0 if it serves.
+            excess: returns how far this rank exceeds its limit under a new choice, or 0.
         """
         known = self._choices.setdefault((about, tuple(groups)), [])
         if (earlier := next(filter(serves, known), None)) is not None:
@@ -90,11 +90,11 @@ class PlanConsensus:
         """Return the plans that all ranks follow instead of their own.
 
         Args:
-            context: what plans depend on in addition to the graph.
+            context: text of all that plans depend on in addition to the graph.
             groups: names of the process groups of all ranks that have this graph.
 
         Raises:
-            BackendError: other ranks ask about graphs that communicate something else.
+            BackendError: the graphs of other ranks communicate different data.
         """
         numbers = _group_numbers(plans)
         common = [_with_group_names(plan, numbers) for plan in plans]
@@ -113,14 +113,14 @@ class PlanConsensus:
 def choose_on_first_rank(
     choose: Callable[[], str], what: str, text: str, groups: Sequence[str]
 ) -> str:
-    """Return, on every rank, what ``choose()`` returns on the first rank of all groups.
+    """Return, on every rank, the result of ``choose()`` on the first rank of all groups.
 
     This is a call of each group's log: all ranks must make it, about the same ``text``.
 
     Args:
-        what: name of the choice, for errors.
+        what: name of the choice, used in errors.
         text: what the choice is about; an error shows its first line that differs.
-        groups: names of the process groups of all ranks that take part.
+        groups: names of the process groups of all participating ranks.
 
     Raises:
         BackendError: ranks differ, or the first rank cannot choose: ``choose`` raised there, the
@@ -154,7 +154,7 @@ def _max_over_groups(number: int, groups: Sequence[str]) -> int:
 def log_every_call(
     compiled: Callable[..., R], plans: Sequence[Plan], groups: Sequence[str]
 ) -> Callable[..., R]:
-    """Wrap a compiled graph so that each call goes into its groups' logs, if it communicates."""
+    """Wrap a compiled graph to record each call in its groups' logs, if it communicates."""
     numbers = _group_numbers(plans)
     common = [_with_group_names(plan, numbers) for plan in plans]
     text = f"{_communication_text(common)}\n{collectives_text(common)}"
@@ -198,13 +198,13 @@ def _communicate(plans: Sequence[Plan]) -> bool:
 # --- plans in a form that all ranks share ------------------------------------------------------
 
 # Ranks need not trace a model identically: a batch of one sample, for example, may swap two
-# tensors, and ranks may meet parameters in different orders. So nothing that ranks share depends on
-# the order of a trace: a parameter is identified by its name, a process group by a number, and a
-# transfer by its contents. Each rank replaces names and numbers by its own graph inputs and groups.
+# tensors, and ranks may meet parameters in different orders. The shared form therefore does not
+# depend on the order of a trace: a parameter is identified by its name, a process group by a
+# number, and a transfer by its contents. Each rank maps these to its own graph inputs and groups.
 
 
 def _group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
-    """Return "#0", "#1", ... for the names of the groups in which ``plans`` communicate.
+    """Map the names of the groups in which ``plans`` communicate to "#0", "#1", ...
 
     All ranks give the same number to their groups along the same axis of the mesh.
     """
@@ -213,7 +213,7 @@ def _group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
         for plan in plans
         for t in plan.problem.transfers
     ]
-    # Leave out the names of groups, which differ between ranks.
+    # Sort without the names of groups, which differ between ranks.
     described.sort(key=lambda facts: facts[:-2])
     names = [name for *_, group, replicas in described for name in (group, replicas)]
     return {name: f"#{i}" for i, name in enumerate(filter(None, dict.fromkeys(names)))}
@@ -230,7 +230,7 @@ def _with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def _with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first rank's plans with this rank's graph inputs; -1 for what never travels."""
+    """Return the first rank's plans with this rank's graph inputs, or -1 where none travels."""
     # Graphs that differ only in such parameters share plans.
     own, theirs = (
         _inputs_by_fqn([param for plan in some for param in _travelling(plan)])
@@ -255,7 +255,7 @@ def _travelling(plan: Plan) -> list[PlanParam]:
 
 
 def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:
-    """Return the inputs by parameter name, which two models may share."""
+    """Return graph inputs keyed by parameter name, which two models may share."""
     inputs: dict[str, list[int]] = {}
     for param in sorted(params, key=lambda param: param.input):
         of_fqn = inputs.setdefault(param.fqn, [])
@@ -265,9 +265,9 @@ def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:
 
 
 def _communication_text(plans: Sequence[Plan]) -> str:
-    """Describe what graphs must have in common to follow one plan: what they gather and reduce."""
-    # Not which parameters stay unsharded, the order of transfers, and the steps at which they are
-    # ready or due: all of these may depend on a rank's batch size.
+    """Describe the gathers and reductions that graphs must have in common to follow one plan."""
+    # Excludes the parameters that stay unsharded, the order of transfers, and the steps at which
+    # they are ready or due: all of these may depend on a rank's batch size.
     kinds = {plan.graph for plan in plans}
     lines = [INFERENCE if kinds == {GraphKind.INFERENCE} else TRAINING]
     kept: list[str] = []
@@ -285,7 +285,7 @@ def collectives_text(plans: Sequence[Plan]) -> str:
 
 
 def _transfer_text(plan: Plan, transfer: Transfer) -> str:
-    """Describe all that ranks must have in common about a transfer, its parameter first."""
+    """Describe the properties of a transfer that ranks must share, its parameter first."""
     names = (field.name for field in dataclasses.fields(transfer))
     facts = {name: getattr(transfer, name) for name in names if name not in _NOT_COMMON}
     param = None if transfer.param is None else plan.params[transfer.param]

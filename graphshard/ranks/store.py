@@ -21,7 +21,7 @@ class Event:
     """A message from one rank to all ranks.
 
     Attributes:
-        index: position in the order of all events; -1 until it is posted.
+        index: position in the order of all events, or -1 until posted.
     """
 
     index: int = -1
@@ -32,8 +32,8 @@ class CallEvent(Event):
     """Request that all ranks compare the plan that they run in a call.
 
     Attributes:
-        rank: number, in the group, of the rank that posted this event.
-        history: checksum of its plans in all calls up to this one.
+        rank: group rank that posted this event.
+        history: checksum of that rank's plans in all calls up to this one.
     """
 
     call: int
@@ -44,7 +44,7 @@ class CallEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedEvent(Event):
-    """Notice that all ranks have run the same plans up to ``call``, which ``call_event`` posted."""
+    """Notice that all ranks have run the same plans up to ``call``, posted by ``call_event``."""
 
     call: int
     call_event: int
@@ -67,7 +67,7 @@ class BlockedEvent(Event):
     """Notice that a rank is blocked in a collective, before a call that others may wait for.
 
     Attributes:
-        rank: number, in the group, of the rank that posted this event.
+        rank: group rank that posted this event.
         call: number of that rank's next call.
         what, group, number: fields of ``_torch.distributed.PendingCollective``.
     """
@@ -88,15 +88,15 @@ _FOREVER = timedelta(days=20)
 class EventStore:
     """The events of one process group; an event is deleted once all ranks have read it.
 
-    A rank's work takes a constant number of store operations, except to find missing ranks.
+    Each method takes a constant number of store operations.
 
     Args:
         connect: function that returns a new connection to the group's store; ``wait`` blocks one.
         prefix: prefix of all keys, different for each group that shares the store.
-        rank: this rank's number in the group.
+        rank: rank of this process in the group.
 
     Attributes:
-        progress: last call that this rank has agreed to; -1 if there is none.
+        progress: last call that this rank has agreed to, or -1.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class EventStore:
         return self._store.add("events", 0)
 
     def plan_text(self, event: CallEvent) -> str:
-        """Return the plan of ``event``, until this rank has agreed to it."""
+        """Return the plan text of an event that this rank has not agreed to."""
         return self._store.get(f"text/{event.call}").decode()
 
     def agree(self, event: CallEvent) -> None:
@@ -154,7 +154,7 @@ class EventStore:
         with self._agreeing:
             self.progress = max(self.progress, call)
             self._store.set(f"progress/{self._rank}", str(self.progress))
-        # The last rank to agree tells all, and deletes what they have read.
+        # The last rank to agree tells all, and deletes the events that they have read.
         if self._store.add(f"agreed/{index}", 1) == self._num_ranks:
             # Listed before the post: this rank's other thread may read it and move ``_first``.
             events = [f"event/{i}" for i in range(self._first, index + 1)]

@@ -1,7 +1,7 @@
 """The threads of each rank, which read its peers' events and detect stalls and deadlocks.
 
-A group's thread compares the peers' calls with this rank's calls, wakes this rank when what it
-awaits has arrived and, after an error, releases it from a blocked collective.
+A group's thread compares the peers' calls with this rank's calls, wakes this rank when an awaited
+event has arrived and, after an error, releases it from a blocked collective.
 
 A second thread ticks the watchers of all groups. It posts the last call of a rank that has stalled,
 and detects that a rank waits for a call that another rank can never make:
@@ -46,7 +46,7 @@ AUDIT_S = 30.0  # between audit posts of the first rank, which find differences 
 # Without a call for this long, a rank posts its last one: it may be blocked in a graph that its
 # peers do not run.
 STALL_S = 2.0
-# In one collective for this long, a rank posts that, if its peers are a call ahead. Most end soon.
+# After this long in one collective, a rank posts that it is blocked, if its peers are a call ahead.
 BLOCKED_S = 2.0
 
 
@@ -59,13 +59,13 @@ class Watcher:
 
     Attributes:
         changed: condition that guards the attributes below.
-        early_calls: events about calls that this rank has not made yet, by call.
-        agreed: last call that all ranks are known to have agreed to; -1 if there is none.
-        awaited: call in which the rank's thread waits for all ranks; None while it does not.
-        blocked: latest event of each rank about the collective it is blocked in, by rank.
+        early_calls: events about calls that this rank has not made yet, keyed by call.
+        agreed: last call that all ranks are known to have agreed to, or -1.
+        awaited: call in which the rank's thread waits for all ranks, or None.
+        blocked: latest event of each rank about the collective it is blocked in, keyed by rank.
         num_read: number of events read so far.
         error: first error posted by any rank, or None.
-        lost: reason why no more events can be read; None while they can.
+        lost: reason why no more events can be read, or None while they can.
     """
 
     def __init__(self, members: Members, history: CallHistory) -> None:
@@ -99,7 +99,7 @@ class Watcher:
         return threading.get_ident() == self._rank_thread
 
     def wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for ``done()``, an error, or the end of all events."""
+        """Wait for ``done()``, an error, or the loss of the store."""
         with self.changed:
             self.changed.wait_for(
                 lambda: done() or self.error is not None or self.lost is not None, timeout_s
@@ -182,9 +182,9 @@ class Watcher:
                 self.events.post_error(partial(self._history.describe_deadlock, event))
 
     def _is_deadlocked(self, event: BlockedEvent) -> bool:
-        # Ranks begin the collectives of a group in the same order, so these numbers prove the
-        # deadlock, and no verdict depends on time: a rank that is slow, or that waits for a slow
-        # third rank, has begun nothing that the others have not.
+        # Ranks begin the collectives of a group in the same order. These numbers therefore prove
+        # the deadlock, whatever the timing: a rank that is slow, or that waits for a slow third
+        # rank, has begun nothing that the others have not.
         if self.awaited is None or self.awaited < event.call:
             return False
         number = num_started(event.group)
