@@ -30,7 +30,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in ``argv`` (None: this process's arguments) and return its exit status."""
+    """Run the command in ``argv``, or in ``sys.argv``, and return its exit status."""
     args = arguments().parse_args(argv)
     try:
         return int(args.run(args))

@@ -193,7 +193,7 @@ class Backend:
         return [p for p in plain if p not in self.options.ignored_params]
 
     def shard_now(self, root: nn.Module, in_use: bool = False) -> None:
-        """Shard ``root`` in place; ``in_use``: its forward runs, and may hold full parameters."""
+        """Shard ``root`` in place, even while its forward runs (``in_use``)."""
         mesh = mesh_for(self.options, self.plain_parameters(root))
         shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
         stop_watching(self)
@@ -206,16 +206,16 @@ class Backend:
     def predicted_exposure(self) -> float:
         """Return the predicted fraction of step time in which compute waits for communication.
 
-        Every forward and backward graph compiled so far counts once; 0 before the first. The
-        prediction is for the hardware of ``schedule``, or for the device's entry in the table of
-        hardware.
+        Every forward and backward graph compiled so far counts once; without any, this returns 0.
+        The prediction is for the hardware in ``schedule``, or for the device's entry in the table
+        of hardware.
         """
         return exposure([dump for graph in self._graphs for dump in graph.dumps()])
 
     def summary(self) -> str:
-        """Return tables of what every compiled graph gathers and reduces, when, and its cost.
+        """Return tables of the collectives of every compiled graph, with their times and costs.
 
-        After the tables come what ``SchedulePolicy(auto=True)`` has tried, and the models in which
+        After the tables come the attempts of ``SchedulePolicy(auto=True)``, and the models whose
         padding takes much memory.
         """
         tables = summary([dump for graph in self._graphs for dump in graph.dumps()])
@@ -268,38 +268,38 @@ def backend(
 
     Args:
         mesh: ``DeviceMesh`` to shard over. A 1D mesh shards over all of its ranks, a 2D mesh
-            (replicate, shard) over its second axis (HSDP). None: a 1D mesh over the default process
-            group.
+            (replicate, shard) over its second axis (HSDP). Defaults to a 1D mesh over the default
+            process group.
         reshard_after_forward: True frees full parameters after forward and gathers them again in
             backward (ZeRO-3). False keeps them (ZeRO-2). An int k that divides the number of shards
             keeps a k-th of each full parameter on each rank, and backward gathers from only k
             neighbouring ranks (hpZ of ZeRO++, Wang et al., arXiv 2306.10209).
-        mp_policy: FSDP2's class, with the dtypes in which parameters are gathered and used,
-            gradients are reduced, and inputs and outputs of the compiled module are cast.
-            Parameters and gradients keep their own dtype.
+        mp_policy: FSDP2's class, with the dtypes of gathered parameters, of gradient reductions,
+            and of inputs and outputs of the compiled module. Sharded parameters and their gradients
+            keep their dtype.
         offload_policy: FSDP2's class. ``CPUOffloadPolicy()`` keeps shards and gradients, and
             therefore the optimizer state, in host memory, which is pinned by default. The graph
             copies shards to the device ahead of their gathers, and reduced gradients back.
             Replicated parameters stay on the device.
-        ignored_params: parameters to leave as they are, neither sharded nor reduced.
-        overrides: ``{fqn glob: {argument: value}}``, which gives some parameters another
-            ``mp_policy``, ``offload_policy``, ``fp8``, ``reshard_after_forward`` or ``shard``. If
-            several globs match, the last one wins. A glob that matches a module applies to
-            everything in it, and its ``mp_policy`` casts inputs and outputs of the outermost
-            modules that it matches. ``"shard": False`` replicates a parameter and all-reduces its
-            gradient, as DDP does; it never travels in fp8.
-        fp8: policy for linears that compute in fp8, with their weights gathered in fp8; None: no
-            fp8.
-        schedule: limits and options of the schedule; None: ``SchedulePolicy()``.
+        ignored_params: parameters that are neither sharded nor reduced.
+        overrides: ``{fqn glob: {argument: value}}``, which sets ``mp_policy``, ``offload_policy``,
+            ``fp8``, ``reshard_after_forward`` or ``shard`` for the matching parameters. If several
+            globs match, the last one wins. A glob that matches a module applies to everything in
+            it, and its ``mp_policy`` casts inputs and outputs of the outermost modules that it
+            matches. ``"shard": False`` replicates a parameter and all-reduces its gradient, as DDP
+            does; it never travels in fp8.
+        fp8: policy for linears that compute in fp8, with their weights gathered in fp8. Defaults to
+            no fp8.
+        schedule: limits and options of the schedule. Defaults to ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
         dump: folder for the plans, traces, tables and FX code of every compiled graph, and a page
             that shows them all, ``index.html``; see ``graphshard.show.dump_folder``. It is created
-            if it is missing. Every backend needs its own.
+            if missing. Backends cannot share a folder.
         sync_module_states: whether to copy the parameters and buffers of the mesh's first rank to
             all other ranks before sharding.
 
     Raises:
-        ValueError: an argument is wrong. At the first call, on every rank and before anything is
+        ValueError: an argument is invalid. At the first call, on every rank and before anything is
             changed: there is no process group, a parameter cannot be sharded, or ranks differ.
     """
     return Backend(Options.from_arguments(locals()))
@@ -356,8 +356,8 @@ def from_string(
 
 def _shard_before_trace(_: object) -> None:
     # If a function or method is compiled, and Dynamo left a module's call to Python, the root is
-    # the module that the function calls, or that has the method: what Dynamo can compile of such a
-    # call may have no parameter.
+    # the module that the function calls, or that has the method: the code that Dynamo can compile
+    # of such a call may have no parameter.
     on_compile_error(advise)
     if is_capturing():
         return
@@ -396,8 +396,8 @@ def _backend_for(options: Mapping[str, Any]) -> Backend:
     for name in options:
         if name not in known:
             raise BackendError(
-                f"options has {name!r}, which is no argument of graphshard.backend: use some of "
-                f"{list(known)}"
+                f"options has {name!r}, which is not an argument of graphshard.backend: choose "
+                f"from {list(known)}"
             )
     key = hashable(options)
     if key not in _named:

@@ -1,7 +1,7 @@
 """Write files atomically: a file is either complete or missing.
 
-Ranks and runs may write one name while others read it: each writer fills its own scratch folder
-next to the target, and one rename puts the result in place.
+Several ranks and runs may write the same path while others read it: each writer fills its own
+scratch folder next to the target, and one rename puts the result in place.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def write_whole(path: Path, text: str) -> None:
 def whole(target: Path) -> Iterator[Path]:
     """Yield a path for a new file or folder that replaces ``target`` when the block ends.
 
-    If the block raises, ``target`` stays as it was. A folder is replaced only if it is empty.
+    If the block raises, ``target`` is unchanged. A folder is replaced only if it is empty.
 
     Raises:
         OSError: the folder of ``target`` does not exist, or cannot be written to.
     """
-    # ``mkdtemp`` creates the folder exclusively, so processes on other hosts get other names, too.
+    # ``mkdtemp`` creates the folder exclusively: processes on other hosts get different names, too.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         scratch = Path(folder, target.name)
         yield scratch

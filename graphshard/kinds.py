@@ -28,8 +28,8 @@ class TransferKind(_Kind):
     ``cost.devices`` and ``cost.measure`` unless another kind has the same), and a case in
     ``pipeline.verify``, ``ranks.plan_consensus``, ``show.table``, ``show.trace``,
     ``check.analysis`` and ``forecast``. In ``planning``: its bytes (``live_bytes``), its place in
-    a chain of buckets (``plan``), and whatever may differ from a reduction, as which ``search``,
-    ``bucketing``, ``simulate`` and ``place_buckets`` treat any collective but an all-gather.
+    a chain of buckets (``plan``), and its differences from a reduction, because ``search``,
+    ``bucketing``, ``simulate`` and ``place_buckets`` treat all but all-gathers like reductions.
     ``tests/plan/test_kinds.py`` finds most tables that lack a kind.
     """
 

@@ -1,4 +1,4 @@
-"""A user's script: its function, the model and inputs it returns, and the loss of a step."""
+"""Load a user's script: the function that returns its model and inputs, and the loss of a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def unpack(function: str, returned: object) -> tuple[nn.Module, Any, dict[str, A
     """Return the model, the inputs of a step and the options that ``function`` has returned.
 
     Raises:
-        ValueError: ``returned`` is anything else.
+        ValueError: ``returned`` is not a tuple of these.
     """
     if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
         raise ValueError(
@@ -54,7 +54,7 @@ def unpack(function: str, returned: object) -> tuple[nn.Module, Any, dict[str, A
             f"{function} returned {_kind(model)} as the model: must be a torch.nn.Module"
         )
     if uncompiled(model) is not model:
-        raise ValueError(f"{function} returned a compiled model: leave out torch.compile")
+        raise ValueError(f"{function} returned a compiled model: remove its torch.compile")
     if not isinstance(inputs, Sequence | Mapping) or isinstance(inputs, str):
         raise ValueError(
             f"{function} returned {_kind(inputs)} as the inputs: must be a tuple, as in "
@@ -84,7 +84,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
         )
     if not loss.requires_grad:
         raise ValueError(
-            "nothing would be trained: the loss depends on no parameter that requires a gradient"
+            "the loss depends on no parameter that requires a gradient, so nothing would be trained"
         )
     return loss if loss.dim() == 0 else loss.float().sum()
 

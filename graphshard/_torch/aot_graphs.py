@@ -38,7 +38,7 @@ def num_constants(gm: fx.GraphModule) -> int:
 
 
 def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
-    """Return the position of each input among Dynamo's; tokens are left out, constants are None."""
+    """Return the position of each input in Dynamo's graph, without tokens; None for constants."""
     positions: list[int | None] = [None] * num_constants(gm)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
@@ -50,7 +50,7 @@ def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
 
 
 def original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Number the placeholders that are original inputs, constants included and tokens left out.
+    """Number the placeholders that are original inputs, including constants but not tokens.
 
     A backward graph must have gone through :func:`number_inputs` if its forward graph has tokens.
     """

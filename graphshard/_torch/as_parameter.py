@@ -189,7 +189,7 @@ def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
     """Make Dynamo read a parameter that it finds in ``_parameters`` as an attribute of its module.
 
     Args:
-        is_ours: whether the code being traced should see the full parameter of a DTensor.
+        is_ours: returns whether the code being traced should see a DTensor's full parameter.
     """
 
     # ``_parameters`` holds DTensors; ``parameters()``, ``named_parameters()`` and ``state_dict()``

@@ -66,13 +66,13 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the version of ``tensor``, which in-place changes increment; 0 if it has none."""
+    """Return the version of ``tensor``, which in-place changes increment, or 0 if it has none."""
     # Inference tensors have none.
     return 0 if tensor.is_inference() else tensor._version
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return the data pointer of ``tensor``; 0 if a ``torch.func`` transform hides it."""
+    """Return the data pointer of ``tensor``, or 0 if a ``torch.func`` transform hides it."""
     return 0 if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor.data_ptr()
 
 
@@ -99,7 +99,7 @@ class _BackwardEnd:
             self.acts.pop(0)()
 
 
-# Ends of the backwards in progress, by graph task ID. Autograd's callback queue keeps them alive.
+# Callbacks of backwards in progress, keyed by graph task ID. Autograd's queue keeps them alive.
 _ends: weakref.WeakValueDictionary[int, _BackwardEnd] = weakref.WeakValueDictionary()
 
 
@@ -199,7 +199,7 @@ def _is_compiled(node_type: Any) -> bool:
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:
-    """Return what a node of ``compiled_nodes`` saved for backward."""
+    """Return the tensors that a node of ``compiled_nodes`` has saved for backward."""
     # AOTAutograd keeps what a user's ``autograd.Function`` saves in a separate list, whose versions
     # autograd does not check.
     return [*node.saved_tensors, *node._tensors_no_vc_check]
@@ -217,7 +217,7 @@ def substitute_backward_inputs(
     leaves_of: Callable[[object, bool], Sequence[Any] | None],
     gradient_of: Callable[[Any, torch.Tensor | None], torch.Tensor | None],
 ) -> None:
-    """Make ``torch.autograd.grad`` and ``backward(inputs=)`` use other tensors for some inputs.
+    """Make ``torch.autograd.grad`` and ``backward(inputs=)`` substitute tensors for inputs.
 
     Args:
         leaves_of: ``leaves_of(input, accumulates)`` returns the tensors that replace an input, or

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = ["StorageInfo", "read_metadata"]
 
-# Names that the pickle may contain, by module; none of them does more than build a value.
+# Names that the pickle may contain, keyed by module; none of them does more than build a value.
 _CLASSES: dict[str, tuple[str, ...]] = {
     metadata.__name__: (
         "Metadata",
@@ -40,7 +40,9 @@ def _set_attributes(unpickler: Any) -> None:
     # Classes, functions and enum members that the pickle names belong to torch and must not change.
     made = unpickler.stack[-2]
     if isinstance(made, type) or not dataclasses.is_dataclass(made):
-        raise pickle.UnpicklingError(f"the file changes {made!r}, which metadata never does")
+        raise pickle.UnpicklingError(
+            f"the file changes {made!r}, which metadata of torch.distributed.checkpoint never does"
+        )
     pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
 
 
@@ -58,16 +60,16 @@ class _Unpickler(pickle._Unpickler):
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"the file names {module}.{name}, which metadata of torch.distributed.checkpoint never "
-            "does"
+            f"the file refers to {module}.{name}, which metadata of torch.distributed.checkpoint "
+            "never does"
         )
 
 
 def read_metadata(path: Path) -> Any:
-    """Return the object pickled in ``path``: a ``Metadata``, unless it is another kind of file.
+    """Return the object pickled in ``path``, which is a ``Metadata`` in a checkpoint.
 
     Raises:
-        Exception: of any kind; the file is damaged, or names something that metadata never does.
+        Exception: of any type, if the file is damaged or has names that metadata never has.
     """
     with path.open("rb") as file:
         return _Unpickler(file).load()

@@ -2,9 +2,9 @@
 
 On a CPU, Inductor writes each kernel to its own file, and waits for all files of a graph before it
 lowers the next graph. Of the 0.5 s that a file takes, torch's headers take 0.3 s, even precompiled.
-So here the kernels of a graph share as many files as can compile in parallel; while another graph
-remains to be lowered, one core is reserved for that. The first step of a GPT of four layers takes
-34 processor seconds with this module, imports included, and 49 without. With two cores:
+Here, the kernels of a graph share as many files as can compile in parallel; while more graphs
+remain to be lowered, one core is reserved for that. The first step of a GPT of four layers takes
+34 processor seconds with this module, including imports, and 49 without. With two cores:
 
     Inductor  lower forward   a.cpp b.cpp .. i.cpp   lower backward   j.cpp k.cpp .. r.cpp
     here      lower forward   lower backward   j.cpp k.cpp
@@ -166,7 +166,7 @@ def _in_namespaces(modules: Sequence[str]) -> str:
 
 
 def _balanced(kernels: Sequence[_Kernel], num_files: int) -> list[list[_Kernel]]:
-    """Distribute kernels over files so that each file has about as much code."""
+    """Distribute kernels over files of about equal size."""
     files: list[list[_Kernel]] = [[] for _ in range(min(num_files, len(kernels)))]
     sizes = [0] * len(files)
     for kernel in sorted(kernels, key=lambda k: len(k.source), reverse=True):
@@ -178,7 +178,7 @@ def _balanced(kernels: Sequence[_Kernel], num_files: int) -> list[list[_Kernel]]
 
 def _module_of(path: str | None, name: str) -> ModuleType:
     """Return one module of a library that has several, by the name of its ``PyInit_`` function."""
-    # A kernel in a shared file is still a Python module of its own.
+    # Each kernel in a shared file is still a separate Python module.
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None

@@ -54,7 +54,7 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return a second connection to the group's store; the store itself if it has no ``clone``."""
+    """Return a second connection to the group's store, or the store itself without ``clone``."""
     # ``_world`` keeps the store. The shared connection may be blocked by another thread.
     store = dist.distributed_c10d._world.pg_map[group][1]
     return store.clone() if hasattr(store, "clone") else store
@@ -89,8 +89,8 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because a peer closed its connection or was too late."""
-    # gloo's errors have no class of their own, but name its source files.
+    """Return whether a collective failed because a peer closed its connection or timed out."""
+    # gloo's errors have no special class, but contain paths of its source files.
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
@@ -109,7 +109,7 @@ class PendingCollective(NamedTuple):
     """A collective that a thread is in.
 
     Attributes:
-        what: function, and the line that called it.
+        what: function and the line that called it.
         number: number of this group's collectives that this rank has begun, including this one.
     """
 
@@ -134,7 +134,7 @@ def pending_collective(thread: int) -> PendingCollective | None:
 
 
 def num_started(group: str) -> int | None:
-    """Return how many collectives of a group this rank has begun; None if unknown."""
+    """Return how many collectives of a group this rank has begun, or None if unknown."""
     try:
         member: Any = process_group(group)  # mypy's stub lacks the method
         return int(member._get_sequence_number_for_group())

@@ -1,4 +1,4 @@
-"""DTensors wrapped and unwrapped without the overhead of ``from_local`` and ``to_local``.
+"""Wrap and unwrap DTensors without the overhead of ``from_local`` and ``to_local``.
 
 Relies on torch/distributed/tensor/_api.py and _dtensor_spec.py.
 """
@@ -50,10 +50,10 @@ def replace_data(dtensor: DTensor, new: DTensor) -> None:
 
 
 def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
-    """Call ``act(dtensor, value)`` on ``dtensor.data = value``; False runs torch's assignment."""
+    """Call ``act(dtensor, value)`` on ``dtensor.data = value``, which only assigns on False."""
 
-    # Torch's own replaces the storage of the wrapper, which holds no memory, instead of the local
-    # tensor, so the assigned value is lost.
+    # Torch's assignment replaces the storage of the wrapper, which holds no memory, instead of the
+    # local tensor: the assigned value is lost.
     def assign(dtensor: DTensor, value: torch.Tensor) -> None:
         if not act(dtensor, value):
             _set_data(dtensor, value)

@@ -44,7 +44,7 @@ Restart = TensorifyScalarRestartAnalysis
 
 # Of Dynamo's restart exceptions, ``OutputGraph.call_user_compiler`` lets only ``Restart`` pass.
 class Retrace(Restart):
-    """An exception by which a backend makes Dynamo trace the frame again."""
+    """Exception that a backend raises to make Dynamo trace the frame again."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(restart_reason=reason)
@@ -78,7 +78,7 @@ class Trace:
                 continue
 
     def owner(self) -> nn.Module | None:
-        """Return the module whose method is being traced; None for other functions."""
+        """Return the module whose method is being traced, or None for other functions."""
         owner = self._tx.f_locals.get("self")
         return owner if isinstance(owner, nn.Module) else None
 
@@ -117,10 +117,10 @@ class Trace:
 
 
 def on_compile_start(act: Callable[[object], None]) -> None:
-    """Call ``act`` before Dynamo traces a frame, whatever the frame's backend; register repeatedly.
+    """Call ``act`` before Dynamo traces any frame, whatever the frame's backend.
 
-    ``torch._dynamo.reset()`` clears the callbacks (torch/_dynamo/callback.py). ``act`` still runs
-    only once per compilation.
+    Register it repeatedly, because ``torch._dynamo.reset()`` clears the callbacks
+    (torch/_dynamo/callback.py). ``act`` still runs only once per compilation.
     """
     handler = torch._dynamo.callback_handler
     if act not in handler.start_callbacks:
@@ -128,7 +128,7 @@ def on_compile_start(act: Callable[[object], None]) -> None:
 
 
 def on_compile_error(act: Callable[[BaseException], None]) -> None:
-    """Call ``act`` with the error that ends a compilation; register it as in `on_compile_start`."""
+    """Call ``act`` with the error that ends a compilation; register it like `on_compile_start`."""
     # End callbacks run while the error passes through ``install_callbacks``.
     handler, callback = torch._dynamo.callback_handler, _OnError(act)
     if callback not in handler.end_callbacks:
@@ -148,7 +148,7 @@ class _OnError:
 
 
 class _Noticing(dict[str, Any]):
-    """Torch's registry of backends by name, with a callback when a name is looked up."""
+    """Torch's backend registry, with a callback when a name is looked up."""
 
     def __init__(self, functions: dict[str, Any]) -> None:
         super().__init__(functions)
@@ -241,7 +241,7 @@ def capture_graph(call: Callable[[], object]) -> tuple[fx.GraphModule, list[Any]
 
 
 def compile_id() -> str:
-    """Return Dynamo's ID of the compilation in progress, such as "0/0"; "" if there is none."""
+    """Return Dynamo's ID of the compilation in progress, such as "0/0", or ""."""
     compiling = CompileContext.current_compile_id()
     return "" if compiling is None else str(compiling)
 
@@ -253,7 +253,7 @@ _GOT = re.compile(r"got (\w+)\((['\"])(.*)\2\)", re.DOTALL)
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the original error that one of Dynamo's wraps, or the error itself."""
+    """Return the original error that a Dynamo error wraps, or the error itself."""
     while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
         error = inner
     return error
@@ -280,7 +280,7 @@ def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _chain(error: BaseException) -> Iterable[BaseException]:
-    """Yield an error, its cause, the cause of that one, and so on."""
+    """Yield an error and its chain of causes."""
     following: BaseException | None = error
     while following is not None:
         yield following
@@ -289,14 +289,14 @@ def _chain(error: BaseException) -> Iterable[BaseException]:
 
 
 def freed_on_reset(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backend's result, so that a reset frees it along with the frame being compiled."""
+    """Wrap a backend's result, which a reset then frees along with the frame being compiled."""
     wrapper = _FreedOnReset(function, weakref.ref(InstructionTranslator.current_tx().f_code))
     _wrappers().add(wrapper)
     return wrapper
 
 
 class _FreedOnReset:
-    """A callable that can be emptied."""
+    """A callable whose function can be dropped."""
 
     # No __dict__: Dynamo's own wrapper would copy its entries and keep the function alive.
     __slots__ = ("__weakref__", "code", "function")

@@ -75,7 +75,7 @@ class CompiledCall:
     """The compiled call in progress; all fields are empty if there is none.
 
     Attributes:
-        module: the compiled module; None if a function is compiled.
+        module: compiled module, or None if a function is compiled.
         called: modules whose calls Dynamo left to Python, outermost first. Dynamo may be about to
             trace the forward of the innermost one. Empty inside a nested compiled call, which may
             have another backend.
@@ -92,7 +92,7 @@ class CompiledCall:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def root(self) -> nn.Module | None:
-        """Return the compiled module; for a compiled function, the outermost module it runs."""
+        """Return the compiled module or, for a function, the outermost module that it runs."""
         if self.module is not None:  # bool(module) may be False, or raise
             return self.module
         # The outermost called module, or the running one that it is a part of.
@@ -134,7 +134,7 @@ def _owners(methods: Iterable[FrameType]) -> tuple[nn.Module, ...]:
 
 
 def _called_module(caller: FrameType | None) -> nn.Module | None:
-    """Return the module whose call runs in ``caller``; None if no module's does."""
+    """Return the module whose call runs in ``caller``, or None."""
     if caller is not None and caller.f_code.co_qualname.endswith("_call_impl.<locals>.inner"):
         caller = caller.f_back  # the module has hooks
     called = caller is not None and caller.f_code.co_name in _MODULE_CALL
@@ -146,7 +146,7 @@ class CompileRequest:
     """Arguments of the ``torch.compile`` call in progress.
 
     Attributes:
-        given: the function or module to compile, also if ``module.compile()`` made the call.
+        given: function or module to compile, also if ``module.compile()`` made the call.
         is_off: whether the call returns ``given`` itself.
     """
 
@@ -156,12 +156,12 @@ class CompileRequest:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module to compile; None for a function."""
+        """The module to compile, or None for a function."""
         return self.given if isinstance(self.given, nn.Module) else None
 
 
 def compile_request() -> CompileRequest | None:
-    """Return the arguments of the ``torch.compile`` call in progress; None if there is none."""
+    """Return the arguments of the ``torch.compile`` call in progress, or None."""
     # See torch/__init__.py, torch/nn/modules/module.py and ``_optimize`` in
     # torch/_dynamo/eval_frame.py.
     for frame in frames():
@@ -216,7 +216,7 @@ def is_forward(frame: FrameType) -> bool:
 
 
 def module_of_method(frame: FrameType) -> nn.Module | None:
-    """Return the frame's first argument if it is a module; unwrap a compiled one."""
+    """Return the frame's first argument, unwrapped if compiled, or None if it is no module."""
     owner = _first_argument(frame)
     owner = uncompiled(owner) if isinstance(owner, nn.Module) else None
     return owner if isinstance(owner, nn.Module) else None
@@ -234,11 +234,11 @@ def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] 
     The dictionary also holds the keyword arguments of that call: use keys that are not strings.
 
     Args:
-        is_part_of_model: whether a module's calls count.
+        is_part_of_model: returns whether a module's calls count.
 
     Returns:
-        The ``kwargs`` of the innermost call of such a module or of compiled code; None outside of
-        any forward.
+        The ``kwargs`` of the innermost call of such a module or of compiled code, or None outside
+        of any forward.
     """
     inside = False
     for frame in frames():

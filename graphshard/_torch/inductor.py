@@ -8,7 +8,7 @@ names and arguments in torch 2.11 and 2.13. Re-exports:
     make_boxed_func           gives a graph's callable AOTAutograd's calling convention
     min_cut_rematerialization_partition     AOTAutograd's partitioner of the joint graph
     CustomGraphPass, CustomPartitionerFn    passes and partitioners with a cache key
-    get_hash_for_files, cache_dir           that key; the folder of Inductor's caches
+    get_hash_for_files, cache_dir           computes such a key; the folder of Inductor's caches
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ KEEP_HOST_COPIES = {"layout_optimization": False}
 
 
 def decompositions_for(inputs: Sequence[object]) -> dict[Any, Any] | None:
-    """Return Inductor's decompositions for a graph with these inputs; None for the default ones."""
+    """Return Inductor's decompositions for a graph with these inputs, or None for the default."""
     # By default a complex add becomes views and a real add, which no pass of ours recognizes as the
-    # sum of two gradients of one parameter. So with complex inputs, adds are not decomposed.
+    # sum of two gradients of one parameter. With complex inputs, adds are therefore kept.
     if not any(isinstance(value, torch.Tensor) and value.is_complex() for value in inputs):
         return None
     table = dict(select_decomp_table())
@@ -94,7 +94,7 @@ def options_of_plans(device: torch.device) -> dict[str, Any]:
 
 
 def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a user's Inductor options; warn of, and drop, those that move launches or waits."""
+    """Return a user's Inductor options without those that move launches or waits, and warn."""
     undone = [f"{name}={asked[name]}" for name in KEEP_ORDER if asked.get(name, False)]
     if undone:
         warnings.warn(
@@ -257,7 +257,7 @@ def eager_backward() -> AbstractContextManager[None]:
 
 
 def saving_activations(budget: float | None) -> AbstractContextManager[None]:
-    """Limit what the partitioner saves to this fraction of the activations; None: as configured."""
+    """Limit the fraction of activations that the partitioner saves, or keep torch's with None."""
     if budget is None:
         return nullcontext()
     # A budget of 0 would also recompute what has to be saved.
@@ -302,20 +302,20 @@ def caches_graphs() -> bool:
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """Return the Inductor options that ``torch.compile(mode=...)`` stands for; none for None."""
+    """Return the Inductor options of ``torch.compile(mode=...)``, or {} for None."""
     return torch._inductor.list_mode_options(mode) if mode else {}
 
 
 def settings_text(options: Mapping[str, Any]) -> str:
     """Return all settings of Inductor and AOTAutograd as text that is the same in every process."""
-    # ``save_config_portable`` (torch/utils/_config_module.py) leaves out what torch leaves out of
-    # its own cache keys.
+    # ``save_config_portable`` (torch/utils/_config_module.py) omits the settings that torch omits
+    # from its cache keys.
     with inductor_config.patch(dict(options)):
         configs = [
             sorted(config.save_config_portable(ignore_private_configs=False).items())
             for config in (inductor_config, functorch_config)
         ]
         passes = [getattr(inductor_config, name) for name in _OTHER_PASSES]
-    # Inductor does not cache graphs of passes without a key, so any text does for these.
+    # Inductor does not cache graphs of passes without a key, for which any text will do.
     keys = [p.uuid() if isinstance(p, CustomGraphPass) else repr(p) for p in passes]
     return f"{configs} {keys}"

@@ -22,7 +22,7 @@ _instances: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary(
 
 
 def live_instances(kind: type[_T]) -> dict[int, _T]:
-    """Return the live optimizers or modules of type ``kind``, by id."""
+    """Return the live optimizers or modules of type ``kind``, keyed by id."""
     return {key: thing for key, thing in _instances.items() if issubclass(type(thing), kind)}
 
 
@@ -42,6 +42,6 @@ def _noting(method: Any) -> Any:
 
 # Called by __init__ and by __setstate__, so copies are covered, too.
 Optimizer._patch_step_function = _noting(Optimizer._patch_step_function)  # type: ignore[method-assign]
-# So a module counts once it holds a parameter or a module.
+# A module is recorded once it holds a parameter or a submodule.
 registration.register_module_parameter_registration_hook(_note_module)
 registration.register_module_module_registration_hook(_note_module)

@@ -1,8 +1,8 @@
 """Keep launches and waits in their written order while Inductor fuses kernels around them.
 
 Inductor runs a fused kernel where its first node was, preceded by everything the kernel needs. If a
-later node needs a later wait, that wait moves up, ahead of launches that were written before it. So
-this pass moves the kernel after the waits that it needs:
+later node needs a later wait, that wait moves up, ahead of launches that were written before it.
+This pass therefore moves the kernel after the waits that it needs:
 
     written   embedding   launch b   wait a   norm     embedding and norm are fused
     Inductor  wait a   kernel   launch b
@@ -68,7 +68,7 @@ def _split(nodes: Nodes) -> Nodes:
 
 
 def _is_fused(node: BaseSchedulerNode) -> bool:
-    """Return whether a node consists of several that can be kernels of their own."""
+    """Return whether a node consists of several that can be separate kernels."""
     is_list_operator = getattr(node, "is_foreach", bool)()
     return len(getattr(node, "snodes", ())) > 1 and not is_list_operator
 
@@ -90,7 +90,7 @@ def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
         groups[is_late].append(node)
         if is_late:
             late.update(node.get_buffer_names())
-    if not all(groups):  # another kernel has to be split
+    if not all(groups):  # a different kernel has to be split
         return [kernel]
     parts: Nodes = []
     for group in groups:
@@ -117,7 +117,7 @@ def _fused(kernel: Any, nodes: Nodes) -> BaseSchedulerNode:
 
 
 def _last_waits(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
-    """Return the position of the last wait that each node depends on, as written; -1 if none."""
+    """Return the written position of the last wait that each node depends on, or -1."""
     own = {node: node.min_order if contains_wait(node) else -1 for node in nodes}
     return _latest(own, needed)
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 __all__ = ["apply_to_tensors", "unflatten_state_dict"]
 
-FLAT_WEIGHTS = "_flat_weights"  # attribute of ``nn.RNNBase``: its parameters a second time
+FLAT_WEIGHTS = "_flat_weights"  # attribute of ``nn.RNNBase``, a second list of its parameters
 COMPILED_PREFIX = "_orig_mod."  # of names in a module that ``torch.compile`` wraps
 
 
@@ -77,7 +77,7 @@ def uncompiled(value: object) -> object:
 
 
 def versions_of(state_dict: Mapping[str, object]) -> dict[str, Any]:
-    """Return the module versions that a state dict carries, if any, by module name."""
+    """Return the module versions that a state dict carries, if any, keyed by module name."""
     return dict(getattr(state_dict, "_metadata", {}))
 
 

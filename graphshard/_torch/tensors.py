@@ -38,8 +38,8 @@ def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
         if isinstance(leaf, FakeTensor):
             return leaf.fake_mode
     raise ValueError(
-        'no node of the graph has a fake tensor in meta["val"]: its shapes are unknown. Pass the '
-        "graph as AOTAutograd traced it"
+        'no node of the graph has a fake tensor in meta["val"], so its shapes are unknown. Pass a '
+        "graph traced by AOTAutograd"
     )
 
 
@@ -50,7 +50,7 @@ def new_fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def quiet_fake_mode(value: torch.Tensor) -> Iterator[None]:
-    """Enter the fake mode of ``value``, and do not log the errors that operators raise in it."""
+    """Enter the fake mode of ``value``, without logging the errors that operators raise in it."""
     log = logging.getLogger(FakeTensor.__module__)
     log.addFilter(_reject)
     try:
@@ -65,7 +65,7 @@ def _reject(record: logging.LogRecord) -> bool:
 
 
 def traced_storage(node: fx.Node) -> int | None:
-    """Return the ID of the storage that a node's value had in the trace; None for non-tensors."""
+    """Return the ID of the storage of a node's value in the trace, or None for non-tensors."""
     value = traced_value(node)
     return storage_of(value) if isinstance(value, FakeTensor) else None
 
@@ -87,7 +87,7 @@ def traced_value(node: fx.Node) -> object:
 
 
 def base_name(op: object) -> str:
-    """Return an operator's bare name, "mm" for ``aten.mm.out``; "" for a higher-order operator."""
+    """Return an operator's bare name ("mm" for ``aten.mm.out``), or "" for a higher-order one."""
     return op.name().partition("::")[2].partition(".")[0] if isinstance(op, OpOverload) else ""
 
 

@@ -361,7 +361,7 @@ def test_unknown_option_is_refused(make: Callable[..., object]) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"bucket_size": 3}, r"'bucket_size'.*use some of.*reshard_after_forward"),
+        ({"bucket_size": 3}, r"'bucket_size'.*choose from.*reshard_after_forward"),
         ({"compiler": "nvcc"}, r"compiler='nvcc'.*inductor"),
         ({"reshard_after_forward": "yes"}, "reshard_after_forward='yes'"),
     ],

@@ -26,7 +26,7 @@ def test_a_model_and_inputs_are_unpacked(inputs: Any) -> None:
         (MODEL, "f returned Linear: must be (model, inputs)"),
         ([MODEL, (TOKENS,)], "f returned list: must be (model, inputs)"),
         ((TOKENS, (TOKENS,)), "f returned Tensor as the model: must be a torch.nn.Module"),
-        ((torch.compile(MODEL), (TOKENS,)), "a compiled model: leave out torch.compile"),
+        ((torch.compile(MODEL), (TOKENS,)), "a compiled model: remove its torch.compile"),
         ((MODEL, TOKENS), "f returned Tensor as the inputs: must be a tuple"),
         ((MODEL, (TOKENS,), "bf16"), "f returned str as the options: must be a dictionary"),
     ],

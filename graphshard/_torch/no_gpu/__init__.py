@@ -1,1 +1,1 @@
-"""A simulated CUDA device: answers to what torch and Triton ask of one."""
+"""A simulated CUDA device, for compiling with torch and Triton without a GPU."""

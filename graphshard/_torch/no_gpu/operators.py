@@ -91,13 +91,13 @@ def written_in(
 
 
 def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
-    """Return the number of kernels that an operator call launches; 1 for unknown operators."""
+    """Return the number of kernels that an operator call launches, or 1 if unknown."""
     name = base_name(op)
     if name.startswith("_foreach_"):
         return _num_of_foreach(args, casts=name == "_foreach_copy_")
     if name == "split_with_sizes_copy":
         whole, *parts = tensors_in([args, kwargs])
-        # Without ``out`` tensors, each part takes a kernel of its own.
+        # Without ``out`` tensors, each part takes its own kernel.
         one = parts and all(is_dense(t) and t.dtype == whole.dtype for t in (whole, *parts))
         sizes = args[1]
         assert isinstance(sizes, Sequence)
@@ -113,8 +113,8 @@ def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]
 
 def _num_of_foreach(args: Sequence[object], *, casts: bool) -> int:
     """Return 1 for the fast path of a foreach operator, otherwise the length of its lists."""
-    # The fast path requires dense tensors, one dtype per list (``casts``: which may differ between
-    # lists), and the same layout for tensors at the same position.
+    # The fast path requires dense tensors, one dtype per list (with ``casts``, it may differ
+    # between lists), and the same layout for tensors at the same position.
     lists = [list(tensors_in(arg)) for arg in args if isinstance(arg, (list, tuple))]
     lists = [tensors for tensors in lists if tensors]
     dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]

@@ -3,7 +3,7 @@
 With them, Inductor and Triton compile for the device, and the generated code runs over fake
 tensors. ``no_gpu.cpp``, which was loaded before torch, makes autograd, streams and events of
 ``cuda`` work without effect. `install` replaces the rest for good: the process cannot do anything
-else afterwards. Every replaced function is named here, with what it would ask of the device.
+else afterwards. Every replaced function is named here, with its use of the device.
 
 Relies on torch 2.13 and Triton 3.7.
 """
@@ -46,7 +46,7 @@ class DeviceProperties:
     """Device properties that Inductor reads, as from ``torch.cuda.get_device_properties``.
 
     Attributes:
-        shared_memory_per_block_optin: most shared memory that a kernel may request, in bytes.
+        shared_memory_per_block_optin: maximum shared memory of a kernel, in bytes.
     """
 
     name: str
@@ -75,7 +75,7 @@ def check_versions() -> None:
     """Check that the stand-ins support the installed torch and Triton.
 
     Raises:
-        RuntimeError: they do not support one of them.
+        RuntimeError: the installed torch or Triton is not supported.
     """
     import triton
 
@@ -85,8 +85,8 @@ def check_versions() -> None:
     ):
         if not version.startswith(known):
             raise RuntimeError(
-                f"{name} {version}: a GPU can be simulated with {name} {' or '.join(known)} only, "
-                f"because the simulation replaces internals of {name}; install such a version"
+                f"{name} {version} cannot simulate a GPU, because the simulation replaces "
+                f"internals of {name}: install {name} {' or '.join(known)}"
             )
 
 
@@ -181,7 +181,7 @@ def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
 
 
 def _stand_in_for_waiting(hooks: Hooks) -> None:
-    """Replace host waits for the whole device by a callback: there is nothing to wait for."""
+    """Replace host waits for the whole device with a callback: there is nothing to wait for."""
     for module in (torch.cuda, torch.accelerator):
         # Each module gets its own function, because Dynamo looks up handlers by function.
         replace(module, synchronize=lambda device=None: hooks.synchronized())
@@ -214,7 +214,7 @@ def _returns(value: Any) -> Callable[..., Any]:
 
 
 def _stand_in_for_dynamo(device: DeviceProperties) -> None:
-    """Replace ``DeviceInterface``, by which Dynamo and Inductor query the device's runtime."""
+    """Replace ``DeviceInterface``, through which Dynamo and Inductor query the device's runtime."""
     properties = types.SimpleNamespace(**asdict(device))
 
     class Worker(device_interface.CudaInterface.Worker):
@@ -304,7 +304,7 @@ def _stand_in_for_allocation(hooks: Hooks) -> None:
 
 
 def _stand_in_for_scaled_mm() -> None:
-    """Register ``_scaled_mm.out`` for fake tensors, by means of the variant without ``out``."""
+    """Register ``_scaled_mm.out`` for fake tensors, implemented by the variant without ``out``."""
 
     # That variant raises for layouts or sizes that cuBLASLt would refuse
     # (torch/_meta_registrations.py): for fp8, the first matrix must be row-major and the second
