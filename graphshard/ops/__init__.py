@@ -1,4 +1,4 @@
-"""The operators that graphs call, each with its fake, and the calls that make up a collective.
+"""Operators for parameters, gradients, collectives and host copies in graphs.
 
 ``markers`` stand for a parameter and its gradient in a graph until it is lowered; ``marker_specs``
 defines their arguments. Lowering replaces them by the calls of ``collectives``, with copies into

@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 
 def take(key: torch.Tensor) -> torch.Tensor | None:
-    """Take the total of the accumulator with that key; None if there is no total or accumulator."""
+    """Take the total of the accumulator with that key; return None if there is none."""
     accumulator = _accumulators.get(int(key))
     return None if accumulator is None else accumulator.take()
 
@@ -30,7 +30,7 @@ class Accumulator:
     """A total of gradients that are not reduced yet, or only partly.
 
     Attributes:
-        stand_in: tensor without memory of its own, in whose ``.grad`` autograd accumulates.
+        stand_in: expanded scalar of the gradient's shape, in whose ``.grad`` autograd accumulates.
         key: number of the accumulator, as a tensor.
     """
 
@@ -40,7 +40,7 @@ class Accumulator:
         # Graphs look it up by number, because hooks may copy the tensors saved for backward.
         self.key = torch.tensor(number, device="cpu")  # regardless of the default device
         _accumulators[number] = self
-        self._taken: dict[int, list[torch.Tensor]] = {}  # by number of the backward that took them
+        self._taken: dict[int, list[torch.Tensor]] = {}  # keyed by the backward that took them
 
     @property
     def total(self) -> torch.Tensor | None:
@@ -65,7 +65,7 @@ class Accumulator:
         return total
 
     def drop_taken(self) -> None:
-        """Forget what this backward has taken: it has reached its parameter."""
+        """Forget the totals that this backward has taken, which have reached their parameter."""
         self._taken.pop(current_backward(), None)
 
     def _put_back(self, backward: int) -> None:

@@ -37,9 +37,9 @@ def _copy_in(
     """Cast, pad and pack tensors: the first ``counts[0]`` into the first buffer, and so on.
 
     Args:
-        rows: number of rows of each tensor that each rank is sent; 0 for a tensor without rows.
-        wire_dtypes: dtype of each buffer; uint8 if its tensors travel as bytes.
-        world: number of ranks that get a part of each buffer; 1 for a gather.
+        rows: number of rows of each tensor to send to each rank, or 0 for a tensor without rows.
+        wire_dtypes: dtype of each buffer, or uint8 if its tensors travel as bytes.
+        world: number of ranks that receive a part of each buffer, or 1 for a gather.
     """
     buffers = _copy_in_fake(tensors, rows, dtypes, counts, wire_dtypes, world)
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -55,7 +55,7 @@ def _copy_in(
     return buffers
 
 
-# A tensor, the number of its rows that each rank is sent, and the dtype in which it travels.
+# A tensor, the number of its rows to send to each rank, and its wire dtype.
 _PackedTensor: TypeAlias = tuple[torch.Tensor, int, str]
 
 
@@ -91,7 +91,7 @@ def _flattened(tensor: torch.Tensor, dtype: torch.dtype, wire_dtype: torch.dtype
 
 
 def _num_sent_per_rank(flat: torch.Tensor, tensor: torch.Tensor, num_rows: int) -> int:
-    """Return how many elements of ``flat`` each rank is sent, padding included."""
+    """Return how many elements of ``flat`` are sent to each rank, including padding."""
     return flat.numel() // tensor.shape[0] * num_rows if num_rows else flat.numel()
 
 
@@ -135,7 +135,7 @@ def _copy_out_fake(buffer: torch.Tensor, sizes: list[int], world: int) -> list[t
 def _add_accumulated(
     flat: torch.Tensor, keys: list[torch.Tensor], starts: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a copy of ``flat`` as ``dtype``, plus each accumulator's total from its start on."""
+    """Return a copy of ``flat`` as ``dtype``, with each accumulator's total added at its start."""
     result = flat.to(dtype, copy=True, memory_format=torch.contiguous_format)
     for key, start in zip(keys, starts):
         if (total := take(key)) is not None:

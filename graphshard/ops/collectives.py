@@ -3,7 +3,7 @@
 Transfers that share a packed buffer are laid out in it rank by rank; several buffers are sent in
 one coalesced collective:
 
-    one tensor as it is   shard ─► all_gather_into_tensor ─► wait ─► full
+    a tensor unchanged    shard ─► all_gather_into_tensor ─► wait ─► full
     any other buffer      shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► ..
 
 ``copy_in`` casts, pads and packs all of a bucket at once.
@@ -42,14 +42,14 @@ class CollectiveInput(NamedTuple):
 
     Attributes:
         source: padded shard, or full gradient.
-        rows: number of rows of a full parameter or of a gradient's padded shard; 0: replicated.
-        dtype: dtype in which the tensor travels, and in which a gathered one comes out.
+        rows: number of rows of a full parameter or of a gradient's padded shard; 0 if replicated.
+        dtype: wire dtype, which is also the dtype of a gathered result.
         result_dtype: dtype of a reduced result, or of a source with scales before it is scaled.
         scales: scales of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded
-            shards]``, applied to sources before the cast to ``dtype``; None: no scaling.
-        scale_index: position of the source's own scale in ``scales``.
+            shards]``, applied to sources before the cast to ``dtype``; None without scaling.
+        scale_index: position of this tensor's scale in ``scales``.
         partial: key of an accumulator whose total is added to the reduced shard before the average
-            over replicas; None: nothing is added.
+            over replicas, or None.
     """
 
     source: Value
@@ -72,7 +72,7 @@ BufferInputs: TypeAlias = Sequence[CollectiveInput]  # transfers that share one 
 def wire_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
     """Return the dtype of a packed buffer."""
     dtypes = {sent.dtype for sent in inputs}
-    # Only gathered tensors differ in dtype. A backend that may refuse a dtype takes its bytes.
+    # Only gathered tensors may differ in dtype. Dtypes that a backend may refuse travel as bytes.
     as_bytes = kind == TransferKind.ALL_GATHER and (len(dtypes) > 1 or not dtypes <= WIRE_DTYPES)
     return torch.uint8 if as_bytes else inputs[0].dtype
 
@@ -135,7 +135,7 @@ def _needs_copy_in(kind: TransferKind, inputs: BufferInputs, world: int) -> bool
 
 
 def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> bool:
-    """Return whether a tensor with its own buffer is copied: cast, padded or made contiguous."""
+    """Return whether a tensor alone in its buffer must be cast, padded or made contiguous."""
     tensor = sent.tensor
     padded = kind == TransferKind.REDUCE_SCATTER and tensor.shape[0] != sent.rows * world
     casts = wire_dtype(kind, [sent]) != tensor.dtype
@@ -143,7 +143,7 @@ def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> boo
 
 
 def _rows_per_rank(kind: TransferKind, sent: CollectiveInput) -> int:
-    """Return how many rows each rank is sent (reduction) or sends; 0 for a tensor without rows."""
+    """Return how many rows each rank receives (reduction) or sends; 0 for a tensor without rows."""
     if kind == TransferKind.REDUCE_SCATTER:
         return sent.rows
     return sent.tensor.shape[0] if sent.tensor.dim() else 0
@@ -195,7 +195,7 @@ def wait_tensor(call: Call, launched: Value) -> Any:
 def launch_host_copies(
     call: Call, tensors: Sequence[Value], target: torch.device | str, *, host_reads: bool
 ) -> list[Any]:
-    """Launch copies; return those to wait for, one per tensor.
+    """Launch copies; return the results to wait for, one per tensor.
 
     Args:
         target: device, or kind of host memory (``graphshard.ops.host_copy``).
@@ -223,7 +223,7 @@ def launch_replica_reduce(
         call(_aten.div.Scalar, shard, world) if _divides_first(group, shard) else shard
         for shard in shards
     ]
-    # Without the additional dimension, Inductor would take the wait for the reduction's own, and
+    # Without the additional dimension, Inductor would mistake this wait for the reduction's, and
     # keep the reduction's input alive until then (``_WaitKernel.get_volatile_reads`` in
     # torch/_inductor/ir.py).
     views = [_viewed(call, shard, torch.Size([1, *value_of(shard).shape])) for shard in shards]

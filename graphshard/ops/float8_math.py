@@ -11,7 +11,7 @@ both scales:
 
 "tensorwise" has one scale per tensor. "rowwise" has one scale, rounded down to a power of two, for
 each vector along which a product sums. Unlike in torchao, the weight has one scale per row in both
-of its products, so that backward uses the bytes of forward; ``grad_input`` says how.
+of its products, because backward uses the bytes of forward; see ``grad_input``.
 
 All functions run ATen calls, or insert them into a graph, through a ``Call``.
 """
@@ -46,7 +46,7 @@ def is_of_torchao(value: object) -> bool:
 
 @functools.cache
 def float8_error(device_type: str, recipe: str) -> str | None:
-    """Return the error of a device that cannot compute products in fp8; None if it can."""
+    """Return the error of a device that cannot compute products in fp8, or None if it can."""
     values = torch.ones(ALIGNMENT, ALIGNMENT, dtype=torch.bfloat16, device=device_type)
     try:
         weight = quantized(run, values, E4M3, recipe, 1)
@@ -71,7 +71,7 @@ class Scaled(NamedTuple):
 
 
 def scale_of(call: Call, amax: _Value, dtype: torch.dtype, recipe: str) -> _Value:
-    """Return the scale for a largest absolute value, computed as by torchao's ``amax_to_scale``."""
+    """Return the scale for a largest absolute value, like torchao's ``amax_to_scale``."""
     wide = call(_aten.clamp_min.default, call(convert, amax, torch.float64), _EPS)
     inverse = call(_aten.mul.Tensor, call(_aten.reciprocal.default, wide), torch.finfo(dtype).max)
     scale = call(convert, inverse, torch.float32)
@@ -123,7 +123,7 @@ def grad_input(call: Call, grad: _Value, weight: Scaled, recipe: str) -> _Value:
     """Return ``grad @ weight``."""
     dtype = value_of(grad).dtype
     if recipe == ROWWISE:
-        # grad @ (values / scale) sums over the weight's rows, which differ in scale. So the
+        # grad @ (values / scale) sums over the weight's rows, which differ in scale. Therefore the
         # gradient is divided by the scales instead.
         grad = call(_aten.mul.Tensor, as_dtype(call, grad, torch.float32), weight.inverse)
         values = value_of(weight.values)

@@ -60,7 +60,9 @@ def _float8_mm(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tens
 @fake(float8_mm)
 def _float8_mm_fake(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
     if x.dtype != weight.dtype:
-        raise RuntimeError(f"linear: the input is {x.dtype}, the weight {weight.dtype}")
+        raise RuntimeError(
+            f"linear: the input is {x.dtype}, but the weight is {weight.dtype}: cast one of them"
+        )
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 

@@ -1,4 +1,4 @@
-"""Process groups, by name: their ranks, what their backend does, and the rows that a rank owns."""
+"""Process groups, given by name: their ranks, their backend, and the rows of each rank."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def span_of(group: str) -> GroupSpan:
 
 def uses_all_to_all(group: str, dtype: torch.dtype) -> bool:
     """Return whether gradients are reduced by an all-to-all, with each rank averaging its part."""
-    # gloo's own reduce-scatter is an all-reduce of a copy
+    # gloo's reduce-scatter is an all-reduce of a copy
     # (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp), which sends twice as many bytes: on two
     # ranks, 40 MB took 52 ms, and 20 ms by an all-to-all. It has no all-to-all of complex numbers.
     return not dtype.is_complex and keeps_send_copies(group)
 
 
 def keeps_send_copies(group: str) -> bool:
-    """Return whether the backend keeps a copy of what it sends until the wait, as gloo does."""
+    """Return whether the backend copies the sent data and keeps it until the wait, like gloo."""
     return set(_backends(group).values()) == {"gloo"}
 
 
 def averages(group: str, value: Value) -> bool:
-    """Return whether an all-reduce of ``value`` averages; gloo only sums, and others may, too."""
+    """Return whether the backend can average in an all-reduce of ``value``; gloo only sums."""
     # A fake group stands for NCCL.
     return _backends(group).get(value_of(value).device.type) in ("nccl", "fake")
 
@@ -51,7 +51,7 @@ def _backends(group: str) -> dict[str, str]:
 
 
 def padded_rows(rows: int, world: int) -> int:
-    """Return the number of rows of every rank's shard, padding included.
+    """Return the number of rows of every rank's shard, including padding.
 
     See [Note: padded shards] in ``graphshard.ops.markers``.
     """

@@ -21,7 +21,7 @@ from .._torch.distributed import register_work
 from .._torch.inductor import lower_as_collective
 from .library import define, fake, implement
 
-PINNED, PAGEABLE = "pinned", "pageable"  # kinds of host memory, as operators take them
+PINNED, PAGEABLE = "pinned", "pageable"  # kinds of host memory
 
 copy_to_device = define("copy_to_device(Tensor[] host_tensors, Device device) -> Tensor[]")
 copy_to_host = define(
@@ -32,7 +32,7 @@ lower_as_collective(copy_to_host)
 
 
 def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tensor:
-    """Return ``tensor``, copied to this kind of host memory unless it is there or has no data."""
+    """Return ``tensor``, copied to this kind of host memory unless it is already there or meta."""
     if not host_memory or tensor.is_meta:
         return tensor
     tensor = tensor.cpu()
@@ -78,7 +78,7 @@ class _HostCopy(dist.Work):
 
 
 class _HostWait(dist.Work):
-    """A copy whose target the host is about to read: the second wait."""
+    """The second wait for a copy, whose target the host is about to read."""
 
     def __init__(self, launch: _Launch) -> None:
         super().__init__()

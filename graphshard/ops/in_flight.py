@@ -3,9 +3,10 @@
     launched = all_gather_into_tensor(..)    error!    (wait_tensor(launched))
 
 Torch keeps a launched collective, with the memory that it reads and writes, until it is waited for.
-A user who catches "out of memory" and tries a smaller batch would have less memory each time. So
-before an error leaves a graph, everything in flight is waited for. The launched tensors are local
-variables of the generated code, which the traceback keeps alive; without an error, this is free.
+A user who catches "out of memory" and tries a smaller batch would have less memory each time.
+Therefore everything in flight is waited for before an error leaves a graph. The launched tensors
+are local variables of the generated code, which the traceback keeps alive; without an error, this
+is free.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 
 def wait_in_flight_on_error(compiled: Callable[..., R]) -> Callable[..., R]:
-    """Wrap a compiled graph so that an error in it or its backward leaves nothing in flight."""
+    """Wrap a compiled graph to leave nothing in flight after an error in it or its backward."""
     is_first = True
 
     def run(*args: object) -> R:

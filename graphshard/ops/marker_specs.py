@@ -1,4 +1,4 @@
-"""The arguments of every marker op: the only place that knows their order and their types.
+"""The arguments of every marker op, with their order and types.
 
 The fields of a spec are the arguments of its op. They define the op's schema and the arguments of a
 call; implementations and passes read arguments back into a spec:
@@ -77,12 +77,12 @@ class MarkerSpec:
     @classmethod
     def of_node(cls, node: fx.Node) -> Self:
         """Return the spec of a call in a graph."""
-        assert node.target is cls.op(), f"{node.name} is no {cls.name}"
+        assert node.target is cls.op(), f"{node.name} is not a call of {cls.name}"
         return cls(*node.args)
 
     @classmethod
     def gradients(cls, **gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the result of the op's backward, given the gradients of some arguments."""
+        """Return the result of the op's backward: a gradient or None for each argument."""
         assert gradients.keys() <= {*cls.argument_names()}
         return tuple(gradients.get(name) for name in cls.argument_names())
 
@@ -97,7 +97,7 @@ class MarkerSpec:
         return dataclasses.replace(self, **nothing)
 
     def constants(self) -> tuple[Any, ...]:
-        """Return the arguments between the first and the accumulators, hashable without scales."""
+        """Return the arguments between the first and the accumulators; hashable without scales."""
         return self.arguments()[1 : len(self.argument_names()) - len(self.accumulators)]
 
     def call(self, call: Call) -> Any:
@@ -115,20 +115,20 @@ class UnshardSpec(MarkerSpec):
     Attributes:
         shard: padded shard, ``[ceil(rows / world), ...]``.
         rows: number of rows of the full parameter.
-        group: ranks that hold the shards.
-        regather_group: ranks from which backward gathers again: ``group`` (ZeRO-3) or some of them
-            (ZeRO++'s hpZ); None: the full parameter is kept for backward (ZeRO-2).
-        replica_group: ranks with the same shard, over which reduced gradients are also averaged
-            (HSDP); None: there are no others.
-        dtype: dtype in which the parameter travels and is used; None: its own.
-        reduce_dtype: dtype in which its gradient is reduced; None: the gradient's own.
-        float8_recipe: recipe by which linears use the parameter in fp8; None: they do not.
-        scales: scales of several parameters; if given, the parameter travels in fp8.
-        scale_index: position of its own scale in ``scales``.
-        device: device that the shard is copied to before the gather; None: it is already there.
-        host_memory: kind of host memory of the shard (``ops.host_copy``); None: it is on a device.
+        group: group of the ranks that hold the shards.
+        regather_group: group that backward gathers from again: ``group`` (ZeRO-3) or a part of it
+            (ZeRO++'s hpZ). None keeps the full parameter for backward (ZeRO-2).
+        replica_group: group of ranks with the same shard, over which reduced gradients are also
+            averaged (HSDP), or None.
+        dtype: dtype of the gathered parameter, or None for the dtype of its shard.
+        reduce_dtype: dtype of the gradient reduction, or None for the gradient's dtype.
+        float8_recipe: fp8 recipe of linears that use the parameter, or None.
+        scales: scales of several parameters, or None if the parameter does not travel in fp8.
+        scale_index: position of this parameter's scale in ``scales``.
+        device: device that the shard is copied to before the gather, or None if already there.
+        host_memory: kind of host memory that holds the shard (``ops.host_copy``), or None.
         unsynced: accumulator of full gradients, as a stand-in or a key (``ops.markers``).
-        partial: accumulator of reduced shards, likewise.
+        partial: accumulator of reduced shards, in the same forms.
     """
 
     name: ClassVar[str] = "unshard"
@@ -170,7 +170,7 @@ class UnshardSpec(MarkerSpec):
         """Return the marker that reduces this parameter's gradient.
 
         Args:
-            padded_shape: shape of this rank's shard, padding included.
+            padded_shape: shape of this rank's shard, including padding.
             result_dtype: dtype of the shard's gradient.
         """
         return ReduceGradSpec(
@@ -185,7 +185,7 @@ class UnshardSpec(MarkerSpec):
         )
 
     def partial_reduction(self, grad: torch.Tensor, padded_shape: torch.Size) -> ReduceGradSpec:
-        """Return the marker that reduces it within each replica, in the reduction dtype."""
+        """Return the marker that reduces the gradient within each replica, in its reduction dtype."""
         return ReduceGradSpec(
             grad=grad,
             padded_rows=padded_shape[0],
@@ -202,8 +202,8 @@ class ReduceGradSpec(MarkerSpec):
     Attributes:
         grad: full gradient, ``[rows, ...]``.
         partial: key of an accumulator whose total is added before the mean over replicas.
-        result_dtype: dtype of the shard; None: the dtype of ``grad``.
-        host_memory: kind of host memory that the shard is copied to; None: it stays on the device.
+        result_dtype: dtype of the shard, or None for the dtype of ``grad``.
+        host_memory: kind of host memory that the shard is copied to, or None for no copy.
     """
 
     name: ClassVar[str] = "reduce_grad"

@@ -5,7 +5,7 @@ A parameter enters the graph as its padded local shard, which ``unshard`` gather
 
     forward    shard ─► unshard ─► linear         backward   grad ─► reduce_grad ─► shard's grad
 
-A parameter that is not split (a scalar, or one to be replicated) has ``replicate`` and
+A parameter that is not split (a scalar, or one to be replicated) uses ``replicate`` and
 ``all_reduce_grad``. ``max_over_ranks`` reduces the largest absolute values, from which fp8 scales
 are computed. ``secondary_shard`` returns a padded shard of a full parameter, from which backward
 gathers within a few ranks (hpZ). ``offload_activation`` and ``reload_activation`` copy activations.
@@ -86,7 +86,7 @@ def is_marker(node: fx.Node) -> bool:
 
 
 def read(node: fx.Node) -> MarkerSpec:
-    """Return the arguments of any marker in a graph."""
+    """Return the spec of a marker in a graph."""
     return SPECS[node.target].of_node(node)  # type: ignore[index]  # targets are ops or names
 
 
@@ -118,10 +118,10 @@ def _communicate(
     return result
 
 
-# [Note: padded shards] Rows are split as ``torch.chunk`` splits them: ``ceil(rows / world)`` per
-# rank, fewer or none on the last ranks. The tensor that enters the graph is padded to
-# ``ceil(rows / world)`` rows on every rank, so that all ranks trace the same graph. Gathered rows
-# past ``rows`` are padding, which a view cuts off; the padding of a gradient is zero.
+# [Note: padded shards] Rows are split like ``torch.chunk`` does: ``ceil(rows / world)`` per rank,
+# fewer or none on the last ranks. The tensor that enters the graph is padded to
+# ``ceil(rows / world)`` rows on every rank: all ranks trace the same graph. Gathered rows past
+# ``rows`` are padding, which a view cuts off; the padding of a gradient is zero.
 
 
 @implement(unshard)

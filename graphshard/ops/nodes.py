@@ -1,7 +1,7 @@
 """Graph nodes: their values, views, sizes and uses, our keys in ``node.meta``, and new nodes.
 
-A ``Call`` runs an operator now or inserts it into a graph (``Emitter``), so that eager code and
-rewrites share functions.
+A ``Call`` runs an operator now or inserts it into a graph (``Emitter``): eager code and rewrites
+share functions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ REASON = "graphshard_reason"
 # Marks an input that is a parameter's only shard.
 WHOLE_SHARD = "graphshard_whole_shard"
 
-# Bytes of the memory of an input that is a parameter as gathered in forward, or a part of one,
-# padding included. That memory is freed after its last use.
+# Bytes of an input that is a parameter gathered in forward, or a part of one, including padding.
+# Its memory is freed after its last use.
 HELD_BYTES = "graphshard_held_bytes"
 
 
@@ -51,12 +51,12 @@ def is_random(node: fx.Node) -> bool:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor; a symbolic size counts as its value during tracing."""
+    """Return the size of a tensor in bytes, with the values of symbolic sizes during tracing."""
     return size_hint(tensor.numel()) * tensor.element_size()
 
 
 def memory_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of memory that a tensor reads; an expanded dimension counts once."""
+    """Return the bytes of memory that a tensor spans, without repeats of expanded dimensions."""
     if tensor.layout is not torch.strided:
         return num_bytes(tensor)
     # Do not evaluate a symbolic size or stride: that could add a guard.
