@@ -185,7 +185,7 @@ class UnshardSpec(MarkerSpec):
         )
 
     def partial_reduction(self, grad: torch.Tensor, padded_shape: torch.Size) -> ReduceGradSpec:
-        """Return the marker that reduces the gradient within each replica, in its reduction dtype."""
+        """Return the marker of a reduction within each replica, in the reduction dtype."""
         return ReduceGradSpec(
             grad=grad,
             padded_rows=padded_shape[0],

@@ -26,7 +26,7 @@ class CandidateBucket(NamedTuple):
 
     Attributes:
         bucket: bucket that is launched as early and waited for as late as its transfers allow.
-        replica_average: all-reduce of its shards over replicas; None without replicas.
+        replica_average: all-reduce of its shards over replicas, or None.
         continues: whether an all-reduce over replicas, or a copy to the host, follows the wait.
     """
 
@@ -43,14 +43,14 @@ Split = Sequence[CandidateBucket]  # a partition of a queue, in queue order
 
 
 class Queue:
-    """All gathers, or all reductions, of a problem; those that are hardest to hide come first.
+    """All gathers, or all reductions, of a problem, with those that are hardest to hide first.
 
-    Only transfers with the same ``_key`` may share a bucket. So the queue is regrouped into one run
-    per key, and neighbours are transfers of one run, even if transfers of other runs lie between
-    them in ``order``. A position is an index into the concatenated runs.
+    Only transfers with the same ``_key`` may share a bucket. The queue is therefore regrouped into
+    one run per key, and neighbours are transfers of one run, even if transfers of other runs lie
+    between them in ``order``. A position is an index into the concatenated runs.
 
     Args:
-        cap: maximum bytes of a candidate with more than one transfer; None: no limit.
+        cap: maximum size of a candidate with more than one transfer, or None for no limit.
         order: positions in ``Problem.transfers``.
     """
 
@@ -76,7 +76,7 @@ class Queue:
         self._candidates: dict[tuple[int, int], CandidateBucket] = {}
 
     def split(self, size: int) -> Split:
-        """Return candidates of at most ``size`` bytes; a larger transfer has one of its own."""
+        """Return candidates of at most ``size`` bytes; larger transfers travel alone."""
         split: list[CandidateBucket] = []
         begin = 0
         while begin < len(self._order):
@@ -174,28 +174,27 @@ class Queue:
             if not _is_small(transfers[i], self._cost_model):
                 alone.append((i,))
             else:
-                # fp8 has a shared buffer of its own, because the kernel that casts to fp8 also
-                # packs.
+                # fp8 has a separate shared buffer, because the kernel that casts to fp8 also packs.
                 (float8 if "float8" in transfers[i].dtype else others).append(i)
         return (*filter(None, (tuple(float8), *self._packed(others))), *alone)
 
     def _packed(self, members: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return one shared buffer; two if packing mixed dtypes costs more than another buffer."""
+        """Return one shared buffer, or two if packing mixed dtypes costs more than a buffer."""
         # One kernel packs gradients for all ranks if their dtypes are equal (``chunk_cat_`` in
         # ``graphshard._torch.tensors``); otherwise packing takes one kernel per gradient.
         transfers = [self._problem.transfers[i] for i in members]
         cast = tuple(i for i, t in zip(members, transfers) if t.casts)
-        as_it_is = tuple(i for i, t in zip(members, transfers) if not t.casts)
-        if transfers and transfers[0].kind == TransferKind.REDUCE_SCATTER and cast and as_it_is:
+        uncast = tuple(i for i, t in zip(members, transfers) if not t.casts)
+        if transfers and transfers[0].kind == TransferKind.REDUCE_SCATTER and cast and uncast:
             first = transfers[0]
             launches_us = self._cost_model.copy_us(0) * len(members)
             if launches_us > self._cost_model.buffer_us(first.world, first.stride):
-                return [cast, as_it_is]
+                return [cast, uncast]
         return [tuple(members)]
 
 
 def gathers_by_due(problem: Problem) -> list[int]:
-    """Return the positions of all gathers, those that are due first come first."""
+    """Return the positions of all gathers, in the order in which they are due."""
     transfers = problem.transfers
     gathers = [i for i, t in enumerate(transfers) if t.kind == TransferKind.ALL_GATHER]
     return sorted(gathers, key=lambda i: transfers[i].due)
@@ -218,7 +217,7 @@ def _key(problem: Problem, i: int) -> tuple[str, ...]:
 
 
 def _is_small(transfer: Transfer, cost_model: TransferCostModel) -> bool:
-    """Return whether copying a tensor into a shared buffer costs less than a buffer of its own."""
+    """Return whether copying a tensor into a shared buffer costs less than a separate buffer."""
     # A gradient that is cast is copied anyway, and its shard is a slice of the buffer.
     if transfer.casts and transfer.kind != TransferKind.ALL_GATHER:
         return True

@@ -42,9 +42,9 @@ def choose_kept(
     """Return the positions in ``backward.transfers`` of the gathers to drop.
 
     Args:
-        gathered: gather of the same parameter in ``forward``, by position in
+        gathered: gather of the same parameter in ``forward``, keyed by position in
             ``backward.transfers``; parameters that cannot be kept are missing.
-        budget: peak memory of a graph, in bytes; None: the smallest possible peak of each graph.
+        budget: peak memory of a graph in bytes, or None for the smallest possible peak of each.
     """
     memory = _graph_memory(forward, budget), _graph_memory(backward, budget)
     start_us = start_times_us(backward)

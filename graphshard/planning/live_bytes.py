@@ -1,14 +1,13 @@
 """Bytes alive at each point in time of a graph, for a given list of buckets.
 
-Each step has three points: buckets are launched before it (which packs what they send), buckets are
-waited for before it (which copies out what they received), and its nodes run. The graph's end has
-the first two:
+Each step has three points: buckets are launched before it (with copy-in), buckets are waited for
+before it (with copy-out), and its nodes run. The graph's end has the first two:
 
     point    0 launches  1 waits  2 step 0   3 launches  4 waits  5 step 1   6 launches  7 waits
 
-A gather takes memory at its launch, for what it sends and receives, and at its wait, for copies out
-of shared buffers. A reduction packs gradients at its launch, which frees them; its wait frees what
-was sent. A tensor that is sent as it is, in a buffer of its own, is neither packed nor copied out.
+A gather takes memory at its launch, for packed and received data, and at its wait, for copies out
+of shared buffers. A reduction packs gradients at its launch, which frees them; its wait frees the
+sent data. An unchanged tensor that is alone in its buffer is neither packed nor copied out.
 
     parameters   shards ──► packed ~~~► full ──► copies    gradients   grads ──► packed ~~~► shards
                      launch ┴─────┴ wait                           launch ┴──────────┴ wait
@@ -120,7 +119,7 @@ class Footprint(NamedTuple):
         in_flight_bytes: size of the full tensors, in flight between launch and wait.
         at_launch: packed and received bytes; only the packed ones if gradients are packed.
         after_launch: received bytes minus the gradients, if gradients are packed.
-        at_wait: copies and casts of what was received, minus what was sent.
+        at_wait: copies and casts of the received data, minus the sent data.
         after_wait: minus the received bytes that were copied out, cast or sent to the host.
     """
 
@@ -228,7 +227,7 @@ def with_fixed_bytes(problem: Problem, by_point: Sequence[int]) -> Problem:
 
 
 def alive_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
-    """Return the peak bytes alive in each step and at its border, ``fixed_bytes`` included."""
+    """Return the peak bytes alive in each step and at its border, including ``fixed_bytes``."""
     return max_by_step(alive_by_point(problem, buckets))
 
 

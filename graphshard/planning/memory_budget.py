@@ -15,12 +15,13 @@ MEMORY_BUDGET, IN_FLIGHT_LIMIT = "memory budget", "in-flight limit"  # as shown 
 
 @dataclass(frozen=True)
 class ScheduleLimits:
-    """Limits of a schedule, in bytes; None: no limit. Field names are keys in dumps.
+    """Limits of a schedule in bytes, or None for no limit. Field names are keys in dumps.
 
     Attributes:
-        cap: maximum size of a bucket; a larger tensor travels alone. None: the search finds a size.
-        in_flight: maximum bytes of all buckets between launch and wait; a single one may be larger.
-        peak: maximum bytes alive at any point in time, everything included.
+        cap: maximum size of a bucket; a larger tensor travels alone. By default, the search
+            finds a size.
+        in_flight: maximum size of all buckets between launch and wait; a single one may be larger.
+        peak: maximum total of bytes alive at any point in time.
     """
 
     cap: int | None = None
@@ -33,7 +34,7 @@ class FreeMemory:
 
     Args:
         alive: bytes alive at each point in time if each bucket were waited for at its launch.
-        in_flight: bytes between launch and wait in each step; None: none.
+        in_flight: bytes already between launch and wait in each step; none by default.
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class FreeMemory:
         return wait
 
     def limit_before(self, footprint: Footprint, launch: int) -> str | None:
-        """Return the limit that rules out a launch one step earlier; None if there is none."""
+        """Return the limit that rules out a launch one step earlier, or None."""
         step = launch - 1
         held = Span(launches(step), launches(launch), footprint.at_launch)
         return self._limit_of(step, footprint, [held])
 
     def limit_after(self, footprint: Footprint, wait: int) -> str | None:
-        """Return the limit that rules out a wait one step later; None if there is none."""
+        """Return the limit that rules out a wait one step later, or None."""
         return self._limit_of(wait, footprint, _of_a_later_wait(footprint, wait))
 
     def _limit_of(self, step: int, footprint: Footprint, held: Sequence[Span]) -> str | None:
@@ -103,7 +104,7 @@ class Sent(NamedTuple):
     footprint: Footprint
 
     def with_copy(self) -> Sent:
-        # The backend holds a second copy of what is sent, from launch to wait.
+        # The backend holds a second copy of the sent data, from launch to wait.
         footprint = self.footprint
         at_wait = footprint.at_wait - footprint.in_flight_bytes
         return self._replace(footprint=footprint._replace(at_wait=at_wait))
@@ -121,9 +122,9 @@ def place_waits(
     Args:
         sent: reductions in launch order; they are waited for in this order, or where they are due.
         alive: bytes alive at each point in time if each is waited for at its launch.
-        max_alive: maximum bytes alive while a reduction stays in flight longer than that.
+        max_alive: maximum bytes alive for a reduction to stay in flight after its launch.
         in_flight: bytes of other buckets between launch and wait, in each step.
-        max_in_flight: maximum bytes of all buckets between launch and wait.
+        max_in_flight: maximum size of all buckets between launch and wait.
     """
     num_steps = len(in_flight)
     placed = [num_steps] * len(sent)

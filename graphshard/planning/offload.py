@@ -1,4 +1,4 @@
-"""Host copies: of shards that live in host memory, and of offloaded activations.
+"""Host copies of shards in host memory, and of offloaded activations.
 
 Buckets are first formed and placed as if all shards were on the device. Then host copies are added:
 to the device before a gather, to the host after a reduction; activations travel one by one, to the
@@ -62,8 +62,8 @@ def add_host_copies(
     """Return ``buckets`` and the host copies of shards and activations, in launch order.
 
     Args:
-        buckets: those of ``without_host_copies(problem)``: its transfers come first in ``problem``.
-        cost_model: predicts when copies are done; None: each is waited for at its launch.
+        buckets: schedule of ``without_host_copies(problem)``, whose transfers come first.
+        cost_model: cost model of copies. If None, each copy is waited for at its launch.
     """
     to_device = _copies_to_device(problem, buckets)
     to_host = _copies_to_host(problem, buckets)
@@ -194,10 +194,10 @@ def choose_offloaded(
     limits: ScheduleLimits,
     cost_model: TransferCostModel,
 ) -> list[int]:
-    """Return the positions in ``saved`` of the activations to offload; none without a peak limit.
+    """Return the positions in ``saved`` of the activations to offload, if there is a peak limit.
 
-    Some must be offloaded for a graph to fit ``limits.peak``. Offloading more can save time,
-    because gathers can be launched earlier in the memory that becomes free:
+    A graph may need offloading to fit ``limits.peak``. Offloading more can save time, because
+    gathers can be launched earlier in the memory that becomes free:
 
         budget   ├──────────── least memory ──────────┤     all gathers exposed
                  ├─────── least memory ───┤ prefetch ─┤     hidden, if the copies are hidden
@@ -215,7 +215,7 @@ def choose_offloaded(
         if max(peaks) <= limits.peak:
             times_us[chosen] = sum(_predicted_us(p, limits, cost_model) for p in problems)
     if not times_us:
-        # There is only one choice, or none fits, and scheduling will report what is missing.
+        # There is only one choice, or none fits, and scheduling will report the missing memory.
         return list(choices[0])
     within_us = min(times_us.values()) * (1 + MIN_GAIN)
     return list(next(chosen for chosen, us in times_us.items() if us <= within_us))
@@ -256,7 +256,7 @@ def _offload_enough(
 def _offloaded(
     forward: Problem, backward: Problem, chosen: Sequence[SavedActivation]
 ) -> tuple[Problem, Problem]:
-    """Return both problems as they would be read from graphs in which ``chosen`` is offloaded."""
+    """Return both problems as if read from graphs in which ``chosen`` is offloaded."""
     to_host, to_device = TransferKind.COPY_TO_HOST, TransferKind.COPY_TO_DEVICE
     end = forward.num_steps
     offloads = [_host_copy(to_host, a.num_bytes, a.last + 1, end, end - 1) for a in chosen]

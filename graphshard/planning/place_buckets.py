@@ -1,4 +1,4 @@
-"""Place the buckets of another rank's plan in this rank's graph, in the same order."""
+"""Place the buckets of the first rank's plan in this rank's graph, in the same order."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
     A bucket keeps its steps as far as its transfers are ready and not yet due there in ``problem``.
 
     Args:
-        plan: first rank's plan for the same transfers, possibly in another order and with other
-            steps; its parameters are identified by this rank's graph inputs.
+        plan: first rank's plan for the same transfers, possibly in a different order and with
+            different steps; its parameters are identified by this rank's graph inputs.
 
     Raises:
-        BackendError: ``problem`` has other transfers, or does not allow their order.
+        BackendError: ``problem`` has different transfers, or does not allow their order.
     """
     end, buckets = problem.num_steps, _buckets_for(problem, params, plan)
     bucket_transfers = [[problem.transfers[i] for i in bucket.transfers] for bucket in buckets]
@@ -59,7 +59,7 @@ def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> l
         t: len(positions) for t, positions in theirs.items()
     }:
         raise BackendError(
-            f"the {problem.graph} graph gathers or reduces other parameters than the first rank's"
+            f"the {problem.graph} graph and the first rank's gather or reduce different parameters"
         )
     moved = {i: j for t, positions in theirs.items() for i, j in zip(positions, ours[t])}
     return [
@@ -72,7 +72,7 @@ def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> l
 def _numbered(
     transfers: Sequence[Transfer], theirs: Sequence[PlanParam], ours: Sequence[PlanParam]
 ) -> list[Transfer]:
-    """Number the parameters of ``transfers`` by their positions in ``ours``; -1 if missing."""
+    """Number the parameters of ``transfers`` by their positions in ``ours``, or -1 if missing."""
     numbers = {param.input: i for i, param in enumerate(ours)}
     return [
         t

@@ -33,7 +33,7 @@ from .simulate import AS_PREDICTED, Scenario, TransferCostModel, start_times_us,
 
 # Price of memory in time, for schedules without a memory budget: one whose peak is a fraction ``x``
 # above the modest peak (see ``Placer``) is scored as if it took ``1 + MEMORY_PRICE * x**2`` times
-# as long. So 10 % more memory must save 1 % of the time, and 20 % more must save 4 %. Measured with
+# as long: 10 % more memory must save 1 % of the time, and 20 % more must save 4 %. Measured with
 # ``benchmarks/robustness.py``: at 0.5, 405B on 1,024 GPUs with slow links takes 5 % more memory
 # than with FSDP2's rule, and 1 % less time than at 1.0.
 MEMORY_PRICE = 1.0
@@ -69,7 +69,7 @@ class Score(NamedTuple):
     """Score of a candidate schedule; lower is better, compared field by field.
 
     Attributes:
-        over_budget_bytes: peak memory above ``ScheduleLimits.peak``; 0 without a budget.
+        over_budget_bytes: peak memory above ``ScheduleLimits.peak``, or 0 without a budget.
         price_us: mean predicted time in ``SCENARIOS``, plus the slowdown of compute by concurrent
             collectives, plus the penalty for memory.
     """
@@ -136,14 +136,14 @@ class Placer:
         # buckets; memory up to it costs nothing.
         self._room = int(MODEST_BUCKETS * modest_bytes)
         self._modest_peak = max(1, smallest_peak(problem) + self._room)
-        # What every schedule allocates and frees is counted once, here. A candidate schedule then
-        # adds only its own buckets: O(b) instead of O(transfers).
+        # Memory that every schedule allocates and frees is counted once, here. A candidate schedule
+        # then adds only its buckets: O(b) instead of O(transfers).
         self._fixed_bytes = fixed_by_point(problem)
         self._changes = ByteChanges(num_points(problem.num_steps))
         count_transfers(self._changes, problem.transfers)
 
     def place(self, splits: Splits, sizes: BucketSizes, room: float = 1.0) -> CandidateSchedule:
-        """Place and score ``splits``; waits may use part ``room`` of what the modest peak adds."""
+        """Place and score ``splits``; waits may use a fraction ``room`` of the modest buckets."""
         launches = self._place_gathers(splits.gathers, sizes.in_flight, self._free_memory(splits))
         max_alive = self._modest_peak - int((1 - room) * self._room)
         waits, average_waits = self._place_reductions(splits, launches, max_alive)
@@ -151,7 +151,7 @@ class Placer:
         return CandidateSchedule(score, sizes, splits, launches, waits, average_waits)
 
     def _free_memory(self, splits: Splits) -> FreeMemory | None:
-        """Return the memory left if buckets are as short-lived as possible; None: no limit."""
+        """Return the memory left with the shortest-lived buckets, or None if unlimited."""
         if self._limits.peak is None and self._limits.in_flight is None:
             return None
         due = [candidate.bucket.wait for candidate in splits.gathers]
@@ -245,7 +245,7 @@ class Placer:
         costs += [average.cost for average in splits.averages]
         launches += _average_launches(reductions, reduction_waits)
         waits += average_waits
-        # ``sweep`` needs launch order, and which all-reduce over replicas continues which
+        # ``sweep`` needs launch order, and the all-reduce over replicas that continues each
         # reduction.
         order = sorted(range(len(costs)), key=launches.__getitem__)
         launches, waits = [launches[i] for i in order], [waits[i] for i in order]
@@ -280,7 +280,7 @@ class Placer:
             candidate.footprint.launch(changes, candidate.bucket.launch)
             candidate.footprint.wait(changes, wait)
         launches = _average_launches(splits.reductions, reduction_waits)
-        # None: each is waited for at its launch.
+        # By default, each is waited for at its launch.
         waits = launches if average_waits is None else average_waits
         for average, launch, wait in zip(splits.averages, launches, waits):
             average.footprint.launch(changes, launch)

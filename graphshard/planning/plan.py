@@ -39,8 +39,8 @@ class PlanParam:
         input: position among the graph's original inputs, in Dynamo's order.
         shape: full shape.
         dtype: dtype of the shard.
-        padded_rows: number of rows of the padded shard; None for a replicated parameter.
-        fqn: name in the sharded module; "" until a plan is shown (see ``Plan.named``).
+        padded_rows: number of rows of the padded shard, or None for a replicated parameter.
+        fqn: name in the sharded module, or "" until a plan is shown (see ``Plan.named``).
     """
 
     input: int
@@ -55,27 +55,27 @@ class Transfer:
     """A parameter to gather, a gradient to reduce, or an activation to copy.
 
     Attributes:
-        param: position in ``Plan.params``; None for an activation, and for a reduction that serves
+        param: position in ``Plan.params``, or None for an activation or a reduction that serves
             several parameters at once.
         kind: all_gather, reduce_scatter, all_reduce or all_reduce_max; one of ``HOST_COPIES`` for
             an activation.
-        num_bytes: size of the full tensor in its wire dtype, padding included.
+        num_bytes: size of the full tensor in its wire dtype, including padding.
         dtype: wire dtype.
         shard_bytes: size of this rank's shard in the dtype in which it is stored.
         casts: whether the wire dtype differs from the tensor's dtype.
-        group: name of the process group; "" for an activation.
+        group: name of the process group, or "" for an activation.
         world: number of ranks in ``group``.
         ready: first step before which it can be launched; 0 for a gather without fp8 scales.
         due: last step before which it can be waited for; ``Problem.num_steps`` for a gradient that
             the graph only returns.
         last: last step that uses the result.
         stride: difference between the global ranks of neighbours in ``group``.
-        replicas: name of the group that averages the reduced shards (HSDP); "" if there is none.
+        replicas: name of the group that averages the reduced shards (HSDP), or "".
         num_replicas: number of ranks in ``replicas``.
         replica_stride: ``stride`` within ``replicas``.
         host: whether the shard and its reduced gradient live in host memory.
-        grad_bytes: size of the full gradient before it is cast and padded; 0 for a gather.
-        copied_in: whether copy-in is needed even if it has a buffer of its own.
+        grad_bytes: size of the full gradient before it is cast and padded, or 0 for a gather.
+        copied_in: whether copy-in is needed even if it is alone in its buffer.
     """
 
     param: int | None
@@ -105,12 +105,12 @@ class Problem:
     Attributes:
         steps: name of the first node of each step.
         compute_us: predicted time of each step.
-        fixed_bytes: peak schedule-independent bytes in each step: activations, inputs (shards
-            included) and results, minus full parameters that are freed before the step ends.
+        fixed_bytes: peak schedule-independent bytes in each step: activations, inputs (including
+            shards) and results, minus full parameters that are freed before the step ends.
         fixed_border_bytes: schedule-independent bytes before each step and at the graph's end.
         transfers: all transfers in graph order, copies of activations last.
-        copies_sent: whether the backend holds a copy of what it reduces until the wait, as gloo
-            does.
+        copies_sent: whether the backend copies the data to reduce and holds the copy until the
+            wait, like gloo.
     """
 
     graph: GraphKind
@@ -134,9 +134,9 @@ class Bucket:
         kind: kind of the transfers, or of a follow-up on their shards (``ALL_REDUCE_SHARDS``,
             ``HOST_COPIES``).
         buffers: positions in ``Problem.transfers``, grouped by buffer. Transfers that share a
-            buffer are copied in and out; a transfer with a buffer of its own is copied only to be
-            cast or padded.
-        num_bytes: total size of the full tensors; of the shards in a follow-up on shards.
+            buffer are copied in and out; a transfer that is alone in its buffer is copied only to
+            be cast or padded.
+        num_bytes: total size of the full tensors, or of the shards in a follow-up on shards.
         group, world, stride: same as in ``Transfer``.
         launch: step before which it is launched.
         wait: step before which it is waited for.
@@ -179,7 +179,7 @@ def is_copied_in(buffer: Sequence[Transfer]) -> bool:
 
 
 def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:
-    """Return the all-reduce over replicas that follows a reduce-scatter; None without replicas.
+    """Return the all-reduce over replicas that follows a reduce-scatter, or None.
 
     It is launched where ``bucket`` is waited for, and reduces the output buffers of ``bucket``.
     """
@@ -199,7 +199,7 @@ def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | No
 
 
 class BucketEvent(NamedTuple):
-    """The launch of a bucket, or the wait for it, by its position in ``Plan.buckets``."""
+    """The launch of, or the wait for, the bucket at a position in ``Plan.buckets``."""
 
     bucket: int
     is_wait: bool
@@ -238,7 +238,7 @@ _CHAIN = (
 
 
 def next_in_chain(buckets: Sequence[Bucket]) -> dict[int, int]:
-    """Map each bucket to the one that continues with its buffers, by position.
+    """Map the position of each bucket to that of the bucket that continues with its buffers.
 
     Shards are copied to the device, then gathered; gradients are reduced, then averaged over
     replicas, then copied to the host. The last bucket of a chain has no entry.
@@ -317,7 +317,7 @@ class Plan:
         # backend may refuse (fp8), is sent as bytes.
         transfers = (self.problem.transfers[i] for i in bucket.transfers)
         dtypes = (
-            self.params[t.param].dtype  # host copies of shards keep the shards' own dtype
+            self.params[t.param].dtype  # host copies of shards keep the dtype of the shards
             if bucket.kind in HOST_COPIES and t.param is not None
             else t.dtype
             for t in transfers
@@ -325,7 +325,7 @@ class Plan:
         return tuple(dict.fromkeys(dtype.removeprefix("torch.") for dtype in dtypes))
 
     def fqn_of(self, transfer: Transfer) -> str:
-        """Return the name of the transfer's parameter; "" if it has none."""
+        """Return the name of the transfer's parameter, or ""."""
         return "" if transfer.param is None else self.params[transfer.param].fqn
 
     def named(self, fqns: Sequence[str]) -> Plan:
@@ -362,7 +362,7 @@ class Plan:
         )
         if raw.get("version") != VERSION:
             raise ValueError(
-                f"plan of version {raw.get('version')!r}: this graphshard reads {VERSION}; "
+                f"plan of version {raw.get('version')!r}: this graphshard reads version {VERSION}; "
                 "compile again"
             )
         transfers = tuple(_with_kind(Transfer, t) for t in raw["problem"].pop("transfers"))
@@ -382,7 +382,7 @@ def _with_kind(cls: Callable[..., _Record], raw: dict[str, Any]) -> _Record:
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """Return a JSON value with keys renamed by ``names``, and all lists as tuples; recursive."""
+    """Return a JSON value with all keys renamed by ``names``, and all lists as tuples."""
     if isinstance(value, dict):
         return {names.get(key, key): _renamed(item, names) for key, item in value.items()}
     return tuple(_renamed(i, names) for i in value) if isinstance(value, (list, tuple)) else value

@@ -3,8 +3,8 @@
     labels     a b | c d e f | c d e f | c d e f | g     one repeat: start 2, length 4, count 3
     cut at 8                     ^                       pieces: c d | e f | c d | e f | c d | e f
 
-A cut in one part is made in all of them. So pieces at the same offset are equal, and one compiled
-subgraph serves them all.
+A cut in one part is made in all of them. Pieces at the same offset are therefore equal, and one
+compiled subgraph serves them all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Repeat:
     Attributes:
         length: number of labels in a part.
         count: number of parts, two or more.
-        rest: number of labels after the last part that continue like another part.
+        rest: number of labels after the last part that continue the repeat.
     """
 
     start: int

@@ -1,4 +1,4 @@
-"""List strategies for what forward saves for backward, and pick the fastest that fits.
+"""List strategies for saving values for backward, and pick the fastest that fits.
 
 The strategies are all combinations of:
 
@@ -24,12 +24,12 @@ PARTS = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 @dataclass(frozen=True)
 class Saving:
-    """A strategy: what forward saves for backward.
+    """A strategy for saving values in forward for backward.
 
     Attributes:
-        activations: fraction of the activations to save, from 0 to 1; None: torch's config decides.
-        all_params: whether all parameters that both graphs gather stay unsharded; False: only those
-            that ``keep_unsharded`` chooses.
+        activations: fraction of the activations to save, from 0 to 1, or None for torch's config.
+        all_params: whether all parameters that both graphs gather stay unsharded, instead of only
+            those that ``keep_unsharded`` chooses.
     """
 
     activations: float | None
@@ -42,9 +42,9 @@ class TriedSaving:
     """A strategy that was planned.
 
     Attributes:
-        step_us: predicted time of forward and backward; None: there is no schedule.
-        peak_bytes: peak memory of the larger graph; without a schedule, the least it needs.
-        refused: why it does not fit; "": it fits.
+        step_us: predicted time of forward and backward, or None without a schedule.
+        peak_bytes: peak memory of the larger graph or, without a schedule, its minimum.
+        refused: reason why the strategy does not fit, or "".
     """
 
     saving: Saving
@@ -60,8 +60,8 @@ class SavingChoice:
     Attributes:
         budget_gb: maximum peak of a graph on one rank.
         tried: strategies in the order tried; empty if nothing is differentiated.
-        notes: what was not tried, and why.
-        error: why nothing could be planned; "" if there was no error.
+        notes: strategies that were not tried, with reasons.
+        error: error that prevented planning, or "".
     """
 
     budget_gb: float
@@ -72,7 +72,7 @@ class SavingChoice:
 
     @property
     def best(self) -> TriedSaving | None:
-        """The fastest strategy that fits, ties broken by memory; None if none fits."""
+        """The fastest strategy that fits, ties broken by memory, or None if none fits."""
         fitting = [t for t in self.tried if not t.refused]
         return min(fitting, key=lambda t: (t.step_us or 0.0, t.peak_bytes), default=None)
 
@@ -93,7 +93,7 @@ class SavingChoice:
 
 
 class NothingFitsError(BackendError):
-    """Raised when no strategy fits the memory budget; shows a table of those that were tried."""
+    """Raised when no strategy fits the memory budget; shows a table of the tried ones."""
 
     def __init__(self, choice: SavingChoice, table: str) -> None:
         least = min(t.peak_bytes for t in choice.tried) / 1e9

@@ -2,8 +2,8 @@
 
 Two splits (which gathers share a bucket, which reductions do) and a limit on bytes in flight
 determine a schedule (``placement``). Coordinate descent over three sizes finds the first splits; a
-local search then re-splits neighbouring buckets while that helps, starting with what nothing can
-hide: the first gathers and the last reductions.
+local search then re-splits neighbouring buckets while that helps, starting with transfers that
+nothing can hide: the first gathers and the last reductions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CAP_BUCKETS = 3
 LOCAL_SEARCH_BUDGET = 300_000
 # Fractions of a modest peak's room that are tried for waits, which may take all of it.
 WAIT_ROOMS = (0.0, 0.25, 0.5, 0.75)
-# Largest part of the time that is given for earlier waits, which free memory.
+# Maximum fraction of the time to give up for earlier waits, which free memory.
 MAX_LOSS = 0.0005
 
 
@@ -85,7 +85,7 @@ class _Search:
         """Return the best candidate schedule of a coordinate descent over ``BucketSizes``."""
         scale = self._scale()
         # Size 0 is among the sizes: one transfer per bucket, one bucket at a time, which needs the
-        # least memory. So a feasible budget is always met.
+        # least memory. A feasible budget is therefore always met.
         best = min((self._place(BucketSizes(size, size, size)) for size in scale), key=_score)
         improves = True
         while improves:
@@ -179,7 +179,7 @@ def schedule_without_overlap(problem: Problem) -> tuple[Bucket, ...]:
     """Return buckets that are waited for at their launch; small transfers share buckets."""
     # The result depends only on the transfers, not on predicted times.
     members: list[list[int]] = []
-    filling: dict[tuple[str, ...], list[int]] = {}  # by key: the bucket that is being filled
+    filling: dict[tuple[str, ...], list[int]] = {}  # bucket being filled, keyed by _small_key
     for i, transfer in enumerate(problem.transfers):
         key = _small_key(problem, transfer)
         if key is None:
@@ -203,7 +203,7 @@ def _fits(transfers: Sequence[Transfer]) -> bool:
 
 
 def _small_key(problem: Problem, transfer: Transfer) -> tuple[str, ...] | None:
-    """Return a key that is equal for transfers that may share a bucket; None: it travels alone."""
+    """Return a key that is equal for transfers that may share a bucket, or None for no sharing."""
     used_in_graph = transfer.kind != TransferKind.ALL_GATHER and transfer.due < problem.num_steps
     if used_in_graph or transfer.num_bytes > SMALL_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""Predict when everything in a planned graph happens: compute, communication and host copies.
+"""Predict the timing of a planned graph: compute, communication and host copies.
 
 The compute lane runs the steps in order. Before each step it issues the launches of that step, then
 blocks on its waits. The communication lane runs one collective after the other in launch order,
@@ -51,7 +51,7 @@ class Lane:
 
 
 class TransferCostModel(Protocol):
-    """The part of a cost model that schedules need: microseconds for bytes of full tensors."""
+    """The part of a cost model that schedules need: times of transfers, in microseconds."""
 
     def collective_us(
         self, kind: TransferKind, num_bytes: int, world: int, stride: int = 1
@@ -150,7 +150,7 @@ class Timeline:
 
     Attributes:
         slots: slots in issue order.
-        exposed_us: for each bucket, how long the compute lane is blocked at its wait.
+        exposed_us: time that the compute lane is blocked at the wait for each bucket.
         alive_bytes: peak bytes alive in each step.
         critical_path: slots that determine the end; each starts when the one before it ends.
         total_us: time until all lanes are done.
@@ -219,7 +219,7 @@ class _Run:
         self.slots: list[Slot] = []
         self.lanes: defaultdict[str, Lane] = defaultdict(Lane)
         self._last: dict[str, Slot] = {}  # latest slot of each lane
-        self._blockers: dict[tuple[str, int], list[Slot]] = {}  # by (kind, index)
+        self._blockers: dict[tuple[str, int], list[Slot]] = {}  # keyed by (kind, index)
 
     def add(
         self, lane: str, kind: str, index: int, duration_us: float, after: Slot | None = None
@@ -238,7 +238,7 @@ class _Run:
     def critical_path(self) -> tuple[Slot, ...]:
         path = []
         slot = max(self.slots, key=lambda slot: slot.end_us, default=None)
-        while slot is not None:  # back from the last slot, each time to what it waited for
+        while slot is not None:  # back from the last slot, each time to the slot it waited for
             path.append(slot)
             blockers = self._blockers[slot.kind, slot.index]
             slot = max(blockers, key=lambda blocker: blocker.end_us, default=None)
@@ -292,7 +292,7 @@ def sweep(
     Args:
         start_us: result of ``start_times_us``.
         launches: launch step of each bucket, ascending, in the order of ``waits`` and ``costs``.
-        successors: bucket that continues with the buffers of another, from ``plan.next_in_chain``.
+        successors: result of ``plan.next_in_chain``.
     """
     # Sorting these tuples gives the order of ``plan.events_by_step``: by step, launches before
     # waits, by position. The wait for a bucket with a successor comes right before the launch of
@@ -306,8 +306,8 @@ def sweep(
     events.sort()
     end_us, exposed_us = [0.0] * len(launches), [0.0] * len(launches)
     lanes: defaultdict[str, Lane] = defaultdict(Lane)
-    # Steps run back to back, except for the work added before them. So there is no need to run the
-    # compute lane step by step: its delay is the sum of the work added so far.
+    # Steps run back to back, except for the work added before them. The compute lane need not run
+    # step by step: its delay is the sum of the work added so far.
     added_us = [0.0] * len(start_us)
     late_us = 0.0
     for step, _, _, is_launch, i in events:
@@ -345,7 +345,7 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
         # copied in any case.
         if is_copied_in(transfers):
             copy_in_us += cost_model.copy_us(num_bytes // num_shards)
-        # Copies full parameters out of a shared buffer; reduced shards are slices of theirs.
+        # Copies full parameters out of a shared buffer; reduced shards are slices of the buffer.
         if gathers and len(buffer) > 1:
             copy_out_us += cost_model.copy_us(num_bytes)
     return BucketCost(copy_in_us, lane_us, copy_out_us, latency_us=latency_us)
