@@ -153,7 +153,7 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _
 def _freed_early(
     transfers: Sequence[Transfer], last_runs: Sequence[int], borders: Sequence[int]
 ) -> list[int]:
-    """Return the bytes of full parameters that are free before their last step ends, by node."""
+    """Return, for each node, the bytes of full parameters freed before their last step ends."""
     # A schedule counts a full parameter until the end of its last step.
     spans = (
         Span(max(last_run, borders[t.last]) + 1, borders[t.last + 1], t.num_bytes)
@@ -166,7 +166,7 @@ def _freed_early(
 def _last_uses(
     graph: fx.Graph, position: Mapping[fx.Node, int], inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Return the position of each node's last use; the graph's end if it is returned."""
+    """Return the position of each node's last use, or the graph's end if it is returned."""
     end, last = len(position) - 1, dict[fx.Node, int]()
     for node in reversed(graph.nodes):
         # A use of a view is a use, and so is a use of an inlined value, which is recomputed there.
@@ -181,10 +181,10 @@ def _last_uses(
 def _positions_of_kernels(
     position: Mapping[fx.Node, int], values: GraphValues, inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Return the position where each node runs, given which nodes are fused."""
+    """Return the position at which each node runs, with fusion."""
     last = len(position) - 1
     runs_at, waited_at = dict(position), _waits(position, values)
-    read: dict[fx.Node, set[fx.Node]] = {}  # by node: values that its kernel reads from memory
+    read: dict[fx.Node, set[fx.Node]] = {}  # values that each node's kernel reads from memory
     for node in values.kinds:
         roots = {values.roots[used] for used in node.all_input_nodes}
         read[node] = set().union(*(read[r] if r in inlined else {r} for r in roots))
@@ -258,7 +258,7 @@ def _alive_bytes(
 
 
 def _results_of(node: fx.Node) -> fx.Node | None:
-    """Return the multi-output operator that a ``getitem`` node reads; None for other nodes."""
+    """Return the multi-output operator that a ``getitem`` node reads, or None."""
     root = root_of(node) if node.target is operator.getitem else None
     return None if root is None or isinstance(root.meta.get("val"), torch.Tensor) else root
 

@@ -51,7 +51,7 @@ def _gather_narrower(node: fx.Node) -> None:
 
 
 def _cast_to(node: fx.Node) -> torch.dtype | None:
-    """Return the floating dtype of a node that is only a cast; None for any other node."""
+    """Return the floating dtype of a node that is only a cast, or None for any other node."""
     dtype: object = None
     if node.target is convert:
         dtype = node.args[1]

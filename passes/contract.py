@@ -1,7 +1,8 @@
 """Passes: functions ``(gm, context)`` that rewrite ``gm`` in place, and their contracts.
 
-A contract is data: the stage of a pass, and what it requires of the graph. ``ordered`` checks it.
-A pass decides nothing: it asks functions of the context, which know the planner and the options.
+A contract is data: the stage of a pass, and the facts about a graph that it requires and provides.
+``ordered`` checks it. Passes leave decisions to functions of the context, which know the planner
+and the options.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Regions, 
 
 
 class Stage(StrEnum):
-    """Point of a compile at which a pass runs, in order."""
+    """Points of a compile at which passes run, in order."""
 
     TRACED = "traced"  # Dynamo's graph
     JOINT = "joint"  # forward and backward in one graph
@@ -47,19 +48,19 @@ class Fact(StrEnum):
 
 @dataclass
 class PassContext:
-    """Everything that a pass may use besides its graph; a choice that nobody asks for is None.
+    """Everything that a pass may use besides its graph; decisions that are not needed are None.
 
     Attributes:
         kind: kind of the graph, from ``Stage.FINAL`` on.
         backward: backward graph, in ``Stage.PARTITIONED``.
         num_outputs: number of user outputs of the forward graph; its other outputs are saved.
-        ranks_differ: whether another rank may have an activation budget although this one has none.
+        ranks_differ: whether only some ranks may have an activation budget.
         choose_kept: chooses parameters to keep unsharded (``planning.keep_unsharded``).
         choose_offloaded: chooses activations to offload (``planning.offload``).
         plan_buckets: plans the buckets of a graph (``planning.search``).
         is_worth_sharing: decides whether to compile these regions once (``planning.repeats``).
-        problems: both partitioned graphs as read, while these still describe them.
-        kept: names of the forward's nodes that are saved unsharded.
+        problems: problems of both partitioned graphs, or None once the graphs have changed.
+        kept: names of forward's nodes that are saved unsharded.
         regions: counts of the regions that became calls of subgraphs.
     """
 
@@ -98,9 +99,9 @@ class Pass:
     """A pass and its contract.
 
     Attributes:
-        inference_only: whether it runs on graphs for inference alone, which had no joint graph.
-        dump: name of the dumped code, with "{kind}" for the kind of graph; "": the stage's name.
-            Consecutive passes with one name are dumped together.
+        inference_only: whether the pass runs only on inference graphs, which had no joint graph.
+        dump: name of the dumped code, with "{kind}" for the kind of graph, or "" for the name of
+            the stage. Consecutive passes with the same name are dumped together.
     """
 
     run: Callable[[fx.GraphModule, PassContext], None]
@@ -131,7 +132,7 @@ def ordered(*passes: Pass) -> tuple[Pass, ...]:
     for one, following in itertools.pairwise(passes):
         if stages.index(following.stage) < stages.index(one.stage):
             raise ValueError(
-                f"pass {following.name} is of stage {following.stage}, and comes after one of "
+                f"pass {following.name} of stage {following.stage} comes after one of stage "
                 f"{one.stage}: move it up"
             )
     _check_facts([one for one in passes if not one.inference_only])

@@ -29,7 +29,7 @@ def markers_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def source_of(marker: fx.Node) -> fx.Node:
-    """Return the node that a marker gathers, reduces or copies."""
+    """Return the node whose value a marker gathers, reduces or copies."""
     source = marker.args[0]
     assert isinstance(source, fx.Node)
     return source
@@ -72,7 +72,7 @@ def _describe_param(marker: fx.Node, position: int) -> PlanParam:
 
 
 def number_params(graph: fx.Graph) -> tuple[tuple[PlanParam, ...], dict[fx.Node, int]]:
-    """Return the parameters of a graph, and the position in them by marker."""
+    """Return the parameters of a graph, and the position of each marker's parameter in them."""
     params = describe_params(graph)
     unique = tuple(sorted(dict.fromkeys(params.values()), key=lambda param: param.input))
     number = {param: i for i, param in enumerate(unique)}
@@ -80,7 +80,7 @@ def number_params(graph: fx.Graph) -> tuple[tuple[PlanParam, ...], dict[fx.Node,
 
 
 def describe_transfers(graph: fx.Graph, param_of: Mapping[fx.Node, int]) -> dict[fx.Node, Transfer]:
-    """Return the transfers by marker, in graph order, with copies of activations last."""
+    """Return the transfers keyed by marker, in graph order, with copies of activations last."""
     nodes = [node for node in markers_of(graph) if node.target in markers.KIND_OF_MARKER]
     # Ranks may copy different activations, but their collectives must have the same positions.
     nodes.sort(key=lambda node: _kind_of(node) in HOST_COPIES)

@@ -81,13 +81,13 @@ class _Scaling(NamedTuple):
     recipe: str
     dtype: torch.dtype  # in which the weights are used
     group: str
-    device: torch.device | None  # that host shards are copied to; None: they are on the device
+    device: torch.device | None  # that host shards are copied to, or None
 
 
 def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
-    """Return the weights to gather in fp8; note on the others why they are not."""
+    """Return the weights to gather in fp8; note on all other weights why they are not."""
     chosen: dict[_Scaling, list[fx.Node]] = {}
-    refused: dict[str, str | None] = {}  # the device's answers, by product
+    refused: dict[str, str | None] = {}  # errors of the device, keyed by product
     for node in graph.find_nodes(op="call_function", target=markers.unshard):
         spec, dtype = UnshardSpec.of_node(node), value_of(node).dtype
         if spec.float8_recipe is None or not node.users:
@@ -102,7 +102,7 @@ def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
 
 
 def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
-    """Return why a parameter is not gathered in fp8; None if it is."""
+    """Return why a parameter is not gathered in fp8, or None if it is."""
     dtype = value_of(weight).dtype
     if dtype not in float8_math.DTYPES:
         return f"linears in fp8 compute in {' or '.join(map(str, float8_math.DTYPES))}"
@@ -113,7 +113,7 @@ def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
 
 
 def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None:
-    """Return the error of torch's fake ops for a product's shapes and layouts; None if it works."""
+    """Return the error of torch's fake ops for a product's shapes and layouts, or None."""
     values: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
     left, weight, recipe = values[0], values[1], values[-1]
     shapes = f"{tuple(left.shape)} with a weight {tuple(weight.shape)}"
@@ -209,7 +209,7 @@ def _region(node: fx.Node) -> dict[str, Any]:
 
 
 def _once(emit: Call, emitted: dict[_CallKey, fx.Node]) -> Call:
-    """Wrap ``emit`` so that a repeated call returns the node of the first one."""
+    """Wrap ``emit`` to return the node of the first call for repeated calls."""
 
     def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         lists = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args)

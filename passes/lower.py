@@ -78,9 +78,9 @@ class _BucketWriter:
         self._buckets = buckets
         self._marker_nodes = marker_nodes
         self._next = next_in_chain(buckets)
-        self._launched: dict[int, list[fx.Node]] = {}  # by bucket: results to wait for
+        self._launched: dict[int, list[fx.Node]] = {}  # results to wait for, keyed by bucket
         self._copied: list[fx.Node] = []  # copies that the host reads
-        self._handed_on: dict[int, list[fx.Node]] = {}  # by bucket: results of its predecessor
+        self._handed_on: dict[int, list[fx.Node]] = {}  # predecessor's results, keyed by bucket
 
     def launch(self, position: int) -> None:
         bucket, nodes = self._buckets[position], self._markers_of(position)
@@ -106,7 +106,7 @@ class _BucketWriter:
                 self._copied.append(result)
 
     def make_host_wait(self) -> None:
-        """Make the host wait for copies before their first use, which is mostly the graph's end."""
+        """Make the host wait for copies before their first use, usually at the graph's end."""
         if not self._copied:
             return
         emit = Emitter(self._graph, self._copied[0].meta, **{PLANNED: True})
@@ -126,7 +126,7 @@ class _BucketWriter:
 
 
 def _host_reads(marker: fx.Node) -> bool:
-    """Return whether the host reads what a marker copies to it: gradients, but not activations."""
+    """Return whether the host reads a marker's copy, as it does for gradients only."""
     return marker.target is not markers.offload_activation
 
 

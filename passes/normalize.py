@@ -67,7 +67,7 @@ def _raise_view(node: fx.Node) -> None:
 def _sink_gathered(graph: fx.Graph) -> None:
     """Move every gathered parameter, and views of it, right before its first use."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    # By node: the node that was last moved in front of it.
+    # The node that was last moved in front of each node.
     last_moved: dict[fx.Node, fx.Node] = {}
     for node in reversed(list(position)):
         if node.users and _is_gathered(node):

@@ -31,7 +31,7 @@ from graphshard.planning.repeats import find_repeats, pieces
 _LEAST_SAVED = 24  # minimum number of nodes that a repeat saves the compiler
 _LEAST_NODES = 4  # minimum size of a region: calling a smaller one costs more than it saves
 
-RegionKey = tuple[Hashable, ...]  # what a region does, independent of which nodes do it
+RegionKey = tuple[Hashable, ...]  # operations of a region, without the identity of its nodes
 
 
 def share_regions(gm: fx.GraphModule, context: PassContext) -> None:
@@ -48,14 +48,14 @@ def share_regions(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _find_regions(graph: fx.Graph) -> list[_Region]:
-    """Normalise the borders of regions, and return those that occur more than once."""
+    """Normalize the borders of regions, and return the regions that occur more than once."""
     _gather_parts_of_tuples(graph)
     compute = [node for node in graph.nodes if _may_be_inside(node)]
     labels: dict[Hashable, int] = {}
     sequence = [labels.setdefault(_label(node), len(labels)) for node in compute]
     cuts = _cuts(graph, compute)
     # Inductor keeps a channels-last layout from one convolution to the next, and a region's border
-    # would add copies between layouts. So layers with convolutions stay inline.
+    # would add copies between layouts. Layers with convolutions therefore stay inline.
     keeps_layouts = not uses_channels_last(graph, graph_kind(graph))
     runs = [
         [compute[i] for i in piece]
@@ -104,28 +104,28 @@ def _convolves(node: fx.Node) -> bool:
 
 
 def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
-    """Return the positions in ``compute`` before which something else happens."""
+    """Return the positions in ``compute`` before which nodes outside of it run."""
     position = {node: i for i, node in enumerate(compute)}
     cuts, next_position = [0], 0
-    # By node: the position of the last compute node that it depends on.
+    # Position of the last compute node that each node depends on.
     latest: dict[fx.Node, int] = {}
     for node in graph.nodes:
         of_inputs = max((latest[used] for used in node.all_input_nodes), default=-1)
         latest[node] = position.get(node, of_inputs)
         if node in position:
             next_position = position[node] + 1
-        # A node that depends on no compute since the last cut could run there as well; it makes no
-        # cut of its own, unless it is planned.
+        # A node that depends on no compute since the last cut could run there as well, and makes no
+        # cut unless it is planned.
         elif node.op == "call_function" and (PLANNED in node.meta or of_inputs >= cuts[-1]):
             cuts.append(next_position)
     return sorted(set(cuts))
 
 
-# --- what is alike -------------------------------------------------------------------------------
+# --- comparison of nodes -------------------------------------------------------------------------
 
 
 def _label(node: fx.Node) -> Hashable:
-    """Return what a node does; equal for nodes of similar layers."""
+    """Return a description of a node that is equal for the same node of similar layers."""
     return _described(node, lambda used: _metadata(used.meta.get("val")))
 
 
@@ -174,7 +174,7 @@ class _Region:
 
     Attributes:
         nodes: nodes in graph order; no other node between them depends on any of them.
-        key: equal for all regions that one subgraph can replace.
+        key: key that is equal for all regions that one subgraph can replace.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
@@ -241,7 +241,7 @@ class _Region:
 
 
 def _seed_of(node: fx.Node) -> int | None:
-    """Return the position of the seed that a node looks up; None for any other operator."""
+    """Return the position of the seed that a node looks up, or None for any other operator."""
     return node.args[1] if node.target is lookup_seed else None  # type: ignore[return-value]
 
 
@@ -253,17 +253,17 @@ def _value(node: fx.Node, seed: int | None) -> Any:
 def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
     if seed is None:
         return node
-    # The subgraph gets a slice with only its own seed, so that keys stay equal.
+    # The subgraph gets a slice with only its seed, to keep the keys of regions equal.
     view = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, seed, seed + 1))
     view.meta = {"val": _value(node, seed)}
     return view
 
 
-# --- borders: what a region does not return -----------------------------------------------------
+# --- borders: values that a region does not return -----------------------------------------------
 
-# [Note: borders] A compiler assumes that the results of a subgraph call own their memory. So a
-# region returns no view of its inputs or of its other results; users make the view themselves. Nor
-# does it return a pointwise value that is larger than the values it is computed from: without
+# [Note: borders] A compiler assumes that the results of a subgraph call own their memory. A region
+# therefore returns no view of its inputs or of its other results; users make the view themselves.
+# Nor does it return a pointwise value that is larger than the values it is computed from: without
 # regions such a value is never in memory, because every kernel that reads it recomputes it.
 #
 #     before   region a: h = mm(..)   f = h.float()   m = f.mean()   v = h.t()
@@ -296,7 +296,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Return whether a node always makes the same tensor, so that copies of it cost nothing."""
+    """Return whether a node always makes the same tensor, which costs nothing to copy."""
     made = node.op == "call_function" and not node.all_input_nodes
     return made and _is_pure(node) and not is_random(node)
 
@@ -324,7 +324,7 @@ def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Make users recompute what a region does not return; return the runs' remaining nodes."""
+    """Make users recompute values that regions do not return; return each run's other nodes."""
     # See [Note: borders].
     home = {node: i for i, run in enumerate(runs) for node in run}
     recomputation = _Recomputation(graph, home)
@@ -353,7 +353,7 @@ class _Recomputation:
         self._copies: dict[tuple[int | None, fx.Node], fx.Node] = {}
 
     def copy_for(self, user: fx.Node, used: fx.Node) -> fx.Node:
-        """Return what ``user`` should read: a copy of ``used`` in its region, or ``used``."""
+        """Return the node for ``user`` to read: a copy of ``used`` in its region, or ``used``."""
         place = self._home.get(user)
         if not self._is_needed(used, place):
             return used

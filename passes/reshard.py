@@ -1,7 +1,7 @@
-"""Joint graph: decide what backward gathers again, and let forward save no full parameter (ZeRO-3).
+"""Joint graph: decide which parameters backward gathers again instead of saving them (ZeRO-3).
 
 The partitioner would save gathered parameters, or casts and transposes of them, and training would
-silently be ZeRO-2. So every node derived from parameters alone is tagged for recomputation:
+silently be ZeRO-2. Therefore every node derived from parameters alone is tagged for recomputation:
 
     saved before   unshard(p), t(unshard(p))          saved after   p
 """
@@ -107,7 +107,7 @@ def _backward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def reshard(gm: fx.GraphModule, context: PassContext) -> None:
-    """Tag what the partitioner must recompute, or save because it stays unsharded, in place."""
+    """Tag the nodes that the partitioner must recompute or, if kept unsharded, save, in place."""
     for node in gm.graph.nodes:
         if node.target is unshard and _is_kept(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

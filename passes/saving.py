@@ -1,4 +1,4 @@
-"""Forward and backward graphs: change what forward saves for backward.
+"""Forward and backward graphs: change the values that forward saves for backward.
 
     forward   w = unshard(shard)   y = mm(x, w)   a = gelu(y)   ..      return loss, shard, a
     backward  w = unshard(shard)   ..   mm(g, w)   ..   f(a)            shard, a: inputs
@@ -10,7 +10,7 @@ Each pass replaces a saved value:
                                                        ranks, w = unshard(p) (hpZ)
     offload_activations     h = offload_activation(a)  an activation on the host; in backward,
                                                        a = reload_activation(h)
-    clone_mutated_inputs    clone(input)               an input as it was before forward wrote to it
+    clone_mutated_inputs    clone(input)               an input before forward writes to it
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from graphshard.passes.describe import describe_params, source_of
 from graphshard.passes.normalize import normalize
 from graphshard.planning.offload import SavedActivation
 
-MIN_BYTES = 1 << 16  # of the smallest activation that is worth a copy
+MIN_BYTES = 1 << 16  # size of the smallest activation that is worth a copy
 
 
 def saved_nodes(forward: fx.Graph, num_outputs: int) -> list[fx.Node]:
-    """Return the nodes that a forward graph saves; they follow the ``num_outputs`` of the user."""
+    """Return the nodes that a forward graph saves, after the user's ``num_outputs`` outputs."""
     return [node for node in outputs_of(forward)[num_outputs:] if isinstance(node, fx.Node)]
 
 
@@ -66,7 +66,7 @@ def _replace_saved(
 
 
 def read_partition(gm: fx.GraphModule, context: PassContext) -> PartitionProblems:
-    """Normalise both graphs in place, and read them as problems."""
+    """Normalize both graphs in place, and read them as problems."""
     assert context.backward is not None
     return PartitionProblems(
         _read(gm, GraphKind.FORWARD, context), _read(context.backward, GraphKind.BACKWARD, context)
@@ -83,7 +83,7 @@ def _read(gm: fx.GraphModule, kind: GraphKind, context: PassContext) -> GraphPro
 
 
 def _regathered_params(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, fx.Node]:
-    """Return the forward marker, by backward marker, of each parameter that both graphs gather."""
+    """Map backward's markers to forward's, for the parameters that both graphs gather."""
     saved = {node.name: node for node in saved_nodes(gm.graph, context.num_outputs)}
     gathered = {m.args[0]: m for m in gm.graph.find_nodes(op="call_function", target=unshard)}
     pairs = {}
@@ -158,7 +158,7 @@ def _set_input(placeholder: fx.Node, value: torch.Tensor, held_bytes: int) -> No
 
 
 def _gathered_bytes(gathered: fx.Node) -> int:
-    """Return the bytes of a gathered parameter, padding included."""
+    """Return the bytes of a gathered parameter, including padding."""
     spec, full = UnshardSpec.of_node(gathered), value_of(gathered)
     rows = span_of(spec.group).world * size_hint(value_of(source_of(gathered)).shape[0])
     return num_bytes(full) // max(size_hint(full.shape[0]), 1) * rows
@@ -186,11 +186,11 @@ def offload_activations(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _offloadable(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, fx.Node]:
-    """Return the saved node, by backward's placeholder, of each activation that may be offloaded.
+    """Map backward's placeholders to forward's nodes, for activations that may be offloaded.
 
-    Its memory must be free after its last use in forward.
+    Their memory must be free after their last use in forward.
     """
-    # Number of outputs, by the node that owns their memory.
+    # Number of outputs that share each node's memory.
     num_returned = Counter(root_of(n) for n in outputs_of(gm.graph) if isinstance(n, fx.Node))
     inputs = context.backward_graph.find_nodes(op="placeholder")
     placeholders = {node.name: node for node in inputs}

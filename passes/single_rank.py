@@ -1,4 +1,4 @@
-"""Joint and inference graphs: send nothing in a group of one rank.
+"""Joint and inference graphs: remove communication within groups of one rank.
 
     before   w = unshard(shard)   y = mm(x, w)   ...   g = reduce_grad(grad)
     after                         y = mm(x, shard)     g = grad
@@ -33,7 +33,7 @@ def elide_single_rank_collectives(gm: fx.GraphModule, context: PassContext) -> N
 
 
 def _use_shard(marker: fx.Node, spec: UnshardSpec) -> None:
-    """Use the shard instead of the gathered parameter, if it is all of it and ready for use."""
+    """Use the shard as the gathered parameter, if it has all rows and needs no copy or scaling."""
     has_all_rows = value_of(spec.shard).shape[0] == spec.rows
     if is_alone(spec.group) and has_all_rows and spec.device is None and spec.scales is None:
         tag = {"recompute": marker.meta["recompute"]} if "recompute" in marker.meta else {}

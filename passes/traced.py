@@ -2,7 +2,6 @@
 
 Parameters that are read inside of a subgraph would be gathered there, outside of any plan.
 
-
 ``torch.cond``, ``while_loop``, ``scan``, ``associative_scan``, ``map`` and ``flex_attention`` stay
 in the graph, with their bodies. A body's reads would run as often as values and sizes dictate, and
 ranks with different values would pair the gathers of different parameters. They move out:
@@ -111,7 +110,7 @@ def _read_before(call: fx.Node, bodies: Sequence[fx.GraphModule]) -> None:
     outer = {traced_storage(node): node for node in call.all_input_nodes}
     reads = [n for body in bodies for n in body.graph.nodes if n.target in UNSHARD_MARKERS]
     shards = {read: outer[traced_storage(read.args[0])] for read in reads}
-    full: dict[fx.Node, fx.Node] = {}  # by shard
+    full: dict[fx.Node, fx.Node] = {}  # keyed by shard
     for read, shard in shards.items():
         if shard not in full:
             with call.graph.inserting_before(call):
