@@ -45,7 +45,7 @@ def _merge_unshards(graph: fx.Graph) -> None:
 
 
 def _merge_reductions(graph: fx.Graph) -> None:
-    # In graph order, so that a chain of additions folds from its start.
+    # In graph order: a chain of additions folds from its start.
     for node in list(graph.nodes):
         if node.target is not _add or node.kwargs or len(node.args) != 2:
             continue

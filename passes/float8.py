@@ -143,7 +143,7 @@ def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) ->
         world = process_group(scaling.group).size()
         sizes = [value_of(shard).shape[0] * world for shard in shards]
     inverse = emit(_aten.reciprocal.default, scales)
-    # One tensor per product, so that equal layers share their kernels.
+    # One tensor per product: equal layers share their kernels.
     scale_of_each = emit(copy_out, scales, sizes, 1)
     inverse_of_each = emit(copy_out, inverse, sizes, 1)
     # Backward gets all scales in one tensor.

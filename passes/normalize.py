@@ -38,7 +38,7 @@ def _raise_inputs(graph: fx.Graph) -> None:
 
 
 def _raise_scales(graph: fx.Graph) -> None:
-    """Move scales that forward saved to the front, so that gathers can start."""
+    """Move scales that forward saved to the front, before all gathers."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="call_function", target=copy_out):
         if node.args[0].op == "placeholder":
@@ -82,7 +82,7 @@ def _is_gathered(node: fx.Node) -> bool:
 
 
 def _fill_values(graph: fx.Graph) -> None:
-    """Give nodes without a value a fake one, so that their time and bytes are counted."""
+    """Give nodes without a value a fake one, from which their time and bytes are counted."""
     # AOTAutograd sets none for operators that it wraps in the state of a random generator, and for
     # those that return nothing, such as ``torch.cuda.synchronize()``.
     for node in graph.nodes:

@@ -38,7 +38,7 @@ def num_constants(gm: fx.GraphModule) -> int:
 
 
 def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
-    """Return the position of each input in Dynamo's graph, without tokens; None for constants."""
+    """Return the position of each input (except tokens) in Dynamo's graph, or None if constant."""
     positions: list[int | None] = [None] * num_constants(gm)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")

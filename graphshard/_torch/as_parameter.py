@@ -48,9 +48,9 @@ def _is_in_graph(tensor: torch.Tensor, attribute: str, as_a_leaf: object) -> obj
 class _ParameterVariable(TensorVariable):
     """A full parameter in a trace, whose marker is emitted on use.
 
-    A trace has one variable per parameter, so identity checks give the same result as in the plain
-    model. It has one marker per graph (the body of a higher-order operator is its own) and grad
-    mode, so a parameter first read under ``no_grad`` still gets gradients from uses outside of it.
+    A trace has one variable per parameter: identity checks give the same result as in the plain
+    model. It has one marker per graph (including bodies of higher-order operators) and grad mode: a
+    parameter first read under ``no_grad`` still gets gradients from uses outside of it.
     """
 
     _nonvar_fields = {"_markers", "_emit", "_shard", "_grad", *TensorVariable._nonvar_fields}

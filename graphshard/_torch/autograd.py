@@ -17,7 +17,7 @@ from .dynamo import run_with_callees_as_python
 
 
 def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give ``new`` the hook tables of ``old``, so that existing handles can still remove hooks."""
+    """Give ``new`` the hook tables of ``old``; existing handles can still remove hooks."""
     if old._backward_hooks:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks:

@@ -59,7 +59,7 @@ def few_cpp_files(num_graphs: int) -> Iterator[None]:
 
     Args:
         num_graphs: number of graphs expected, 2 for forward and backward. The contents of files
-            depend on it, so cached files are only found again with the same number.
+            depend on it: cached files are only found again with the same number.
     """
     put_off = _thread.put_off = _PutOff(num_graphs)
     try:

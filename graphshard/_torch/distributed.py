@@ -31,7 +31,7 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def is_registered(group: dist.ProcessGroup | None) -> bool:
-    """Return whether ``_world`` knows the group; False for None and for destroyed groups."""
+    """Return whether the group exists and has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 

@@ -98,7 +98,7 @@ class Trace:
     def guard(self, source: Source, attribute: str, holds: Callable[[Any], bool]) -> None:
         """Guard the frame on ``holds(value of source)``, evaluated at every call.
 
-        ``holds`` runs before Dynamo's own guards on the value, so it may change what they check.
+        ``holds`` runs before Dynamo's own guards on the value, and may change the value.
         ``attribute`` is the name of any attribute of the value.
         """
         text = f"graphshard: {source_name(source)} is in sync"

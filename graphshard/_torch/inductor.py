@@ -260,7 +260,7 @@ def saving_activations(budget: float | None) -> AbstractContextManager[None]:
     """Limit the fraction of activations that the partitioner saves, or keep torch's with None."""
     if budget is None:
         return nullcontext()
-    # A budget of 0 would also recompute what has to be saved.
+    # A budget of 0 would also recompute values that must be saved.
     return functorch_config.patch(activation_memory_budget=max(budget, 1e-9))
 
 
@@ -294,8 +294,8 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 
 def caches_graphs() -> bool:
     """Return whether Inductor can reuse graphs that another process on this host has compiled."""
-    # If ranks autotune kernels together (torch/_inductor/config.py), they have to compile at the
-    # same time, so none can wait for another's graphs.
+    # If ranks autotune kernels together (torch/_inductor/config.py), they must compile at the same
+    # time, and none can wait for another's graphs.
     together = getattr(inductor_config, "distributed_max_autotune_gemm", False)
     disabled = inductor_config.force_disable_caches or together
     return bool(inductor_config.fx_graph_cache) and not disabled

@@ -90,7 +90,7 @@ def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
         groups[is_late].append(node)
         if is_late:
             late.update(node.get_buffer_names())
-    if not all(groups):  # a different kernel has to be split
+    if not all(groups):  # a different kernel must be split
         return [kernel]
     parts: Nodes = []
     for group in groups:

@@ -92,7 +92,7 @@ def base_name(op: object) -> str:
 
 
 def returns_nothing(op: object) -> bool:
-    """Return whether an operator has no outputs; False for higher-order operators."""
+    """Return whether an operator has no outputs; higher-order operators count as having some."""
     return isinstance(op, OpOverload) and not op._schema.returns
 
 

@@ -145,7 +145,7 @@ def _padded(call: Call, x: _Value) -> _Value:
     rows, device = value_of(x).shape[0], value_of(x).device
     if device.type != "cuda" or not isinstance(rows, int) or not rows % ALIGNMENT:
         return x
-    # With zero rows, so that tensor cores can sum over its rows.
+    # With zero rows, for tensor cores to sum over its rows.
     return call(_aten.constant_pad_nd.default, x, [0, 0, 0, -rows % ALIGNMENT], 0.0)
 
 

@@ -1,7 +1,7 @@
 """Compare the graphs that Dynamo traces before and after a model is sharded.
 
 A forward may test a module's class (``type(m) is nn.Linear``), which sharding changes, and then
-take another branch. The graphs have to call the same operators on the same values:
+take another branch. The graphs must call the same operators on the same values:
 
     plain      matmul(x, parameter 'w')              add(value 0, parameter 'b')
     sharded    matmul(x, unshard(shard of 'w'))      add(value 0, unshard(shard of 'b'))

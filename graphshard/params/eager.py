@@ -8,7 +8,7 @@ reads in the same call get the same tensors, and one backward reduces all their 
     call of the module    shards ──► _Unshard ──► full parameters ──► read, read, ...
     backward              their gradients ◄── _Unshard ◄── sum over all reads, None if not read
 
-Ranks still have to run the same modules. The call's scope keeps its full parameters: see
+Ranks must still run the same modules. The call's scope keeps its full parameters: see
 [Note: call scope] in ``graphshard._torch.frames``.
 """
 
@@ -115,8 +115,8 @@ class _Unshard(torch.autograd.Function):
         with eager_gather(groups, fqns):
             return tuple(param.spec.unshard(shard) for param, shard in zip(sharded_params, shards))
 
-    # Dynamo does not compile the inside of torch.func.jvp and the like, so these call the function,
-    # and they need a separate setup_context and a vmap rule.
+    # Dynamo does not compile the inside of torch.func.jvp and similar transforms. They call this
+    # function, and need a separate setup_context and a vmap rule.
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         sharded_params, *shards = inputs
@@ -201,5 +201,5 @@ def _used_on_any_rank(
         if not used:
             flags[i] = 0
     dist.all_reduce(flags, group=process_group(groups.all_ranks))
-    # Only a rank that lacks some gradient waits for the device.
+    # Only a rank that lacks a gradient waits for the device.
     return used_here if all(used_here) else [flag > 0 for flag in flags.tolist()]

@@ -5,8 +5,8 @@ bypasses its module, is refused when it is compiled: the change would be lost wi
 
 Backward gathers again from the shard that forward saved, and raises if it has changed since.
 Autograd cannot tell: an in-place op on a DTensor increments only the version of the DTensor, not
-the one that its local tensor shares with the shard. So each run of a graph records the versions of
-the DTensors whose shards it saves.
+the one that its local tensor shares with the shard. Each run of a graph therefore records the
+versions of the DTensors whose shards it saves.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def record_graph_breaks(
 
 
 def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
-    """Guard and sync every sharded parameter; return False if Dynamo has to trace again."""
+    """Guard and sync every sharded parameter; return False if Dynamo must trace again."""
     # Dynamo drops a shard from the inputs if forward only reads attributes of its parameter.
     for shard in shards_read():
         trace.guard(shard, SHARDED_PARAM, in_sync)
@@ -169,8 +169,8 @@ def _refuse_changes(graph: fx.Graph, fqns: Mapping[int | None, str]) -> None:
 # Attribute of a run's autograd node: the parameters whose shards it saved, with versions.
 _VERSIONS = "graphshard_versions"
 
-# Foreach ops on DTensors increment no version, so a hook on all optimizers does it after each step.
-# Empty until a graph saves a shard.
+# A hook on all optimizers, which increments versions after each step, because foreach ops on
+# DTensors do not. Empty until a graph saves a shard.
 _hook: list[RemovableHandle] = []
 
 

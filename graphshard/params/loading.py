@@ -53,7 +53,7 @@ class Incoming(torch.Tensor):
 
 
 def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assigns: bool) -> object:
-    """Convert a state dict's value to what a sharded parameter can load.
+    """Convert a state dict's value to one that a sharded parameter can load.
 
     Args:
         assigns: whether the value replaces the parameter (``assign=True``) or is copied into it.

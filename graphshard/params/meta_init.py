@@ -8,8 +8,8 @@
                              device ─► each rank keeps its rows of the first few
     init(model), pass 2      the next few parameters are real ...
 
-``init`` sees plain parameters, so writes to single rows, ``p.data`` and random numbers work as in
-the unsharded model, which they do not on DTensors.
+``init`` sees plain parameters: unlike on DTensors, writes to single rows, ``p.data`` and random
+numbers work as in the unsharded model.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _passes(root: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
     """Yield the names of the parameters to initialize in each pass."""
     sizes = {name: root.get_parameter(name).nbytes for name in names}
     # All parameters of a pass are full-size at once, and every pass runs ``init`` on the whole
-    # model. So a pass may be as large as the largest module, which has to fit anyway, or as 1/16 of
-    # the model up to 1 GiB: a deep model of small modules would need a pass for each.
+    # model. A pass may be as large as the largest module, which must fit anyway, or as 1/16 of the
+    # model up to 1 GiB: a deep model of small modules would need a pass for each.
     largest = max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in root.modules())
     limit = max(largest, min(sum(sizes.values()) // 16, 1 << 30))
     part: list[str] = []

@@ -12,7 +12,7 @@ parameter, its *accessor*:
 ``_parameters`` holds the DTensor.
 
 Modules of one class whose parameters have equal markers share a subclass. Dynamo guards on the
-class rather than on the module, so identical layers, across models too, share one compiled graph.
+class rather than on the module: identical layers, even of different models, share a compiled graph.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class ShardedModule(NoticesReplacement):
         if not _is_ours(cls):
             super().__init_subclass__(**kwargs)
 
-    # Slicing a ParameterList calls self.__class__(), which has to make a plain module. Copying and
-    # unpickling call cls.__new__(cls) and need an instance of cls, so it is __init__ that switches
-    # to the plain class. Dynamo cannot trace that switch: under tracing, __new__ makes the plain
+    # Slicing a ParameterList calls self.__class__(), which must make a plain module. __init__
+    # switches to the plain class, because copying and unpickling call cls.__new__(cls) and need an
+    # instance of cls. Dynamo cannot trace that switch: under tracing, __new__ makes the plain
     # module.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def had_sharded(module: nn.Module, name: str) -> bool:
-    """Return whether ``name`` was sharded in ``module``, whatever ``module`` holds now."""
+    """Return whether ``name`` has been sharded in ``module``, even if it was replaced since."""
     return isinstance(module, ShardedModule) and name in type(module)._graphshard_markers
 
 
@@ -191,7 +191,7 @@ def _sharded_class(cls: type, markers: tuple[tuple[str, Marker], ...]) -> type[S
     namespace.update(_graphshard_plain_class=cls, _graphshard_markers=dict(markers))
     if issubclass(cls, nn.RNNBase):
         namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
-    if has_save_pretrained(cls):  # on the class, so that copies of a model have it, too
+    if has_save_pretrained(cls):  # on the class, for copies of a model
         namespace[METHOD] = save_in_full(getattr(cls, METHOD))
     # Bypass __new__ of a custom metaclass, which might register the class or need arguments.
     make = ABCMeta.__new__ if isinstance(cls, ABCMeta) else type.__new__

@@ -158,7 +158,7 @@ def _advice(name: str, ours: str, theirs: str) -> str:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    """Return the properties of a parameter or buffer that have to be equal on all ranks."""
+    """Return the properties of a parameter or buffer that must be equal on all ranks."""
     text = f"{tensor.dtype} {tuple(tensor.shape)}"
     if tensor.requires_grad:
         text += REQUIRES_GRAD

@@ -68,8 +68,8 @@ _WHY_NOT_COMPILED = (
 )
 
 # Models with unreduced gradients, in the order in which they started to accumulate. A backward may
-# reach only one of several models, and has to reduce what the others have accumulated, in the same
-# order on all ranks.
+# reach only one of several models, and must also reduce the totals of the others, in the same order
+# on all ranks.
 _accumulating: weakref.WeakKeyDictionary[ShardedModel, None] = weakref.WeakKeyDictionary()
 
 

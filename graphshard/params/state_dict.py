@@ -3,10 +3,10 @@
     full_state_dict         shards ──gather──► full tensor ──► host of the first rank
     load_full_state_dict    host of the first rank ──► full tensor ──scatter──► shards ──► copy_
 
-Tensors travel one at a time, so the first rank never holds more than one full tensor on top of its
-shards and the state dict; other ranks hold none. To load, the first rank broadcasts names, shapes
-and dtypes; then torch's ``load_state_dict`` walks the modules on every rank, and each tensor is
-sent when the walk reaches its parameter, so strictness, messages and load hooks work as usual.
+Tensors travel one at a time: the first rank never holds more than one full tensor on top of its
+shards and the state dict, and other ranks hold none. To load, the first rank broadcasts names,
+shapes and dtypes; then torch's ``load_state_dict`` walks the modules on every rank, and each tensor
+is sent when the walk reaches its parameter. Strictness, messages and load hooks work as usual.
 
 [Note: not by torch's StateDictOptions] ``torch.distributed.checkpoint.state_dict`` also gathers and
 broadcasts full tensors. But it sends all of them to all ranks; copies tied weights; drops module

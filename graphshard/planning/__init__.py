@@ -5,7 +5,7 @@ A ``Problem`` goes in, a ``Plan`` comes out (``plan``). ``search`` tries differe
 schedule with the best predicted time (``simulate``) and memory (``live_bytes``).
 
 ``keep_unsharded`` chooses parameters that stay gathered for backward. ``offload`` chooses offloaded
-activations, and adds host copies. ``saving`` compares strategies for what forward saves;
+activations, and adds host copies. ``saving`` compares strategies for saving values for backward;
 ``repeats`` finds repeated layers.
 
 The package is pure: it sees no graph, process group or clock, and is given its cost models. It may

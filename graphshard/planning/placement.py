@@ -46,7 +46,7 @@ SCENARIOS = (AS_PREDICTED, Scenario(2.0, 2.5), Scenario(5.0, 1.5))
 
 
 class BucketSizes(NamedTuple):
-    """Maximum bytes of a bucket of gathers, of a bucket of reductions, of all gathers in flight."""
+    """Maximum sizes, in bytes: of a gather bucket, a reduction bucket, all gathers in flight."""
 
     gather: int
     reduction: int
@@ -199,7 +199,7 @@ class Placer:
         return place_waits(sent, alive, peak, in_flight, limit)
 
     def _due(self, reductions: Sequence[CandidateBucket], k: int) -> int:
-        """Return the step before which reduction ``k`` has to be waited for."""
+        """Return the step before which reduction ``k`` must be waited for."""
         candidate = reductions[k]
         due = candidate.bucket.wait
         # A follow-up on its shards (an all-reduce over replicas, a copy to the host) starts only at

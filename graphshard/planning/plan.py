@@ -61,7 +61,7 @@ class Transfer:
             an activation.
         num_bytes: size of the full tensor in its wire dtype, including padding.
         dtype: wire dtype.
-        shard_bytes: size of this rank's shard in the dtype in which it is stored.
+        shard_bytes: size of this rank's shard in its stored dtype.
         casts: whether the wire dtype differs from the tensor's dtype.
         group: name of the process group, or "" for an activation.
         world: number of ranks in ``group``.
@@ -174,7 +174,7 @@ def bucket_of(
 
 
 def is_copied_in(buffer: Sequence[Transfer]) -> bool:
-    """Return whether the transfers of one packed buffer have to be copied into it."""
+    """Return whether the transfers of a buffer must be copied into it."""
     return len(buffer) > 1 or buffer[0].copied_in
 
 

@@ -31,8 +31,8 @@ def raise_if_different(
 
     Args:
         descriptions: texts that must be equal on all ranks, keyed by name.
-        advise: function that returns what the user should do, given the name of a description and
-            its texts on two ranks.
+        advise: function that returns advice for the user, given the name of a description and its
+            texts on two ranks.
         error: error message of this rank, or None.
 
     Raises:

@@ -33,7 +33,7 @@ from .calls import CALL_TOGETHER, CallHistory
 from .members import Members
 from .watcher import Watcher
 
-READ_S = 10.0  # longest wait for the watcher to read what is already in the store
+READ_S = 10.0  # longest wait for the watcher to read events that are already in the store
 
 
 class CallLog:

@@ -8,8 +8,8 @@ bucket and waits for it (``planning.place_buckets``).
     every rank   compile ─► the first rank's plans for these transfers ─► differ? compile again
     every call   the call log of the group ─► run the graph
 
-Transfers that the first rank has planned before keep their buckets, so a rank may compile again,
-for another batch size, while its peers do not.
+Transfers that the first rank has planned before keep their buckets: a rank may compile again, for
+another batch size, while its peers do not.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class PlanConsensus:
     def common_plans(
         self, plans: Sequence[Plan], context: str, groups: Sequence[str]
     ) -> list[Plan]:
-        """Return the plans that all ranks follow instead of their own.
+        """Return the plans that all ranks follow instead of ``plans``.
 
         Args:
             context: text of all that plans depend on in addition to the graph.
@@ -119,7 +119,7 @@ def choose_on_first_rank(
 
     Args:
         what: name of the choice, used in errors.
-        text: what the choice is about; an error shows its first line that differs.
+        text: subject of the choice; an error shows its first line that differs.
         groups: names of the process groups of all participating ranks.
 
     Raises:
