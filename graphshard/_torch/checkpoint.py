@@ -36,7 +36,7 @@ _CLASSES: dict[str, tuple[str, ...]] = {
 
 
 def _set_attributes(unpickler: Any) -> None:
-    """Set attributes of an object (the BUILD opcode), if the pickle itself has built the object."""
+    """Set attributes (the BUILD opcode) of an object that the pickle itself has built."""
     # Classes, functions and enum members that the pickle names belong to torch and must not change.
     made = unpickler.stack[-2]
     if isinstance(made, type) or not dataclasses.is_dataclass(made):

@@ -106,7 +106,7 @@ def num_registered_works() -> int:
 
 
 class PendingCollective(NamedTuple):
-    """A collective that a thread is in.
+    """A collective in progress on a thread.
 
     Attributes:
         what: function and the line that called it.
@@ -119,7 +119,7 @@ class PendingCollective(NamedTuple):
 
 
 def pending_collective(thread: int) -> PendingCollective | None:
-    """Return the collective that a thread of this process is in, or None if it is in none."""
+    """Return the collective in progress on a thread of this process, or None."""
     # Point-to-point operations, functional collectives and those of compiled graphs do not count.
     # Functions and their local variable "group" are those of distributed_c10d.py.
     frame = sys._current_frames().get(thread)

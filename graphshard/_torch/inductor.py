@@ -126,7 +126,7 @@ def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> di
     warnings.warn(
         "graphs of this backend run without CUDA graphs: those of torch.compile cannot hold NCCL "
         'collectives. Remove mode="reduce-overhead" and override_cudagraphs, and replace '
-        '"max-autotune" by "max-autotune-no-cudagraphs". To capture graphs yourself, set '
+        '"max-autotune" with "max-autotune-no-cudagraphs". To capture graphs yourself, set '
         "torch._inductor.config.cudagraph_policy (torch 2.13).",
         stacklevel=2,
     )

@@ -201,7 +201,7 @@ def _ddp_error(plain_params: Sequence[PlainParam]) -> str | None:
 
 def _tensor_error(param: nn.Parameter, all_meta: bool) -> str | None:
     if isinstance(param, nn.parameter.UninitializedParameter):
-        return "is lazy: before sharding, run one forward, or build the module with its shapes"
+        return "is lazy: run one forward before sharding, or use a module that is not lazy"
     if isinstance(param, DTensor):
         return f"is already a DTensor with {param.placements}: pass graphshard the plain module"
     if is_traceable_wrapper_subclass(param.data):

@@ -86,7 +86,7 @@ def check_cast_boundaries(
         if casts_change(begun, policy) if begun else runs and casts_values(policy):
             raise BackendError(
                 f"mp_policy={policy}: the first forward of {type(module).__name__} has begun "
-                "before its inputs were cast: compile the module itself, by "
+                "before its inputs were cast: compile the module itself, with "
                 "torch.compile(model, backend=graphshard.backend(...)), or call "
                 "graphshard.shard(model, ...) first"
             )

@@ -128,8 +128,9 @@ class ParamSpec:
     # --- markers, for graphs and for eager parts of a model ---
 
     def marker(self, shard: Any, **accumulators: Any) -> UnshardSpec | ReplicateSpec:
-        """Return the marker that unshards ``shard``, which may be anything if never called."""
-        # The accumulators are stand-ins or keys: see [Note: unreduced gradients] in sharded_param.
+        """Return the marker that unshards ``shard``."""
+        # ``shard`` is unused unless the marker is called. The accumulators are stand-ins or keys:
+        # see [Note: unreduced gradients] in sharded_param.
         if self.rows is None:
             return ReplicateSpec(
                 param=shard,
@@ -262,12 +263,12 @@ def padding_advice(itemsizes: Mapping[ParamSpec, int]) -> str:
 def _remedy(padding: Padding, num_ranks: int) -> str:
     if padding.rows == 1:
         overrides = {padding.names[0]: {"shard": False}}
-        return f"With overrides={overrides}, a rank holds as much of it, and gathers nothing"
+        return f"With overrides={overrides}, a rank holds no more, and gathers nothing"
     evenly = "One parameter per row, as in nn.ParameterList, would be split evenly"
     if not padding.splits_evenly(num_ranks):
         return evenly
     shape = (num_ranks // padding.rows, padding.rows)
     return (
-        f"{evenly}; on a mesh of {shape}, i.e. HSDP over {padding.rows} ranks, a rank holds as "
-        "much of it, and no padding is sent"
+        f"{evenly}; on a mesh of {shape}, i.e. HSDP over {padding.rows} ranks, a rank holds no "
+        "more, and no padding is sent"
     )

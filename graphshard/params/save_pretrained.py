@@ -64,7 +64,7 @@ def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
             if is_first and not arguments.get("is_main_process", True):
                 raise ValueError(
                     f"is_main_process={arguments['is_main_process']!r} on the first rank of the "
-                    "mesh, which alone has the full model: set it to True there"
+                    "mesh, the only one with the full model: set it to True there"
                 )
         state = saved_state_dict(self)
         if not is_first:

@@ -72,8 +72,8 @@ class StaleParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
-            "graphshard has replaced this parameter with a DTensor: call model.parameters() again, "
-            "instead of keeping a list from before"
+            "graphshard has replaced this parameter with a DTensor: call model.parameters() again "
+            "after sharding"
         )
 
 
@@ -149,7 +149,7 @@ def _check_same_shards(
 
 def _advice(name: str, ours: str, theirs: str) -> str:
     if name == ARGUMENTS:
-        return "Pass the same on all ranks: does one depend on the rank, or on a local file?"
+        return "Pass the same values on all ranks: does one depend on the rank or a local file?"
     if ours.removesuffix(WITH_GRADIENT) == theirs.removesuffix(WITH_GRADIENT):
         return "Call zero_grad() on all ranks first, or on none: has one run a backward alone?"
     if ours.removesuffix(REQUIRES_GRAD) == theirs.removesuffix(REQUIRES_GRAD):

@@ -461,8 +461,8 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
         error = f"the value is on {value.device_mesh} instead of {spec.mesh}"
     if error is not None:
         raise BackendError(
-            f"the data of parameter {spec.fqn!r} cannot be assigned: {error}. Assign a full "
-            "tensor that is equal on all ranks, or a DTensor on the parameter's mesh"
+            f"cannot assign to the data of parameter {spec.fqn!r}: {error}. Assign a full tensor "
+            "that is equal on all ranks, or a DTensor on the parameter's mesh"
         )
     if isinstance(value, DTensor):
         local = local_tensor(value.redistribute(placements=spec.placements))
@@ -604,7 +604,7 @@ class ShardedModel:
             self.warned_of_options = True
             warnings.warn(
                 f"graphshard: {', '.join(ignored)} of the backend has no effect: {self.name} was "
-                "already sharded with different arguments. Pass the same to graphshard.shard",
+                "already sharded with different arguments. Pass the same ones to graphshard.shard",
                 stacklevel=2,
             )
 

@@ -319,10 +319,13 @@ def _optimizer_error(state: object, names: list[list[str]]) -> str | None:
         )
     if different := sorted(own ^ (saved.keys() | state["state"].keys())):
         where = "optim" if different[0] in own else "optim_state_dict"
-        return f"parameter {different[0]!r} is only in {where}"
+        return f"parameter {different[0]!r} is only in {where}: load an optimizer of the same model"
     for group in names:
         if len({saved.get(name) for name in group}) > 1:
-            return f"the param group of {group[0]!r} is split into several in optim_state_dict"
+            return (
+                f"the param group of {group[0]!r} is split in optim_state_dict: create optim with "
+                "the param groups of the saved optimizer"
+            )
     return None
 
 

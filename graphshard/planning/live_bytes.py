@@ -113,7 +113,7 @@ def max_by_step(by_point: Sequence[int]) -> list[int]:
 
 
 class Footprint(NamedTuple):
-    """How one bucket changes the bytes alive; negative numbers free memory.
+    """Changes that one bucket makes to the bytes alive; negative numbers free memory.
 
     Attributes:
         in_flight_bytes: size of the full tensors, in flight between launch and wait.

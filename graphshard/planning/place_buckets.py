@@ -40,9 +40,9 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
     for bucket, bounds, wait in zip(buckets, ranges, due):
         if bounds.earliest > bounds.latest:
             raise BackendError(
-                f"the {problem.graph} graph cannot follow the first rank's plan: {bucket} would be "
-                f"launched at step {bounds.earliest} at the earliest and {bounds.latest} at the "
-                "latest"
+                f"the {problem.graph} graph cannot follow the first rank's plan: {bucket} cannot "
+                f"be launched before step {bounds.earliest}, but must be by step {bounds.latest}. "
+                "Use the same model and similar batches on all ranks"
             )
         launch = min(max(bucket.launch, bounds.earliest), bounds.latest)
         wait = wait if wait < end else min(max(bucket.wait, launch), end)
@@ -59,7 +59,8 @@ def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> l
         t: len(positions) for t, positions in theirs.items()
     }:
         raise BackendError(
-            f"the {problem.graph} graph and the first rank's gather or reduce different parameters"
+            f"the {problem.graph} graph and the first rank's gather or reduce different "
+            "parameters: use the same model on all ranks"
         )
     moved = {i: j for t, positions in theirs.items() for i, j in zip(positions, ours[t])}
     return [

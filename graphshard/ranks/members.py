@@ -1,4 +1,4 @@
-"""The ranks that share a call log: the operations of a process group that the log needs."""
+"""The members of a process group, with the operations that its call log needs."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ def _all_cases() -> dict[str, tuple[list[str], str]]:
 
 
 REMEDIES = {
-    "two rows": "on a mesh of (2, 2), i.e. HSDP over 2 ranks, a rank holds as much of it",
+    "two rows": "on a mesh of (2, 2), i.e. HSDP over 2 ranks, a rank holds no more",
     "three rows": "One parameter per row, as in nn.ParameterList, would be split evenly",
-    "one row": "With overrides={'up': {'shard': False}}, a rank holds as much of it, and gathers",
+    "one row": "With overrides={'up': {'shard': False}}, a rank holds no more, and gathers",
 }
 
 
