@@ -48,7 +48,7 @@ class Fact(StrEnum):
 
 @dataclass
 class PassContext:
-    """Everything that a pass may use besides its graph; decisions that are not needed are None.
+    """Everything that a pass may use besides its graph; unneeded decisions are None.
 
     Attributes:
         kind: kind of the graph, from ``Stage.FINAL`` on.

@@ -43,7 +43,6 @@ def param_derived(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_kept(marker: fx.Node) -> bool:
-    """Return whether a gathered parameter is kept for backward."""
     return UnshardSpec.of_node(marker).regather_group is None
 
 

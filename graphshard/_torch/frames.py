@@ -216,7 +216,7 @@ def is_forward(frame: FrameType) -> bool:
 
 
 def module_of_method(frame: FrameType) -> nn.Module | None:
-    """Return the frame's first argument, unwrapped if compiled, or None if it is no module."""
+    """Return the frame's first argument, unwrapped if compiled, or None if not a module."""
     owner = _first_argument(frame)
     owner = uncompiled(owner) if isinstance(owner, nn.Module) else None
     return owner if isinstance(owner, nn.Module) else None

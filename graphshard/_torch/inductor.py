@@ -94,7 +94,7 @@ def options_of_plans(device: torch.device) -> dict[str, Any]:
 
 
 def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a user's Inductor options without those that move launches or waits, and warn."""
+    """Drop a user's Inductor options that would move launches or waits, with a warning."""
     undone = [f"{name}={asked[name]}" for name in KEEP_ORDER if asked.get(name, False)]
     if undone:
         warnings.warn(
@@ -257,7 +257,7 @@ def eager_backward() -> AbstractContextManager[None]:
 
 
 def saving_activations(budget: float | None) -> AbstractContextManager[None]:
-    """Limit the fraction of activations that the partitioner saves, or keep torch's with None."""
+    """Limit the fraction of activations that the partitioner saves, unless ``budget`` is None."""
     if budget is None:
         return nullcontext()
     # A budget of 0 would also recompute values that must be saved.

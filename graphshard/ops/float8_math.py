@@ -46,7 +46,7 @@ def is_of_torchao(value: object) -> bool:
 
 @functools.cache
 def float8_error(device_type: str, recipe: str) -> str | None:
-    """Return the error of a device that cannot compute products in fp8, or None if it can."""
+    """Return the error of fp8 products on a device, or None if it can compute them."""
     values = torch.ones(ALIGNMENT, ALIGNMENT, dtype=torch.bfloat16, device=device_type)
     try:
         weight = quantized(run, values, E4M3, recipe, 1)

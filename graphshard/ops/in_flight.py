@@ -4,9 +4,8 @@
 
 Torch keeps a launched collective, with the memory that it reads and writes, until it is waited for.
 A user who catches "out of memory" and tries a smaller batch would have less memory each time.
-Therefore everything in flight is waited for before an error leaves a graph. The launched tensors
-are local variables of the generated code, which the traceback keeps alive; without an error, this
-is free.
+Therefore everything in flight is waited for before an error leaves a graph. Launched tensors are
+local variables of generated code, which the traceback keeps alive; without an error, this is free.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ def _fp8_error(
 
 
 def shared_memory_error(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
-    """Return an error message if a parameter to be sharded shares elements, or None."""
+    """Return an error if a parameter to be sharded shares elements with another, or None."""
     plain = {plain_param.param for plain_param in plain_params}
     for one, other in _sharing_storage(root):
         if not plain.isdisjoint((one[1], other[1])) and _share_elements(one[1], other[1]):

@@ -105,7 +105,7 @@ def _sharded(module: nn.Module, name: str) -> ShardedParam:
 
 
 class _Unshard(torch.autograd.Function):
-    """``shards -> full parameters`` of one module."""
+    """Autograd function from the shards of one module to its full parameters."""
 
     @staticmethod
     def forward(

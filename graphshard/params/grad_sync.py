@@ -58,7 +58,7 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
     See :func:`no_sync`.
 
     Raises:
-        ValueError: ``model`` is not a module, or ``requires_gradient_sync`` not a bool.
+        ValueError: ``model`` is not a module, or ``requires_gradient_sync`` is not a bool.
     """
     _check(model, requires_gradient_sync)
     set_flags(dict.fromkeys(model.modules(), requires_gradient_sync), SYNCS)
@@ -72,7 +72,7 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None
     once. Unlike :func:`no_sync`, this keeps no full gradients.
 
     Raises:
-        ValueError: ``model`` is not a module, or ``requires_all_reduce`` not a bool.
+        ValueError: ``model`` is not a module, or ``requires_all_reduce`` is not a bool.
     """
     _check(model, requires_all_reduce)
     set_flags(dict.fromkeys(model.modules(), requires_all_reduce), ALL_REDUCES)

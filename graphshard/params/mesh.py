@@ -72,7 +72,7 @@ class MeshGroups:
         return self._group_of(self.mesh.mesh.flatten().tolist())
 
     def regather_group(self, num_ranks: int) -> str:
-        """Return the group of ``num_ranks`` consecutive ranks of a replica with this rank."""
+        """Return the group of this rank and its neighbours that has ``num_ranks`` ranks."""
         if num_ranks == self.num_shards:
             return self.shards
         rows = self.mesh.mesh.reshape(-1, num_ranks).tolist()  # num_ranks divides num_shards

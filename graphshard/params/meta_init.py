@@ -42,8 +42,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
     All ranks of the mesh must call this. Each rank computes full parameters and keeps its rows of
     them, so values depend on ``torch.manual_seed`` of the mesh's first rank, but not on the number
-    of ranks. Tensors that are not on the meta device keep their values, but ``init`` may change
-    buffers.
+    of ranks. Tensors not on the meta device keep their values, but ``init`` may change buffers.
 
     Args:
         model: model sharded by :func:`graphshard.shard`.

@@ -75,7 +75,7 @@ def cast_at_boundary(boundary: CastBoundary) -> None:
 def check_cast_boundaries(
     root: nn.Module, options: Options, in_use: bool, will_cast: bool = False
 ) -> None:
-    """Raise BackendError if a forward has begun whose inputs should have been cast.
+    """Raise BackendError if a running forward should have had its inputs cast.
 
     Args:
         in_use: whether the forward of ``root`` is already running.
@@ -134,7 +134,7 @@ def _after_forward(dtype: torch.dtype, module: nn.Module, args: object, output: 
 
 
 def _cast_floating(values: _T, dtype: torch.dtype) -> _T:
-    """Cast the floating-point tensors in ``values``, also in containers and dataclasses."""
+    """Cast the floating-point tensors in ``values``, including containers and dataclasses."""
     if torch.compiler.is_compiling():
         return apply_to_tensors(functools.partial(_cast, dtype), values)
     return _cast_eagerly(values, dtype)

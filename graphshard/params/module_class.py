@@ -297,7 +297,7 @@ def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | 
 
 
 def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> ShardedParam:
-    """Return the sharded parameter of ``dtensor``, which replaced ``previous``, or a new one."""
+    """Return the sharded parameter of ``dtensor``, or a new one like ``previous``."""
     known = sharded_param_of(dtensor)
     for candidate in (previous, known):
         if candidate is not None and candidate.is_attached() and candidate.dtensor is dtensor:

@@ -179,7 +179,7 @@ class ParamSpec:
     def average_over_replicas(
         self, partial: torch.Tensor, result_dtype: torch.dtype
     ) -> torch.Tensor:
-        """Average a shard that each replica has reduced over all replicas, eagerly."""
+        """Average over replicas a shard that each replica has reduced, eagerly."""
         assert self.groups.replicas is not None
         marker = AllReduceGradSpec(
             grad=partial, group=self.groups.replicas, result_dtype=result_dtype

@@ -80,7 +80,7 @@ _REMEDY = (
 
 
 class _SavedTogether:
-    """Mesh attribute that raises, when ``torch.save`` pickles it, unless all ranks do so."""
+    """Mesh attribute that raises if ``torch.save`` pickles it on some ranks only."""
 
     def __init__(self, groups: MeshGroups) -> None:
         self._groups = groups

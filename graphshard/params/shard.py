@@ -88,8 +88,7 @@ def shard_module(
         allow_meta: whether to accept a module on the meta device, which is sharded there.
 
     Raises:
-        BackendError: on every rank, if any rank's module cannot be sharded, or if modules or
-            options differ between ranks.
+        BackendError: on every rank, if any module cannot be sharded, or modules or options differ.
     """
     has_replacements = take_replacements(root)
     groups, plain_params = MeshGroups(mesh), find_plain_params(root, options.ignored_params)

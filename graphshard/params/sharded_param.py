@@ -191,7 +191,7 @@ class ShardedParam:
             refresh_accessors(module)
 
     def is_replaced(self) -> bool:
-        """Return whether an owner's parameter, or its storage, was replaced unnoticed."""
+        """Return whether an owner's parameter or its storage was replaced without a new shard."""
         if local_tensor(self.dtensor) is not self._local:
             return True
         # A plain loop: this is part of a guard that every compiled call runs for each parameter.
@@ -446,7 +446,7 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
     ``value`` is copied; a DTensor with other placements is redistributed, which is a collective.
 
     Returns:
-        Whether ``value`` is a tensor and ``dtensor`` a sharded parameter; otherwise does nothing.
+        False, without assigning, unless ``dtensor`` is sharded and ``value`` is a tensor.
     """
     sharded_param = sharded_param_of(dtensor)
     if sharded_param is None or not isinstance(value, torch.Tensor):
@@ -497,7 +497,7 @@ def mark_uninitialized(tensor: torch.Tensor) -> bool:
 
 
 def num_uninitialized(tensor: torch.Tensor) -> int:
-    """Return how many elements of a contiguous tensor are the reserved NaN; synchronizes."""
+    """Count the reserved NaNs in a contiguous tensor; synchronizes the device."""
     bits = _bits(tensor)
     return 0 if bits is None else int((bits == _mark(bits)).sum())
 

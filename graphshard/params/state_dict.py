@@ -252,7 +252,7 @@ def _gathered_optimizer(
 
 
 class _States(NamedTuple):
-    """The state dicts to load."""
+    """State dicts to load."""
 
     model: Mapping[str, Any]
     versions: Mapping[str, Any]  # module versions, keyed by name

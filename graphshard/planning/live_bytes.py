@@ -200,7 +200,7 @@ def _results_footprint(buffer: Sequence[Transfer], received: int) -> Footprint:
 
 
 def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None:
-    """Count the changes in memory that are the same in every schedule."""
+    """Add to ``changes`` those that are the same in every schedule."""
     for t in transfers:
         # A full parameter is freed after its last use; a gradient takes memory once it is ready.
         if t.kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE):

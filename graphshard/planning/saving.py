@@ -93,7 +93,7 @@ class SavingChoice:
 
 
 class NothingFitsError(BackendError):
-    """Raised when no strategy fits the memory budget; shows a table of the tried ones."""
+    """Raised when no strategy fits the memory budget; shows a table of tried strategies."""
 
     def __init__(self, choice: SavingChoice, table: str) -> None:
         least = min(t.peak_bytes for t in choice.tried) / 1e9

@@ -129,7 +129,7 @@ class CallHistory:
         return f"{self.rank_names(*ranks)} differ in call {event.call}: {difference}"
 
     def describe_deadlock(self, event: BlockedEvent) -> str:
-        """Describe that a blocked rank can never make the call in which this rank waits."""
+        """Describe a deadlock: a blocked rank can never make the call in which this rank waits."""
         blocked, waiting = self.rank_names(event.rank), self.rank_names(self._rank)
         text = f"{blocked} is in {event.what}, which {waiting} has not called yet"
         text = f"{text}: {self.position()}"

@@ -230,7 +230,7 @@ def _with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def _with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first rank's plans with this rank's graph inputs, or -1 where none travels."""
+    """Return the first rank's plans with this rank's graph inputs, or -1 for unsent parameters."""
     # Graphs that differ only in such parameters share plans.
     own, theirs = (
         _inputs_by_fqn([param for plan in some for param in _travelling(plan)])

@@ -188,7 +188,7 @@ def _stand_in_for_waiting(hooks: Hooks) -> None:
 
 
 class _Stream(torch.Stream):
-    """A stream as eager FSDP2 creates it; ``no_gpu.cpp`` assigns its ID."""
+    """A stream that eager FSDP2 creates; ``no_gpu.cpp`` assigns its ID."""
 
     def __new__(cls, device: object = None, priority: int = 0) -> _Stream:
         return super().__new__(cls, "cuda:0")
