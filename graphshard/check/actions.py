@@ -71,9 +71,9 @@ class WaitEvent:
 
 @dataclass(frozen=True)
 class RecordStream:
-    """A call of ``record_stream``: ``stream`` uses a block, too.
+    """A call of ``record_stream``: ``stream`` also uses the block.
 
-    After the block is freed, its memory is reused only once the work so far on ``stream`` is done.
+    After the block is freed, its memory is reused only once ``stream`` has done all work so far.
     """
 
     block: int
@@ -96,10 +96,10 @@ class GraphCall:
     """One call of a graph.
 
     Attributes:
-        order: launches and waits in order: the index in ``launches`` for a launch, its complement
-            (``~index``) for the first wait of the current stream.
+        order: sequence of launches and waits: ``i`` for launch ``i``, ``~i`` for the first wait for
+            it.
         arguments: blocks of the arguments.
-        actions: positions of its first action and one past its last action.
+        actions: range of the call's actions, as (start, stop).
     """
 
     launches: list[RecordedLaunch] = field(default_factory=list)

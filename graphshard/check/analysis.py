@@ -1,4 +1,4 @@
-"""Analyse a recorded step: kernels and waits, memory, and its order compared with the plan."""
+"""Analyze a recorded step: kernels and waits, peak memory, and order compared with the plan."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_siz
 
 @dataclass(frozen=True)
 class Counts:
-    """Kernels, copies and waits of a step; waits over the whole step, the rest within its graphs.
+    """Numbers of kernels, copies and waits in a step.
+
+    Waits are counted over the whole step, the rest within its graphs.
 
     Attributes:
         kernels: number of kernels, including ``bucket_copies``.
         bucket_copies: number of kernels that copy into and out of packed buffers.
-        collectives: number of launches.
+        collectives: number of collective launches.
         host_copies: number of tensors copied between host and device.
-        host_waits: number of waits of the host for the device, including those in ``blocking``.
+        host_waits: number of times that the host waits for the device, including ``blocking``.
         blocking: names of the copies and synchronizations that block the host.
     """
 
@@ -58,10 +60,10 @@ ROUNDING = 512
 
 
 def peak_bytes(actions: Sequence[Action], call: GraphCall) -> int:
-    """Return the peak of live device memory during a call in a step, its arguments included."""
+    """Return the peak device memory of one graph call, including its arguments."""
     sizes = _sizes(actions)
     arguments = {block for block in call.arguments if block in sizes}
-    # Only arguments and new blocks count: other older blocks may be freed during the call, too.
+    # Only arguments and new blocks count; the call may also free other blocks.
     during = actions[slice(*call.actions)]
     counted = arguments | {a.block for a in during if isinstance(a, Allocate)}
     total = sum(sizes[block] for block in arguments)
@@ -70,12 +72,12 @@ def peak_bytes(actions: Sequence[Action], call: GraphCall) -> int:
 
 
 def peak_bytes_of_step(actions: Sequence[Action]) -> int:
-    """Return the peak of live device memory during a step, initial memory included."""
+    """Return the peak device memory of a step, including memory allocated before it."""
     return max(_alive_bytes(actions, 0, _sizes(actions)), default=0)
 
 
 def planned_peak_bytes(plan: Plan) -> int:
-    """Return the peak of live device memory that a plan predicts for its graph."""
+    """Return the peak device memory that a plan predicts for its graph."""
     return max(live_bytes.alive_bytes(plan.problem, plan.buckets), default=0)
 
 
@@ -111,13 +113,13 @@ _OPS = {
 
 
 def find_plan(plans: Sequence[Plan], call: GraphCall) -> Plan | None:
-    """Return, of the plans with as many launches as a call, the one from which it differs least."""
+    """Return the plan most similar to a call, among those with as many launches, if any."""
     same = [plan for plan in plans if len(plan.buckets) == len(call.launches)]
     return min(same, key=lambda plan: len(_differences(plan, call)), default=None)
 
 
-def order_faults(plans: Sequence[Plan], call: GraphCall) -> list[str]:
-    """Return one sentence for each difference between a call and its plan among ``plans``."""
+def order_differences(plans: Sequence[Plan], call: GraphCall) -> list[str]:
+    """Describe each difference in order between a call and the most similar of ``plans``."""
     if plan := find_plan(plans, call):
         return _differences(plan, call)
     counts = " or ".join(f"{len(plan.buckets)} ({plan.graph})" for plan in plans)

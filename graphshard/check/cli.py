@@ -9,7 +9,7 @@ from .process import CheckError, Failure, call
 from .report import Report, Target
 
 _EXAMPLE = """
-A script for it:
+Example script:
 
     def make_model():
         model = Llama(sizes)                      # on the default device, which is the GPU
@@ -19,8 +19,8 @@ A script for it:
 Nothing is allocated and no other rank exists: a laptop can check a model of any size. The loss is
 the output's `loss`, or the sum of its first tensor; the optimizer is SGD with momentum.
 
-Exit status: 0 if nothing would fail, 1 if something would or if the check ended with an error, 2 if
-an argument is wrong.
+Exit status: 0 if no error was found, 1 if one was found or the check itself failed, 2 if an
+argument is invalid.
 """
 
 
@@ -43,7 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--device", default="H100", metavar="GPU", help="default: %(default)s")
     parser.add_argument("--world", type=int, default=8, help="number of ranks (%(default)s)")
     parser.add_argument(
-        "--replicas", type=int, default=1, help="groups of ranks with the same shards (%(default)s)"
+        "--replicas", type=int, default=1, help="number of replicas, as in HSDP (%(default)s)"
     )
     parser.add_argument(
         "--rank", type=int, default=0, help="rank whose step is checked (%(default)s)"
@@ -68,7 +68,7 @@ def _check(args: argparse.Namespace) -> int:
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     print(report.text)
-    return int(bool(report.faults))
+    return int(bool(report.errors))
 
 
 def _format_failure(failure: Failure, verbose: bool) -> str:
@@ -89,7 +89,7 @@ def _validate(args: argparse.Namespace) -> tuple[str, str]:
         raise argparse.ArgumentTypeError(f"--device {args.device}: must be one of {known}")
     if args.replicas < 1 or args.world < 1 or args.world % args.replicas:
         raise argparse.ArgumentTypeError(
-            f"--world {args.world} --replicas {args.replicas}: replicas must divide the ranks"
+            f"--world {args.world} --replicas {args.replicas}: replicas must divide the world size"
         )
     if not 0 <= args.rank < args.world:
         raise argparse.ArgumentTypeError(f"--rank {args.rank}: must be from 0 to {args.world - 1}")

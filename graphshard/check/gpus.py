@@ -36,7 +36,7 @@ def _gpu(
 
 _ENTRIES: dict[str, dict[str, Any]] = TABLE["gpus"]
 
-# Properties that CUDA reports, by name in the table of devices.
+# Device properties as CUDA reports them, keyed by name in the table of devices.
 GPUS = {
     name: _gpu(MEMORY_BYTES[name], **entry["simulated"])
     for name, entry in _ENTRIES.items()
@@ -54,7 +54,7 @@ class CompiledKernel:
     """A kernel compiled for a GPU."""
 
     name: str
-    error: str = ""  # reason why it cannot be loaded
+    error: str = ""  # reason that it cannot be loaded
     shared_bytes: int = 0  # of a thread block, in the configuration that needs most
 
 
@@ -72,7 +72,7 @@ def _compile(name: str, source: str, device: DeviceProperties) -> CompiledKernel
         return CompiledKernel(name, error=f"{type(error).__name__}: {error}")
     limit = device.shared_memory_per_block_optin
     shared = max(configuration.shared for configuration in configurations)
-    too_much = f"needs {shared} bytes of shared memory, {device.name} has {limit}"
+    too_much = f"needs {shared} bytes of shared memory, but {device.name} has {limit}"
     return CompiledKernel(name, too_much if shared > limit else "", shared)
 
 

@@ -4,9 +4,8 @@
     call("module:function", device, ..) ──► no_gpu.so, torch, stand-ins ──► function(recorder, ..)
                                         ◄── Result: the return value; Failure: the error
 
-The stand-ins change torch for good, and the C++ library has to be loaded before torch, so each call
-gets its own process.
-Arguments and results are pickled. The child's stderr, warnings included, is forwarded.
+Each call gets its own process: the stand-ins modify torch permanently, and the C++ library must be
+loaded before torch. Arguments and results are pickled. The child's stderr is forwarded.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Failure:
 
     Attributes:
         cause: type and message of the error, on one line.
-        where: file, number and text of the line at fault, in the user's code or in a library.
+        where: file, number and text of the line that failed, in the user's code or in a library.
         details: traceback, or the last lines that the process wrote.
     """
 
@@ -71,7 +70,7 @@ class Result:
 
 
 class CheckError(RuntimeError):
-    """The function raised in the child, or the child ended without an answer."""
+    """Error raised if the function fails in the child, or the child ends without an answer."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.details}\n{failure.cause}".strip())
@@ -82,10 +81,10 @@ class CheckError(RuntimeError):
 
 
 def obstacle() -> str:
-    """Return why this machine cannot simulate a GPU; "" if it can."""
+    """Return the reason that this machine cannot simulate a GPU, or "" if it can."""
     if torch.version.cuda is not None:
         return (
-            f"needs a CPU build of torch, and this one is for CUDA {torch.version.cuda}: in a "
+            f"needs a CPU build of torch, but this one is for CUDA {torch.version.cuda}: in a "
             "separate environment, pip install torch==2.13.0 --index-url "
             "https://download.pytorch.org/whl/cpu"
         )
@@ -107,10 +106,10 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
 
     Raises:
         CheckError: the function raised, the process ended, or it took longer than ``timeout_s``.
-        RuntimeError: there is no C++ compiler, or the machine has another ``obstacle``.
+        RuntimeError: there is no C++ compiler, or ``obstacle`` returns a reason.
     """
-    if fault := obstacle():
-        raise RuntimeError(fault)
+    if reason := obstacle():
+        raise RuntimeError(reason)
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder) / "request", Path(folder) / "answer"
         request.write_bytes(pickle.dumps((sys.path, function, device, args)))
@@ -145,7 +144,7 @@ def _describe_exit(done: subprocess.CompletedProcess[str]) -> Failure:
     cause = f"exit status {status}" if status >= 0 else f"signal {-status}"
     text = _for_users(done.stderr[-8000:]).strip()
     lines = text.splitlines()[-1:]
-    return Failure(": ".join([f"the process was ended by {cause}", *lines]), details=text)
+    return Failure(": ".join([f"the process ended with {cause}", *lines]), details=text)
 
 
 def _forward(text: str) -> None:
@@ -194,8 +193,8 @@ def _call(library: str, function: str, device: str, args: Sequence[Any]) -> Any:
 
 def _float8_error(device: DeviceProperties) -> Callable[[str, str], str | None]:
     # Looks up fp8 support instead of trying it on the device.
-    fault = None if has_float8(device) else f"{device.name} has no fp8 matrix products"
-    return lambda device_type, recipe: fault
+    reason = None if has_float8(device) else f"{device.name} has no fp8 matrix products"
+    return lambda device_type, recipe: reason
 
 
 # Path prefixes of torch, of graphshard, and of code without a file or from a frozen module.
@@ -203,7 +202,7 @@ _TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[
 
 
 def describe_failure(error: BaseException) -> Failure:
-    """Return the description of an error for the user."""
+    """Describe an error for the user."""
     cause = describe_error(error)
     if isinstance(error, SystemExit):
         cause = f"the script ended the process: sys.exit({error.code!r}); return the model instead"
@@ -223,7 +222,7 @@ def _where(error: BaseException) -> str:
 
 
 def _is_torch_or_ours(file: str) -> bool:
-    """Return whether a file is torch's, graphshard's, Inductor's output or of the stdlib."""
+    """Return whether a file is from torch, graphshard, Inductor or the standard library."""
     is_pythons = file.startswith(sysconfig.get_path("stdlib")) and not _is_installed(file)
     return file.startswith((*_TORCH_AND_OURS, cache_dir())) or is_pythons
 

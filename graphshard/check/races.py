@@ -20,7 +20,7 @@ from .actions import HOST, Action, Allocate, Free, Record, RecordStream, WaitEve
 
 
 class Access(NamedTuple):
-    """A piece of work that reads or writes a block, numbered on its stream."""
+    """A read or write of a block, by the ``number``-th piece of work on its stream."""
 
     name: str
     stream: str
@@ -32,8 +32,8 @@ class Race:
     """Two unordered accesses to a block.
 
     Attributes:
-        first: the access that is issued first.
-        second: the other access; None if the block's memory may be reused while ``first`` runs.
+        first: access that is issued first.
+        second: later access, or None if the block's memory may be reused while ``first`` runs.
         stream: stream of ``second``, or the stream that may reuse the memory.
     """
 
@@ -46,7 +46,7 @@ class Race:
         if self.second is None:
             return (
                 f"block {self.block} is freed while {self.first.name} on stream "
-                f"{self.first.stream} may still use it: stream {self.stream} does not wait for that"
+                f"{self.first.stream} may still use it: stream {self.stream} does not wait for it"
             )
         return (
             f"block {self.block}: {self.second.name} on stream {self.stream} does not wait for "

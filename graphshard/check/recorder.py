@@ -82,7 +82,7 @@ class _InFlight(NamedTuple):
 
 
 class Recorder(Hooks):
-    """Recorder of kernels and graphs as they are compiled and, inside ``recording``, of actions."""
+    """Records kernels and graphs when they are compiled and, inside ``recording``, all actions."""
 
     def __init__(self) -> None:
         self._is_recording = False
@@ -201,7 +201,7 @@ class Recorder(Hooks):
         self.actions.append(Work(name, stream, read, written, kernels, blocks_host))
 
     def _block(self, tensor: torch.Tensor) -> int:
-        """Return the block of a tensor's memory, a new one for unknown memory."""
+        """Return the block of a tensor's memory; create one for unknown memory."""
         storage = WeakStorage(tensor)
         known = self._blocks.get(storage.address)
         if known is None:
@@ -272,7 +272,7 @@ class Recorder(Hooks):
         on_device = [t for t in (*inputs, *outputs) if t.device.type != "cpu"]
         if not on_device:
             self.work(str(op), inputs, outputs, HOST)
-        elif on_host and isinstance(op, OpOverload):  # higher-order ops only have RNG states on it
+        elif on_host and isinstance(op, OpOverload):  # higher-order ops have only RNG states there
             is_async = _is_non_blocking(op, args, kwargs)
             if is_async and base_name(op) == "_to_copy":
                 # Its result is pinned (aten/src/ATen/native/TensorConversions.cpp).
@@ -320,7 +320,7 @@ class Recorder(Hooks):
         return tensor
 
     def _own(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operator of graphshard as on a device, and record the operators that it calls."""
+        """Run an operator of graphshard, and record the operators that it calls."""
         if op in (host_copy.copy_to_device, host_copy.copy_to_host):
             self._call.launch(RecordedLaunch(str(op), ""))
         with _Operators(self):

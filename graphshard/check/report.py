@@ -24,7 +24,7 @@ from ..scripts import load_function, unpack
 from .analysis import (
     count,
     find_plan,
-    order_faults,
+    order_differences,
     peak_bytes,
     peak_bytes_of_step,
     planned_peak_bytes,
@@ -43,7 +43,7 @@ _READS = {
 }
 _NO_VALUES = (
     "on a GPU the host would wait for the value, but simulated tensors have no values. Use tensors "
-    "of fixed sizes instead, as torch.where does"
+    "of fixed sizes instead, for example with torch.where"
 )
 
 
@@ -53,7 +53,7 @@ class Target:
 
     Attributes:
         script: path of a Python file.
-        function: name of a function in ``script``, as ``check`` describes it.
+        function: name of a function in ``script``; see ``check``.
         device: one of ``gpus.GPUS``.
         replicas: number of groups of ranks that hold the same shards.
         rank: rank whose step is checked.
@@ -71,7 +71,7 @@ class Target:
 class Report:
     """Findings of a check."""
 
-    faults: tuple[str, ...]  # a sentence for each thing that would fail on the device
+    errors: tuple[str, ...]  # a sentence for each thing that would fail on the device
     text: str  # the whole report, formatted for the user
 
 
@@ -83,8 +83,8 @@ def check(recorder: Recorder, target: Target) -> Report:
     optionally, a dictionary of options of ``graphshard.backend``.
 
     Raises:
-        ValueError: the function does not exist, it returns something else, or no parameter is
-            trained.
+        ValueError: the function does not exist or returns something else, or no parameter requires
+            a gradient.
         RuntimeError: the model depends on the values of tensors.
     """
     make = load_function(target.script, target.function)
@@ -102,21 +102,21 @@ def check(recorder: Recorder, target: Target) -> Report:
         recording = record_steps(recorder, make_model, SimulatedRank(mesh, target.rank), options)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RuntimeError(f"{_READS[type(error)].format(error)}: {_NO_VALUES}") from error
-    faults = tuple(_faults(recording, target.device))
-    return Report(faults, _text(recording, target, faults))
+    errors = tuple(_errors(recording, target.device))
+    return Report(errors, _text(recording, target, errors))
 
 
 def _check_names(function: str, options: Mapping[str, Any]) -> None:
     known = set(inspect.signature(backend).parameters) - {"mesh"}
     if wrong := sorted(options.keys() - known):
         raise ValueError(
-            f"{function} returned the options {', '.join(wrong)}: must be among the arguments of "
+            f"{function} returned unknown options {', '.join(wrong)}: return arguments of "
             f"graphshard.backend, {', '.join(sorted(known))}; --world and --replicas set the mesh"
         )
 
 
-def _faults(recording: Recording, device: str) -> Iterator[str]:
-    """Yield everything that would fail, or compute something wrong, on the device."""
+def _errors(recording: Recording, device: str) -> Iterator[str]:
+    """Describe everything that would fail, or compute wrong results, on the device."""
     for kernel in compile_kernels(recording.kernels, GPUS[device]):
         if kernel.error:
             yield f"kernel {kernel.name} does not compile: {kernel.error}"
@@ -131,11 +131,11 @@ def _faults(recording: Recording, device: str) -> Iterator[str]:
         )
 
 
-def _text(recording: Recording, target: Target, faults: tuple[str, ...]) -> str:
+def _text(recording: Recording, target: Target, errors: tuple[str, ...]) -> str:
     counts = count(recording.actions, recording.calls)
     blocking = ", ".join(sorted(set(counts.blocking)))
     rows: Mapping[str, Sequence[str]] = {
-        "faults": faults or ["none"],
+        "errors": errors or ["none"],
         "kernels": [
             f"{counts.kernels} in a step, {len(set(recording.kernels))} distinct; "
             f"{counts.bucket_copies} of them are copy-ins and copy-outs of buckets"
@@ -175,4 +175,4 @@ def _memory(recording: Recording) -> Iterator[str]:
 
 def _order(recording: Recording) -> Iterator[str]:
     for call in recording.calls:
-        yield from order_faults(recording.plans, call)
+        yield from order_differences(recording.plans, call)

@@ -49,7 +49,7 @@ def _call(model: Callable[..., Any], inputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """One rank of a mesh; its step is recorded."""
+    """The rank of a mesh whose step is recorded."""
 
     mesh: tuple[int, ...]  # sizes of the axes: (shards,) or (replicas, shards)
     rank: int = 0
@@ -64,13 +64,13 @@ class Recording:
     """Plans, code and actions of one step.
 
     Attributes:
-        plans: plans of all graphs; none for an unsharded model.
+        plans: plans of all graphs; empty for an unsharded model.
         codes: source code that Inductor wrote for each graph.
         kernels: name and source of each Triton kernel.
         actions: all actions of the last step, including the optimizer's.
         calls: graph calls of the last step.
         summary: ``Backend.summary()``.
-        trained_bytes: bytes of the trained shards on the device.
+        trained_bytes: size of the trainable shards on the device, in bytes.
     """
 
     plans: tuple[Plan, ...]
@@ -94,8 +94,8 @@ def record_steps(
     """Train a sharded model for a few steps and record the last one.
 
     Args:
-        make_model: called with the GPU as the default device.
-        options: arguments of ``graphshard.backend``; read after ``make_model``, which may add some.
+        make_model: function that is called with the GPU as the default device.
+        options: arguments of ``graphshard.backend``, read after ``make_model``, which may add some.
         dynamic: argument of ``torch.compile``.
     """
     recorder.clear()
@@ -165,7 +165,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def collect_recording(recorder: Recorder, plans: Sequence[Plan] = ()) -> Recording:
-    """Return what ``recorder`` has recorded."""
+    """Collect the contents of ``recorder``."""
     return Recording(
         plans=tuple(plans),
         codes=tuple(recorder.codes),

@@ -1,4 +1,4 @@
-"""Measure this machine, and write a file for ``schedule.hardware``.
+"""Measure this machine, and write its rates to a file for ``schedule.hardware``.
 
     python -m graphshard calibrate --out machine.json                        one device
     torchrun --nproc-per-node 8 -m graphshard calibrate --out machine.json   and its interconnects
@@ -6,9 +6,9 @@
 This measures matrix products by dtype and size; copies by size on the device, from the host, and
 within host memory; exponentials; an empty kernel; and, with several ranks, the three collectives by
 size, launched as graphs launch them. The file holds the medians of rank 0, measured while the other
-ranks measure the same. Operands rotate through more memory than caches hold, as in training. The
-rest is taken from the table of devices: fp8, interconnects that these ranks do not span, and the
-compute time that hidden collectives cost.
+ranks measure the same. Operands rotate through more memory than caches hold, as in training. Rates
+of fp8, of interconnects that these ranks do not span, and the compute time lost to hidden
+collectives are taken from the table of devices.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=_file, required=True, help="the JSON file to write")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
     parser.add_argument(
-        "--sizes", type=_sizes, help="bytes of the collectives' buffers, as in 65536,16777216"
+        "--sizes", type=_sizes, help="collective buffer sizes in bytes, as in 65536,16777216"
     )
     parser.set_defaults(run=_calibrate, parser=parser)
 
@@ -57,7 +55,7 @@ def _file(text: str) -> Path:
 def _sizes(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be numbers of bytes, as in 65536,1048576")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be sizes in bytes, as in 65536,1048576")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -103,11 +101,11 @@ def summary(hardware: Hardware) -> str:
         hardware.name,
         "Tflop/s: " + ", ".join(flops),
         f"memory: {hardware.memory.largest / 1e9:.3g} GB/s, from the host: "
-        f"{hardware.host.largest / 1e9:.3g} GB/s, of the host: "
+        f"{hardware.host.largest / 1e9:.3g} GB/s, within the host: "
         f"{hardware.host_memory.largest / 1e9:.3g} GB/s, launch: {hardware.launch_us:.3g} us",
     ]
     for name, link in (("in a node", hardware.intra), ("between nodes", hardware.inter)):
         bus = [f"{kind} {link.bus[kind].largest / 1e9:.3g}" for kind in COLLECTIVE_KINDS]
-        latency = f"latency {link.latency_us:.3g} us, {link.buffer_us:.3g} for each tensor more"
+        latency = f"latency {link.latency_us:.3g} us, {link.buffer_us:.3g} per further tensor"
         lines.append(f"{name}: {latency}, bus GB/s: {', '.join(bus)}")
     return "\n".join(lines)

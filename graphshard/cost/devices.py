@@ -29,9 +29,9 @@ def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
         ValueError: ``gbit_per_s`` is not a positive number.
     """
     if not 0 < gbit_per_s < float("inf"):
-        raise ValueError(f"gbit_per_s={gbit_per_s!r}: must be a finite number, more than 0")
-    # A collective that spans nodes runs a ring over each rank's network card. So the bandwidths of
-    # a node's cards add up, to at most the bandwidth within the node.
+        raise ValueError(f"gbit_per_s={gbit_per_s!r}: must be positive and finite")
+    # A collective that spans nodes runs a ring over each rank's network card: the bandwidths of a
+    # node's cards add up, to at most the bandwidth within the node.
     line = hardware.ranks_per_node * gbit_per_s / 8 * 1e9
     bus = {}
     for kind in COLLECTIVE_KINDS:
@@ -47,7 +47,7 @@ def _bus_rate(line: float, full_fraction: float, fractions: Sequence[Sequence[fl
     Args:
         line: line rate in bytes/s.
         full_fraction: fraction of the line rate that the largest buffers achieve.
-        fractions: fractions of the rate of the largest buffers, by size in MiB.
+        fractions: pairs of a buffer size in MiB and its fraction of the largest buffers' rate.
     """
     return Rate(line, tuple((mib * _MiB, share * full_fraction) for mib, share in fractions))
 
@@ -111,19 +111,19 @@ def _cpu(entry: Mapping[str, Any]) -> Hardware:
     )
 
 
-HARDWARE: dict[str, Hardware] = {  # by name
+HARDWARE: dict[str, Hardware] = {  # keyed by name
     **{name: _gpu(name, entry) for name, entry in TABLE["gpus"].items()},
     "cpu": _cpu(TABLE["cpu"]),
 }
 
-# Memory of devices by name in ``HARDWARE``.
+# Device memory, keyed by name in ``HARDWARE``.
 MEMORY_BYTES: dict[str, int] = {
     name: entry["memory_gib"] << 30 for name, entry in TABLE["gpus"].items()
 }
 
-DEFAULT = "A100-80GB"  # for a GPU that is not in the table: a mid-range one
+DEFAULT = "A100-80GB"  # entry for GPUs that are not in the table: a mid-range GPU
 
-# Names of entries, by pattern of ``torch.cuda.get_device_name()``.
+# Names of entries, keyed by a pattern of ``torch.cuda.get_device_name()``.
 _ENTRY_BY_DEVICE = {
     r"\bH100\b": "H100",
     r"\bH200\b": "H200",
@@ -152,13 +152,13 @@ def find_hardware(name: str) -> Hardware:
         if re.search(pattern, name) and not _OTHER_VARIANT.search(name):
             return HARDWARE[entry]
     raise ValueError(
-        f"hardware {name!r}: must be one of {sorted(HARDWARE)}, or a file that `python -m "
-        "graphshard calibrate` wrote on such a machine"
+        f"hardware {name!r}: must be one of {sorted(HARDWARE)}, or a file written by `python -m "
+        "graphshard calibrate` on such a machine"
     )
 
 
 class DeviceMatch(NamedTuple):
-    """The table entry to use for a device, with a warning if it is another device's."""
+    """The table entry to use for a device, and a warning if it is ``DEFAULT``."""
 
     hardware: Hardware
     warning: str | None

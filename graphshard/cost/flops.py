@@ -50,12 +50,12 @@ def call_with_fallback(
     """Return ``predict(*args)`` or, if that raises, ``fallback``; warn once for each ``what``.
 
     Args:
-        what: prediction that the warning names; None: the time of the node ``args[0]``.
+        what: failed prediction, for the warning (default: the time of the node ``args[0]``).
     """
     try:
         return predict(*args)
     except Exception as error:
-        what = what or f"the time of {args[0].target}, taken from the bytes that it moves"
+        what = what or f"the time of {args[0].target}, and assumes that memory bandwidth bounds it"
         if what not in _warned:
             _warned.add(what)
             warnings.warn(
@@ -79,7 +79,7 @@ class Flops(NamedTuple):
 
 
 def flops(node: fx.Node) -> Flops:
-    """Return the operations of an ATen node; 0 if its time depends on memory alone."""
+    """Count the operations of an ATen node; 0 if its time depends only on memory."""
     name = aten_name(_called_op(node).op)
     if name in _LEFT_IS_FIRST or name in _LEFT_IS_SECOND:
         left = node.args[1 if name in _LEFT_IS_SECOND else 0]
@@ -123,7 +123,7 @@ def _attention(node: fx.Node, *, backward: bool) -> Flops:
 
 
 def _flex_attention(node: fx.Node) -> Flops:
-    # As without a mask: the blocks of scores to skip are known only at run time.
+    # Assumes no mask: the blocks of scores to skip are known only at run time.
     query, key, value = (arg.meta["val"] for arg in node.args[:3] if isinstance(arg, fx.Node))
     return _products(query, key, value, 1.0, str(node.target).endswith("_backward"))
 
@@ -131,11 +131,11 @@ def _flex_attention(node: fx.Node) -> Flops:
 def _products(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: float, backward: bool
 ) -> Flops:
-    """Return the operations of attention that computes a fraction ``part`` of the scores."""
+    """Count the operations of attention that computes a fraction ``part`` of the scores."""
     depth, depth_of_value = shape_of(query)[-1], shape_of(value)[-1]
     scores = part * 2.0 * math.prod(shape_of(query)[:-1]) * shape_of(key)[-2]
     dtype = _dtype_name(query)
-    if backward:  # which recomputes the scores
+    if backward:  # recomputes the scores
         return Flops(scores * (3 * depth + 2 * depth_of_value), dtype, ATTENTION_BACKWARD)
     return Flops(scores * (depth + depth_of_value), dtype, ATTENTION_FORWARD)
 
@@ -166,7 +166,7 @@ def _called_op(node: fx.Node) -> _OpCall:
 
 
 def argument_values(node: fx.Node) -> Mapping[str, Any]:
-    """Return the arguments of a node by name, with values in place of nodes."""
+    """Return the arguments of a node, keyed by name, with nodes replaced by their values."""
     op, args = _called_op(node)
     arguments = {**dict(zip(argument_names(op), args)), **node.kwargs}
     return {
@@ -181,7 +181,7 @@ def _dtype_name(value: torch.Tensor) -> str:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor, or of the first of several, with symbolic sizes as traced."""
+    """Return the shape of a tensor or of the first of several; symbolic sizes become hints."""
     while isinstance(value, (list, tuple)):
         value = next((item for item in value if item is not None), None)
     sizes = value.shape if isinstance(value, torch.Tensor) else ()  # of a number, or None

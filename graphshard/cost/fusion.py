@@ -1,4 +1,4 @@
-"""Guess which nodes Inductor fuses into one kernel, and which values stay out of memory.
+"""Guess which nodes Inductor fuses into one kernel, and which values never reach memory.
 
     x ─► mm ─► add ─► var_mean ─► sub ─► mul ─► mm         one kernel, add ... mul: it reads what
                 │                         │                comes from outside and writes what is
@@ -9,7 +9,7 @@ the nodes that they read or that read them, unless a path between the two passes
 kernel. Other reductions loop differently: their kernel contains the pointwise nodes that only such
 reductions use, and other such reductions of the same inputs; users of the result are in another
 kernel. So are the users of an update, such as ``index_put``. An update shares a kernel with the
-values that it writes, so that kernel also counts the bytes of the whole result.
+values that it writes; that kernel also counts the bytes of the whole result.
 
 [Note: unmaterialized values] A pointwise value is recomputed in every fused kernel that reads it,
 unless something else reads it, or it is expensive and read more than once
@@ -43,10 +43,10 @@ class NodeKind(Enum):
 
     VIEW = auto()  # a view or part of another node's value; free
     BARRIER = auto()  # free, or priced elsewhere like collectives; nothing fuses across it
-    POINTWISE = auto()  # fuses with its neighbours
-    REDUCTION = auto()  # fuses with its neighbours, depending on the dimensions reduced
+    POINTWISE = auto()  # fuses with its neighbors
+    REDUCTION = auto()  # fuses with its neighbors, depending on the dimensions reduced
     UPDATE = auto()  # writes into parts of a new tensor or a copy; fuses with the values it writes
-    KERNEL = auto()  # a kernel of its own
+    KERNEL = auto()  # a separate kernel
 
 
 FUSED = (NodeKind.POINTWISE, NodeKind.REDUCTION, NodeKind.UPDATE)
@@ -85,7 +85,7 @@ def _node_kind(node: fx.Node) -> NodeKind:
         return NodeKind.VIEW
     if call_with_fallback(0.0, _bytes_of_value, node):
         return NodeKind.KERNEL
-    # Not a tensor: the size of one, or arithmetic on sizes.
+    # Not a tensor: a size, or arithmetic on sizes.
     return NodeKind.BARRIER if is_operator else NodeKind.VIEW
 
 
@@ -108,9 +108,9 @@ def _op_kind(op: OpOverload[..., Any]) -> NodeKind:
     return NodeKind.KERNEL
 
 
-# --- sizes, and which node reads what ------------------------------------------------------------
+# --- sizes and reads -----------------------------------------------------------------------------
 
-# Bytes that a kernel reads, by the node that computed the value, then by the view of it.
+# Bytes that a kernel reads, keyed by the node that computed the value, then by the view of it.
 ReadBytes = dict[fx.Node, dict[fx.Node, float]]
 
 
@@ -119,7 +119,7 @@ class GraphValues:
 
     Attributes:
         kinds: kind of each node, in graph order.
-        num_bytes: bytes of each node's value, of one tensor or several.
+        num_bytes: size of each node's value, which may be several tensors, in bytes.
         roots: for each node, the node that computed its value, looking through views and tuples.
     """
 
@@ -156,7 +156,7 @@ class GraphValues:
             num_bytes = self.num_bytes[source]
             if position == 0 and aten_name(node.target) in _INDEXING:
                 num_bytes = min(num_bytes, self.num_bytes[node])
-            # At most the bytes of the value: an expanded view repeats it, and views may overlap.
+            # At most the size of the value: an expanded view repeats it, and views may overlap.
             unread = self.num_bytes[root] - sum(views.values())
             views[source] = max(0.0, min(num_bytes, unread))
             added += views[source]
@@ -335,7 +335,7 @@ def unmaterialized_values(
     """Return the nodes whose values are never written to memory.
 
     Args:
-        device_type: device type that kernels are compiled for; None: the device type of each value.
+        device_type: device type that kernels are compiled for (default: that of each value).
     """
     inside = frozenset(
         node

@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from ..kinds import TransferKind
 
-VERSION = 4  # of the JSON form; files of other versions are refused
+VERSION = 4  # of the JSON form; files with another version are rejected
 
 # Sources of rates: published numbers, or measurements of the machine itself.
 DATASHEET, CALIBRATED = "datasheet", "calibrated"
@@ -30,8 +30,8 @@ Points = tuple[tuple[float, float], ...]
 
 def _check_positive(field: str, value: float, *, zero: bool = False) -> None:
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        least = "0 or more" if zero else "more than 0"
-        raise ValueError(f"{field}={value!r}: must be a finite number, {least}")
+        least = "0 or more" if zero else "positive"
+        raise ValueError(f"{field}={value!r}: must be {least}, and finite")
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Rate:
         for (less, slow), (more, fast) in zip(self.achieved, self.achieved[1:]):
             if less >= more or less / slow > more / fast:
                 raise ValueError(
-                    f"achieved: {(less, slow)} before {(more, fast)}: amounts must grow, and more "
-                    "must not take less time"
+                    f"achieved: {(less, slow)} before {(more, fast)}: amounts must grow, and a "
+                    "larger amount must not take less time"
                 )
 
     @property
@@ -69,7 +69,7 @@ class Rate:
         return self.peak * self.achieved[-1][1]
 
     def us(self, amount: float) -> float:
-        """Return the time of ``amount`` in microseconds; more never takes less time."""
+        """Return the time of ``amount`` in microseconds, which never decreases with the amount."""
         points = self.achieved
         after = bisect_left(points, (amount,))
         if after == 0 or after == len(points):
@@ -91,11 +91,11 @@ class Interconnect:
     """A kind of link between ranks, as collectives see it.
 
     Attributes:
-        latency_us: fixed time of a collective, without ring steps and bytes.
+        latency_us: fixed time of a collective, apart from ring steps and bytes.
         hop_us: time that each ring step over this link adds.
         buffer_us: time that each tensor after the first adds to a coalesced collective.
-        bus: bus bandwidth in bytes/s by kind of collective, as a rate over the bytes of the full
-            buffer. nccl-tests defines both (doc/PERFORMANCE.md); here latency is subtracted.
+        bus: bus bandwidth in bytes/s of each kind of collective, by size of the full buffer.
+            nccl-tests defines both (doc/PERFORMANCE.md); here latency is subtracted.
 
     Raises:
         ValueError: a number is negative, or ``bus`` lacks one of ``COLLECTIVE_KINDS``.
@@ -162,7 +162,7 @@ class Hardware:
         _check_one_of("device_type", self.device_type, ("cuda", "cpu"))
         _check_one_of("source", self.source, (DATASHEET, CALIBRATED))
         if "float32" not in self.flops:
-            raise ValueError("flops has no 'float32': it stands in for dtypes that are not listed")
+            raise ValueError("flops has no 'float32', the fallback for dtypes that are not listed")
         _check_positive("special_per_s", self.special_per_s)
         _check_positive("launch_us", self.launch_us, zero=True)
         _check_positive("issue_us", self.issue_us, zero=True)
@@ -181,10 +181,10 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str, source: str = "hardware") -> Hardware:
-        """Return the hardware whose JSON form, from ``to_json``, is ``text``.
+        """Parse the result of ``to_json``.
 
         Raises:
-            ValueError: the text does not have this form; the error names ``source`` and the field.
+            ValueError: ``text`` is malformed; the message names ``source`` and the field.
         """
         try:
             raw = json.loads(text)
@@ -218,11 +218,11 @@ def _check_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
 
 _JSON_KEYS = {"buffer_us": "parcel_us"}  # fields that have another name in files
 
-_SCALARS: dict[Any, str] = {float: "a number", int: "a whole number", str: "a text"}
+_SCALARS: dict[Any, str] = {float: "a number", int: "an integer", str: "a string"}
 
 
 def _decode(kind: Any, raw: Any, path: str) -> Any:
-    """Return the value of type ``kind`` whose JSON form is ``raw``.
+    """Convert the JSON value ``raw`` to the type ``kind``.
 
     Args:
         kind: dataclass, mapping, ``Points`` or scalar type.
@@ -254,6 +254,6 @@ def _decode(kind: Any, raw: Any, path: str) -> Any:
 
 
 def _checked(raw: Any, types: tuple[type, ...], path: str, description: str) -> Any:
-    if type(raw) not in types:  # not isinstance: a bool is no number
+    if type(raw) not in types:  # not isinstance: a bool is not a number
         raise ValueError(f"{path} is {raw!r}: must be {description}")
     return raw

@@ -27,7 +27,7 @@ from .hardware import CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 _KiB, _MiB = 1 << 10, 1 << 20
 _NUM_BUFFERS = 8  # in a coalesced collective, which is compared with a single buffer
 _BUFFER_ELEMENTS = 1 << 14
-_CALLS_PER_SAMPLE = 4  # of a collective; fixed, since all ranks must make equally many
+_CALLS_PER_SAMPLE = 4  # of a collective; fixed, since all ranks must make the same number
 
 
 # --- timing --------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ _MAX_OPERANDS = 256
 
 @dataclass(frozen=True)
 class Timer:
-    """Timer of work on ``device``, by medians of ``num_samples`` samples."""
+    """Times work on ``device`` as the median of ``num_samples`` samples."""
 
     device: torch.device
     num_samples: int
@@ -56,8 +56,8 @@ class Timer:
         """Return the median time of one call of ``work``.
 
         Args:
-            num_calls: calls in a sample; None: as many as fit into ``SAMPLE_US``.
-            group: ranks that start each sample together; None: this rank alone.
+            num_calls: number of calls in a sample (default: as many as fit in ``SAMPLE_US``).
+            group: ranks that start each sample together (default: this rank alone).
         """
         first_us = min(self._sample_us(work, 1) for _ in range(3))
         if num_calls is None:
@@ -83,7 +83,7 @@ class Timer:
 
 
 def num_cold(num_bytes: int) -> int:
-    """Return how many operands of ``num_bytes`` together exceed the caches."""
+    """Return the number of operands of ``num_bytes`` that together exceed the caches."""
     return max(1, min(_MAX_OPERANDS, COLD_BYTES // num_bytes))
 
 
@@ -100,7 +100,8 @@ class Effort:
     Attributes:
         dtypes: dtypes of the matrix products; "tf32" means float32 tensors in tf32 mode.
         matmul_sizes: sizes ``n`` of the matrix products, ``[n, n]`` by ``[n, n]``.
-        collective_bytes: bytes of the full buffers of the collectives.
+        copy_bytes: sizes of copies in bytes.
+        collective_bytes: sizes of the collectives' full buffers in bytes.
     """
 
     dtypes: tuple[str, ...]
@@ -133,8 +134,8 @@ class Effort:
 def measure(device: torch.device, effort: Effort) -> DeviceMatch:
     """Measure ``device`` and, if there is a default process group, its interconnects.
 
-    Every rank of the group must call this. Each returns the table's entry with its own measurements
-    in place of the values that it could measure.
+    Every rank of the group must call this. Each returns its device's table entry, with measured
+    values where possible.
     """
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     table_entry, warning = find_hardware_or_default(name)
@@ -264,7 +265,7 @@ def _with_interconnects(hardware: Hardware, sizes: Sequence[int], timer: Timer) 
     """Return ``hardware`` with measured interconnects."""
     world = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    # All ranks measure what connects them: a single node's interconnect, or the network. In the
+    # All ranks measure their common interconnect: that of a single node, or the network. In the
     # latter case the ranks of each node then measure the interconnect within it.
     everyone = _interconnect(_default_group(), sizes, timer)
     if ranks_per_node == world:
@@ -294,7 +295,7 @@ def _interconnect(group: dist.ProcessGroup, sizes: Sequence[int], timer: Timer) 
 def _collective_us(
     kind: TransferKind, num_bytes: int, group: dist.ProcessGroup, timer: Timer
 ) -> float:
-    # ``num_bytes`` are those of a single full buffer.
+    # ``num_bytes`` is the size of a single full buffer.
     world = group.size()
     shard_elements = max(num_bytes // 4 // world, 1)
     gathers = kind == TransferKind.ALL_GATHER
@@ -312,7 +313,7 @@ def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
     for kind, size in num_elements.items():
         many = [torch.zeros(size, device=timer.device) for _ in range(_NUM_BUFFERS)]
         many_us = _launch_to_wait_us(kind, many, group, timer)
-        # One tensor of as many bytes.
+        # One tensor of the same total size.
         one_us = _launch_to_wait_us(kind, [torch.cat(many)], group, timer)
         added_us.append(max(0.0, many_us - one_us) / (_NUM_BUFFERS - 1))
     return statistics.mean(added_us)
@@ -336,7 +337,7 @@ def _launch_to_wait_us(
 
 def fit_rate(samples: Iterable[Sample]) -> Rate:
     """Return the rate that predicts the times of ``samples``."""
-    # Disturbances only ever add time, so no amount takes longer than a larger one was measured to.
+    # Disturbances only add time: no amount takes longer than measured for a larger one.
     least_us, per_s = math.inf, {}
     for amount, us in sorted(samples, reverse=True):
         least_us = min(least_us, max(us, 1e-3))
@@ -350,7 +351,7 @@ def fit_interconnect(
 ) -> Interconnect:
     """Return the interconnect that predicts ``samples`` by kind of collective, on ``world`` ranks.
 
-    A single number of ranks does not separate latency and hops, so ``hop_us`` is 0.
+    ``hop_us`` is 0: one number of ranks cannot separate latency from hops.
     """
     # The shortest time of all.
     latency_us = min(us for points in samples.values() for _, us in points)

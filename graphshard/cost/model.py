@@ -1,7 +1,7 @@
 """Predict the times of a graph's nodes, its collectives, and the copies around them.
 
-Pure: nothing is measured and no other rank is asked, so ranks with the same ``Hardware`` predict
-the same times. A kernel takes its launch plus the longer of its compute time and its memory time
+Pure: ranks with the same ``Hardware`` predict the same times, without measuring or communicating. A
+kernel takes its launch plus the longer of its compute time and its memory time
 (the roofline model: Williams et al., CACM 52(4), 2009).
 """
 
@@ -45,7 +45,7 @@ class CostModel:
         tf32: whether float32 matrix products run in tf32, as after
             ``torch.set_float32_matmul_precision``.
         fuses: whether fusion is assumed to save the memory of values that no kernel writes.
-        device_type: device type that kernels are compiled for; None: that of the graph's tensors.
+        device_type: device type that kernels are compiled for (default: that of the tensors).
     """
 
     hardware: Hardware
@@ -63,7 +63,7 @@ class CostModel:
             unmaterialized_values,
             values,
             self.device_type,
-            what="which values of a graph need no memory",
+            what="the unmaterialized values of a graph",
         )
 
     def compute_us(
@@ -71,7 +71,7 @@ class CostModel:
     ) -> dict[fx.Node, float]:
         """Return the time of every node of a functional ATen graph.
 
-        The time of a kernel (see [Note: fused kernels] in ``fusion``) counts for its last node. Its
+        A kernel's time (see [Note: fused kernels] in ``fusion``) is assigned to its last node. Its
         other nodes, inputs, outputs, views, collectives and graphshard's copy ops take 0.
 
         Raises:
@@ -102,7 +102,7 @@ class CostModel:
             num_bytes: bytes of the full buffer: the gathered result, or the input that each rank
                 reduces.
             world: number of ranks. Ignored for host copies.
-            stride: difference between the global ranks of neighbours.
+            stride: difference between the global ranks of neighbors.
 
         Raises:
             ValueError: ``kind`` is not a kind of collective, or a number is out of range.
@@ -113,7 +113,7 @@ class CostModel:
         if kind not in COLLECTIVE_KINDS:
             raise ValueError(f"kind={kind!r}: must be one of {COLLECTIVE_KINDS}")
         if world < 1 or num_bytes < 0:
-            raise ValueError(f"world={world}, num_bytes={num_bytes}: must be from 1 and 0 up")
+            raise ValueError(f"{world=}, {num_bytes=}: must be at least 1 and at least 0")
         if world == 1:  # a single rank only copies
             return self.copy_us(num_bytes)
         # If the ring spans m nodes, m - 1 of its steps cross the network, which then also sets
@@ -171,7 +171,7 @@ def _overrides(
             continue
         if type(time_us) not in (int, float) or not math.isfinite(time_us) or time_us < 0:
             raise ValueError(
-                f"node_cost returned {time_us!r} for {node.name}: must be microseconds from 0 up, "
-                "or None for a node that it does not price"
+                f"node_cost returned {time_us!r} for {node.name}: return a time in microseconds, 0 "
+                "or more, or None to have it predicted"
             )
         yield node, float(time_us)

@@ -30,7 +30,7 @@ _MODELS = f"""
 MODEL is one of
   FILE.py:FUNCTION     a function that returns a model and the inputs of a step on one rank
   FOLDER               with the config.json of a transformers model
-  FAMILY:key=value,..  a configuration of transformers: llama:hidden_size=8192,num_hidden_layers=80
+  FAMILY:key=value,..  a transformers configuration: llama:hidden_size=8192,num_hidden_layers=80
   NAME                 a public model: {", ".join(PUBLIC_MODELS)}
 """
 
@@ -47,10 +47,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="see below")
-    add("--device", default="H100", metavar="GPU", help="or a file of calibrate (%(default)s)")
-    add("--gpus", type=int, default=8, help="number of GPUs in all nodes (%(default)s)")
-    add("--nodes", type=int, help="number of nodes (as few as the device's usual nodes allow)")
-    add("--batch", default="1x4096", help="samples x tokens on a GPU, or samples (%(default)s)")
+    add("--device", default="H100", metavar="GPU", help="or a file from calibrate (%(default)s)")
+    add("--gpus", type=int, default=8, help="total number of GPUs (%(default)s)")
+    add("--nodes", type=int, help="number of nodes (as few as the device's usual node size allows)")
+    add("--batch", default="1x4096", help="samples x tokens per GPU, or samples (%(default)s)")
     add("--strategy", default="zero3", help=f"{STRATEGIES} (%(default)s)")
     add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (%(default)s)")
     add("--dtype", default="bf16", help="float32, bf16 or fp8 (%(default)s)")
@@ -61,26 +61,26 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         const=1.0,
         default=0.0,
         metavar="FRACTION",
-        help="recompute layers in backward: all, or the first ones up to a fraction, as in 0.5",
+        help="recompute layers in backward: the first FRACTION of them, or all by default",
     )
     add("--offload", action="store_true", help="keep shards, gradients and optimizer on the host")
     add("--accumulate", type=int, default=1, help="microbatches in a step (%(default)s)")
-    add("--budget", metavar="72GB", help="memory of a GPU that the schedule may use")
-    add("--memory", metavar="80GB", help="memory of a GPU that is not in the table of devices")
-    add("--link", metavar="100Gb/s,5us", help="network between nodes, for each GPU")
+    add("--budget", metavar="72GB", help="GPU memory that the schedule may use")
+    add("--memory", metavar="80GB", help="memory of each GPU, if the device table lacks the GPU")
+    add("--link", metavar="100Gb/s,5us", help="bandwidth per GPU and latency between nodes")
     add(
         "--search",
         action="store_true",
-        help="compare strategies, precisions, microbatches, recomputation and offload at the same "
-        "batch of a GPU in each step",
+        help="compare strategies, precisions, microbatch sizes, recomputation and offload at the "
+        "same batch size per GPU and step",
     )
     add(
         "--largest",
         action="store_true",
         help="print the largest model of the family and the largest batch that fit",
     )
-    add("--html", type=Path, metavar="OUT", help="write a page for a browser to this file")
-    add("--json", type=Path, metavar="OUT", help="write all numbers to this file")
+    add("--html", type=Path, metavar="OUT", help="write an HTML page to this file")
+    add("--json", type=Path, metavar="OUT", help="write all numbers to this JSON file")
     parser.set_defaults(run=_plan, parser=parser)
 
 
@@ -92,7 +92,7 @@ def _plan(args: argparse.Namespace) -> int:
         tables, traced = [], None
         if args.search:
             if args.model.rpartition(":")[0].endswith(".py"):
-                raise ValueError("--search varies the batch, which a function fixes: pass a config")
+                raise ValueError("--search varies the batch; a function cannot: pass a config")
 
             def make_workload(size: int) -> Workload:
                 return find_workload(args.model, batch._replace(size=size))
@@ -118,7 +118,7 @@ def _print_largest(
     if not is_config(args.model):
         raise ValueError(f"--largest: cannot scale {args.model}: pass a config, not a function")
     if args.json is not None:
-        raise ValueError("--largest does not write --json: leave one of them out")
+        raise ValueError("--largest cannot write --json: drop one of the two options")
     config = find_config(args.model)
 
     def make_workload(factor: float, size: int) -> Workload:
@@ -135,7 +135,7 @@ def _print_largest(
 def _write(path: Path | None, make: Callable[[], str]) -> None:
     if path is None:
         return
-    text = make()  # not inside ``try``, which is about writing
+    text = make()  # outside of ``try``, which handles errors of writing
     try:
         write_whole(path, text)
     except OSError as error:
@@ -161,7 +161,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def gigabytes(name: str, text: str) -> float:
-    """Return a size such as "72GB" in GB (1e9 bytes).
+    """Parse a size such as "72GB" into GB (1e9 bytes).
 
     Raises:
         ValueError: ``text``, the value of the option ``name``, is not a positive size.
@@ -177,7 +177,7 @@ def _fraction(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: must be a number from 0 to 1, or left out; MODEL comes before the options"
+            f"{text!r}: must be a number from 0 to 1 or omitted; put MODEL before the options"
         ) from None
 
 

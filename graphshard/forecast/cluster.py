@@ -17,7 +17,7 @@ class Cluster:
 
     Attributes:
         hardware: one GPU and its interconnects; a node has ``hardware.ranks_per_node`` GPUs.
-        num_gpus: number of GPUs in all nodes together.
+        num_gpus: total number of GPUs.
         memory_bytes: memory of one GPU.
     """
 
@@ -47,21 +47,21 @@ def cluster(
     Args:
         device: name in the table of devices (``graphshard/cost/devices.toml``), path of a file
             written by ``python -m graphshard calibrate``, or a ``Hardware``.
-        gpus: number of GPUs in all nodes together.
-        nodes: number of nodes; None: as few as the device's usual node size allows.
+        gpus: total number of GPUs.
+        nodes: number of nodes (default: as few as the device's usual node size allows).
         link: network bandwidth between nodes, per GPU and direction, and optionally the latency of
-            one hop between nodes, as in "100Gb/s,5us" or "100Gb/s"; None: the device's default.
-        memory_gb: memory of one GPU in GB (1e9 bytes); None: the device's own.
+            one hop between nodes, as in "100Gb/s,5us" or "100Gb/s" (default: the device's).
+        memory_gb: memory of one GPU in GB (1e9 bytes; default: the device's).
 
     Raises:
         ValueError: the device is unknown, or another argument is invalid.
     """
     hardware = _hardware(device) if isinstance(device, str) else device
     if not (isinstance(gpus, int) and gpus > 0):
-        raise ValueError(f"gpus={gpus!r}: must be a whole number from 1 up")
+        raise ValueError(f"gpus={gpus!r}: must be a positive integer")
     if nodes is not None:
         if not (isinstance(nodes, int) and nodes > 0 and gpus % nodes == 0):
-            raise ValueError(f"nodes={nodes!r}: {gpus} GPUs do not divide into equal nodes")
+            raise ValueError(f"nodes={nodes!r}: must be a positive integer that divides {gpus=}")
         hardware = _with_node_size(hardware, gpus // nodes)
     if link is not None:
         hardware = _with_link(hardware, link)

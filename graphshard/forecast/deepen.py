@@ -34,8 +34,8 @@ class Layers:
     """The naming of a model's layers.
 
     Attributes:
-        path: name of their list; parameters are called ``path.0.*``, ``path.1.*``, ...
-        period: number of layers after which they repeat.
+        path: name of the list of layers; parameters are called ``path.0.*``, ``path.1.*``, ...
+        period: number of layers in the repeating pattern.
     """
 
     path: str
@@ -98,9 +98,9 @@ class _Segment:
     """The steps that the longer graph has and the short one lacks.
 
     Attributes:
-        start: first step of the segment; the short graph's step before which it is inserted.
+        start: index of the segment's first step, and of the step after it in the short graph.
         transfers: positions of the segment's transfers in the longer problem.
-        front_shift: layers by which each inserted segment renumbers the parameters before it.
+        front_shift: number of layers that each inserted segment shifts the parameters before it.
         back_shift: the same for the parameters after it.
     """
 
@@ -120,8 +120,8 @@ class _Segment:
         Raises:
             NotPeriodicError: there is none.
         """
-        # That the one graph contains the other proves little. So the segment must also equal the
-        # steps just before or just after it, and live bytes must have grown by one amount just
+        # That the longer graph contains the short one proves little. The segment must also equal
+        # the steps just before or just after it, and live bytes must have grown by one amount just
         # before it, by another just after it, and evenly in between.
         length = longer.problem.num_steps - short.problem.num_steps
         for start in _likely_starts(short.problem, longer.problem, length):
@@ -285,7 +285,7 @@ def _named_transfers(graph: StepGraph) -> list[tuple[str, Transfer]]:
 
 
 def _likely_starts(short: Problem, longer: Problem, length: int) -> list[int]:
-    """Return where a segment may start, the likeliest first."""
+    """Return the steps at which a segment may start, likeliest first."""
     a, b = short.compute_us, longer.compute_us
     starts = [
         start for start in range(1, len(a)) if length > 0 and _is_alike_around(a, b, start, length)
@@ -323,7 +323,7 @@ def _num_distinct(values: Sequence[int]) -> list[int]:
 def _is_alike_around(
     short: Sequence[float], longer: Sequence[float], start: int, length: int
 ) -> bool:
-    """Return whether a segment takes as long as a neighbour, and neighbours are as in ``short``."""
+    """Return whether a segment takes as long as a neighbor, and its neighbors match ``short``."""
     stop, least = start + length, max(0, start - length)
     if not _alike(short[least:start], longer[least:start]):
         return False
@@ -340,7 +340,7 @@ def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def _segment_transfers(transfers: Sequence[Transfer], start: int, length: int) -> range | None:
-    """Return the positions of a segment's transfers; None if it has none or they are scattered."""
+    """Return the positions of a segment's transfers, or None if these are not contiguous."""
     stop = start + length
     own = [
         i

@@ -1,4 +1,4 @@
-"""Derive traced steps instead of tracing: other depths, another mesh, shards on the host.
+"""Derive steps of other depths, on other meshes or with shards on the host, from traced steps.
 
 If layers repeat, two shallow copies of a model determine any number of layers (``deepen``). If
 backward recomputes only the first layers of a model, there are two kinds of layers, and four copies
@@ -27,12 +27,12 @@ from .workload import Workload, num_recomputed, recompute_layers
 
 Progress = Callable[[str], None]  # called with a description of the next step
 
-# Fewest periods of each kind of layers in a shallow copy, since the first and last may differ.
+# Minimum periods of each kind of layer in a shallow copy, since the first and last may differ.
 LEAST_PERIODS = 3
 
 
 class Depth(NamedTuple):
-    """Number of first layers, which backward recomputes, and of the layers after them."""
+    """Numbers of leading layers, which backward recomputes, and of the remaining layers."""
 
     recomputed: int
     saved: int
@@ -57,8 +57,8 @@ class ShallowCopies(NamedTuple):
     """The steps of shallow copies of a model whose layers repeat.
 
     Attributes:
-        steps: rows of steps. The second step of a row has one more period of recomputed layers, the
-            second row one more period of saved layers; both only where that kind grows.
+        steps: grid of steps. The second column has one more period of recomputed layers, the second
+            row one more period of saved layers; each is missing if that kind does not grow.
         shallow: depth of the first step.
     """
 
@@ -110,7 +110,7 @@ def trace_copies(
     cluster: Cluster,
     progress: Progress = lambda text: None,
 ) -> ShallowCopies:
-    """Trace the shallow copies that determine ``depth``, which overrides ``recipe.recompute``."""
+    """Trace the shallow copies that determine ``depth``, ignoring ``recipe.recompute``."""
     period = workload.period
     few = depth.shallow(period)
     first, rest = (
@@ -148,7 +148,7 @@ def _trace(
     cluster: Cluster,
     progress: Progress,
 ) -> TracedStep:
-    """Trace a copy with another depth; None: the model itself, whose depth cannot change."""
+    """Trace a copy of the model with ``depth``, or the model itself if that is None."""
     if recipe.offload and cluster.hardware.device_type == "cpu":
         raise ValueError("offload on a CPU: the CPU is the host itself; plan for a GPU instead")
     num_layers: int | None = None
@@ -180,20 +180,20 @@ def _path_of_layers(workload: Workload, num_layers: int) -> str:
 
 
 def for_strategy(traced: TracedStep, recipe: Recipe, num_gpus: int) -> TracedStep | None:
-    """Return a ZeRO-3 step with the strategy of ``recipe``; None if that must be traced."""
+    """Adapt a ZeRO-3 step to the strategy of ``recipe``; return None if it needs its own trace."""
     if recipe.kind != "hsdp":
         return traced  # for ZeRO-2, too: ``plan_step`` removes the gathers of backward
     return on_mesh(traced, num_gpus, recipe.ranks(num_gpus))
 
 
 def on_mesh(traced: TracedStep, num_ranks: int, ranks: Ranks) -> TracedStep | None:
-    """Return a step traced for ``num_ranks`` shards on another mesh; None if that must be traced.
+    """Adapt a step traced for ``num_ranks`` shards to another mesh; None if it needs its own trace.
 
-    With ZeRO-3 and HSDP, and as long as no rank pads its rows, the mesh determines only how much
-    each rank holds and what travels between which ranks. ``traced`` must not have replicas.
+    With ZeRO-3 and HSDP, and if no rank pads its rows, the mesh determines only how many bytes each
+    rank holds and which ranks exchange them. ``traced`` must not have replicas.
     """
-    # Not adapted: the time in which each rank computes the fp8 scales of its shards. For Llama 3 8B
-    # on 8 shards instead of 64, that is an error of 1.3 ms in a step of one second.
+    # The time to compute the fp8 scales of each rank's shards is not adapted: an error of 1.3 ms in
+    # a step of one second for Llama 3 8B on 8 shards instead of 64.
     ratio = Fraction(num_ranks, ranks.shards)
     if not all(_divides(p, num_ranks, ranks) for graph in traced.graphs for p in graph.params):
         return None
@@ -259,7 +259,7 @@ def on_host(traced: TracedStep) -> TracedStep:
 
 
 def _with_shards_on_host(graph: StepGraph) -> StepGraph:
-    # Transfers count the shards on the device, which wait there to be gathered.
+    # Transfers account for the shards on the device that wait to be gathered.
     transfers = tuple(dataclasses.replace(t, host=True) for t in graph.problem.transfers)
     problem = _with_inputs(graph.problem, -graph.input_bytes)
     problem = dataclasses.replace(problem, transfers=transfers)

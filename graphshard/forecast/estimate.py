@@ -1,7 +1,8 @@
 """Predict the time and the peak memory of a planned step, with the errors of past forecasts.
 
-A graph's plan counts what the graph keeps alive. Here the rank's other memory is added: shards that
-the graph does not take, optimizer state, buffers and gradients of earlier microbatches.
+A graph's plan counts the memory that the graph keeps alive. This module adds the rank's other
+memory: shards that the graph does not take, optimizer state, buffers and gradients of earlier
+microbatches.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class TimeForecast:
 def time_of_step(
     dumps: Sequence[Dump], recipe: Recipe, held: HeldMemory, hardware: Hardware
 ) -> TimeForecast:
-    """Return the time of a step with its plans in ``dumps``."""
+    """Predict the time of a step from the plans of its graphs."""
     totals = [dump.totals for dump in dumps]
     exposed_us = sum(t.total_us - t.compute_us for t in totals)
     return TimeForecast(
@@ -147,7 +148,7 @@ def time_of_step(
 
 
 def _optimizer_us(recipe: Recipe, held: HeldMemory, hardware: Hardware) -> float:
-    passes = OPTIMIZERS[recipe.optimizer].passes  # memory bandwidth bounds its time
+    passes = OPTIMIZERS[recipe.optimizer].passes  # optimizers are bound by memory bandwidth
     if not recipe.offload:
         return hardware.memory.us(passes * held.trained) + hardware.launch_us
     passes += ADDING * (recipe.accumulate - 1)
@@ -163,7 +164,7 @@ class MemoryForecast:
 
     Attributes:
         when: graph that runs at the peak, or "optimizer".
-        parameters: parameter shards, padding included.
+        parameters: parameter shards, including padding.
         gradients: reduced gradient shards, including those of earlier microbatches.
         optimizer: optimizer state.
         activations: activations, inputs, outputs and temporary values.
@@ -222,7 +223,7 @@ class PlannedGraph:
     """A graph and its planned buckets.
 
     Attributes:
-        input_bytes: bytes of the shards that the graph takes as inputs; ``problem`` counts them.
+        input_bytes: size of the shards that the graph takes, which ``problem`` includes.
     """
 
     problem: Problem
@@ -251,7 +252,7 @@ def peak_of_step(
 
 def outside_of_graphs(held: HeldMemory, recipe: Recipe, device_bytes: int) -> MemoryForecast:
     """Return the memory while the optimizer runs."""
-    # Optimizers update in place: they need no memory but their states.
+    # Optimizers update in place: they need no memory except their states.
     optimizer_bytes = OPTIMIZERS[recipe.optimizer].states * held.trained
     on_device = MemoryForecast(
         when="optimizer",
@@ -274,11 +275,11 @@ def outside_of_graphs(held: HeldMemory, recipe: Recipe, device_bytes: int) -> Me
 
 
 class OtherGraphBytes(NamedTuple):
-    """Bytes that other graphs of a step hold while one graph runs.
+    """Memory that other graphs of a step hold while one graph runs, in bytes.
 
     Attributes:
-        saved: activations that earlier forward graphs have saved.
-        gradients: gradients that earlier backward graphs have reduced.
+        saved: activations saved by earlier forward graphs.
+        gradients: gradients reduced by earlier backward graphs.
     """
 
     saved: int
@@ -286,7 +287,7 @@ class OtherGraphBytes(NamedTuple):
 
 
 def other_graph_bytes(graphs: Sequence[PlannedGraph]) -> list[OtherGraphBytes]:
-    """Return what the other graphs hold while each graph runs.
+    """Return, for each graph, the memory that the other graphs hold while it runs.
 
     Args:
         graphs: pairs of forward and backward graph, in forward order.
@@ -322,7 +323,7 @@ def _peak_of_graph(
 
 
 def bytes_by_kind(graph: PlannedGraph) -> dict[str, list[int]]:
-    """Return the bytes alive at each point in time of a graph by kind, its shards excluded."""
+    """Return a graph's live bytes at each point in time, by kind, without its input shards."""
     problem = graph.problem
     other = fixed_by_point(problem)
     nothing = with_fixed_bytes(problem, [0] * len(other))

@@ -28,7 +28,7 @@ class Exposed:
     Attributes:
         what: graph, kind and contents of the collective.
         us: time that compute waits for it in one microbatch, in microseconds.
-        why: reason why it is not hidden.
+        why: reason that it is not hidden.
     """
 
     what: str
@@ -45,18 +45,18 @@ class Forecast:
         num_params: number of parameters in the full model.
         tokens: number of tokens, or samples, that all ranks train on in a step.
         unit: unit of ``tokens``: "tokens" or "samples".
-        mfu: model flops utilization: the model's matrix products as a fraction of what the GPU
-            could compute in that time at its peak in float32, or in bfloat16 for bf16 and fp8.
-            Counted as three times the products of forward, so recomputation does not count.
+        mfu: model FLOPs utilization: FLOPs of the model's matrix products, as a fraction of the
+            GPU's peak over the step time. The peak is that of float32, or of bfloat16 for bf16 and
+            fp8. FLOPs are three times those of forward, without recomputation.
         exposed: collectives with the longest exposed time, longest first.
         binds: bottleneck of a step: memory, compute, memory bandwidth, link, latency or host.
         changes: changes that would help, largest gain first.
         dumps: plan of each graph.
-        graphs: problem and buckets of each graph, with the bytes of its shards.
+        graphs: problem, buckets and input shard size of each graph.
         held: memory that a rank holds between graphs.
-        notes: assumptions.
-        recomputed: layers that backward recomputes, as in "model.layers[:3]", if these are only a
-            part of all.
+        notes: assumptions of the forecast.
+        recomputed: layers that backward recomputes, as in "model.layers[:3]"; empty for all or
+            none.
     """
 
     model: str
@@ -79,12 +79,12 @@ class Forecast:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens, or samples, that all ranks together train on in a second."""
+        """Tokens, or samples, per second over all ranks."""
         return self.tokens / self.time.step_us * 1e6
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits into the memory of a device."""
+        """Whether the step fits in a device's memory."""
         return self.memory.fits
 
     @property
@@ -95,7 +95,7 @@ class Forecast:
 
     @property
     def padding(self) -> str | None:
-        """Cost of padding parameters with few rows, with advice, as text; None if it is small."""
+        """Warning about padding of parameters with few rows; None if the padding is small."""
         params = [param for dump in self.dumps for param in dump.plan.params]
         shapes = {param.fqn: param.shape for param in params if param.padded_rows is not None}
         num_gpus = self.cluster.num_gpus
@@ -107,7 +107,7 @@ class Forecast:
         return f"{padding}{hsdp if padding.splits_evenly(num_gpus) else ''}"
 
     def code(self) -> str:
-        """Return the Python code that trains by this recipe."""
+        """Return Python code that sets up training with this recipe."""
         budget = self.dumps[0].limits.peak
         return self.recipe.code(
             self.cluster.num_gpus,
@@ -237,7 +237,7 @@ def _recipe_text(forecast: Forecast) -> str:
 
 
 def memory_rows(forecast: Forecast) -> list[tuple[str, float]]:
-    """Return each kind of memory with its GB."""
+    """Return each kind of memory and its size in GB."""
     memory = forecast.memory
     kinds = {**memory.kinds, "margin": memory.margin, "total": memory.total}
     return [(name, num_bytes / GB) for name, num_bytes in kinds.items()]
@@ -247,7 +247,7 @@ CHANGE_HEADERS = ["saves", "GB", ""]
 
 
 def change_rows(forecast: Forecast) -> list[tuple[str, str, float, str]]:
-    """Return the table of changes, below ``CHANGE_HEADERS``."""
+    """Return the rows of the table of changes; see ``CHANGE_HEADERS``."""
     return [
         (
             change.what,

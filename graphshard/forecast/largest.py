@@ -19,7 +19,7 @@ from .report import text_table
 from .trace import TracedStep
 from .workload import Workload
 
-WIDTHS = 2**0.5  # ratio of each width tried to the one before
+WIDTHS = 2**0.5  # ratio of successive widths to try
 SMALLEST = 1 / 64  # smallest width to try if nothing fits, as a fraction of the model's width
 
 HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
@@ -27,12 +27,12 @@ HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"
 
 @dataclass(frozen=True)
 class LargestFit:
-    """The largest size that a strategy can train if one thing grows.
+    """The largest size that fits with a strategy if the model or the batch grows.
 
     Attributes:
         grown: "layers", "layers and width" or "samples".
         what: description of the size, as in "136 layers".
-        memory_bytes: peak memory of a rank, margin included.
+        memory_bytes: peak memory of a rank, including the margin.
     """
 
     strategy: str
@@ -50,7 +50,7 @@ class LargestFit:
 
 @dataclass(frozen=True)
 class LargestResult:
-    """The largest sizes, by what grows and by strategy; ``print`` shows a table."""
+    """The largest sizes that fit with each strategy; ``print`` shows a table."""
 
     fits: tuple[LargestFit, ...]
 
@@ -79,19 +79,19 @@ class LargestResult:
 
 
 def strategies(cluster: Cluster) -> list[str]:
-    """Return the strategies that one trace serves; HSDP shards within a node."""
+    """Return the strategies that can be planned from one trace; HSDP shards within a node."""
     node = cluster.hardware.ranks_per_node
     hybrid = [f"hsdp:{node}"] if node < cluster.num_gpus and cluster.num_gpus % node == 0 else []
     return ["zero3", "zero2", *hybrid]
 
 
 def largest_that_fits(memory_at: Callable[[int], int], limit: int, least: int) -> int | None:
-    """Return the largest number, from ``least`` up, with memory within ``limit``, if any.
+    """Return the largest number, at least ``least``, whose memory is within ``limit``, if any.
 
     Args:
         memory_at: function from a number to its memory in bytes.
     """
-    # Memory grows almost linearly with the number. So the next number is extrapolated from the last
+    # Memory grows almost linearly with the number: the next number is extrapolated from the last
     # two that fit or, after one that does not fit, taken halfway.
     fits, memory = least, memory_at(least)
     if memory > limit:
@@ -118,16 +118,16 @@ def largest(
     size: int,
     progress: Progress = lambda text: None,
 ) -> LargestResult:
-    """Return the largest model, by depth alone and by depth and width, and the largest batch.
+    """Find the largest model, growing in depth or in depth and width, and the largest batch.
 
     Args:
-        make_workload: function from a factor on width and depth, and a microbatch size, to a
-            workload.
+        make_workload: function that takes a scale factor for width and depth and a microbatch
+            size, and returns a workload.
         recipe: settings of the training run; its strategy is ignored.
         size: number of samples in a microbatch while the model grows.
 
     Raises:
-        NotPeriodicError: layers do not repeat.
+        NotPeriodicError: the model's layers do not repeat.
         ValueError: ``recipe.recompute`` is neither 0 nor 1.
     """
     if recipe.recompute not in (0, 1):
@@ -149,7 +149,7 @@ class _Grower:
 
     def by_depth(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the deepest model of the same width."""
-        # No further traces: shallow copies determine any number of layers.
+        # Shallow copies determine any number of layers, so deeper models need no trace.
         step_at = self._steps(self.make_workload(1.0, self.size))
         for strategy in strategies(self.cluster):
 
@@ -210,5 +210,5 @@ class _Grower:
 
     def _plan(self, step: TracedStep, strategy: str) -> PlannedStep | None:
         recipe = dataclasses.replace(self.recipe, strategy=strategy)
-        adapted = for_strategy(step, recipe, self.cluster.num_gpus)  # None: needs its own trace
+        adapted = for_strategy(step, recipe, self.cluster.num_gpus)
         return None if adapted is None else plan_step(adapted, recipe, self.cluster, refine=False)

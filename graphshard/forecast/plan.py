@@ -49,9 +49,9 @@ def plan(
             float32; "fp8": as "bf16", with inner linears in fp8.
         optimizer: "adamw", "adam", "momentum" or "sgd"; fused.
         recompute: fraction of the layers that backward recomputes, starting with the first: from 0
-            to 1; True: all.
+            to 1; True for all.
         accumulate: number of microbatches in a step; each reduces its gradients.
-        budget_gb: memory that the schedule may use, in GB (1e9 bytes); None: no limit.
+        budget_gb: memory that the schedule may use, in GB (1e9 bytes; default: no limit).
         offload: whether the host keeps shards, gradients and optimizer state, as with
             ``CPUOffloadPolicy()``.
 
@@ -72,7 +72,7 @@ def forecast(
     progress: Progress = lambda text: None,
     traced: TracedStep | None = None,
 ) -> Forecast:
-    """Forecast a step of a workload, from the step ``traced`` or a new trace; see ``plan``."""
+    """Forecast a step of a workload, tracing it unless ``traced`` is given; see ``plan``."""
     traced = traced or trace_step(workload, recipe, cluster, progress)
     progress("planning")
     recomputed: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ def _notes(recipe: Recipe, cluster: Cluster) -> list[str]:
     notes = []
     if recipe.dtype == "float32" and cluster.hardware.device_type == "cuda":
         notes.append(
-            "attention in float32, if there is any, is a flash kernel: CUDA's takes more memory"
+            "attention in float32 is a flash kernel; CUDA's float32 attention takes more memory"
         )
     if recipe.offload:
         per_s = cluster.hardware.host_memory.largest / 1e9

@@ -53,8 +53,8 @@ class PlannedStep:
     """A training step, planned for one machine.
 
     Attributes:
-        dumps: plan of each graph, with the machine and the limits that it was made for.
-        graphs: problem and buckets of each graph, with the bytes of its shards.
+        dumps: plan of each graph, with its machine and limits.
+        graphs: problem, buckets and input shard size of each graph.
     """
 
     dumps: tuple[Dump, ...]
@@ -77,7 +77,7 @@ def plan_step(
     Args:
         prices: key of ``StepGraph.compute_us``: the machine whose compute times to use. The rates
             of links come from ``cluster``.
-        keep_all: keep every gathered parameter unsharded for backward, as ZeRO-2 always does.
+        keep_all: whether to keep all gathered parameters unsharded for backward, as ZeRO-2 does.
         refine: see ``planning.search.find_schedule``.
 
     Raises:
@@ -112,10 +112,10 @@ def plan_step(
 
 
 def _limits(graphs: Sequence[StepGraph], recipe: Recipe, outside: MemoryForecast) -> ScheduleLimits:
-    """Return the limits of every graph: the budget, less what the rank holds outside of graphs."""
+    """Return the limits of every graph: the budget minus memory held outside of the graph."""
     if recipe.budget_gb is None:
         return ScheduleLimits()
-    # A graph counts the shards that it takes, so these are not outside of it.
+    # A graph's peak already includes the shards that it takes.
     inside = min((graph.input_bytes for graph in graphs), default=0)
     held = outside.allocated - (outside.gradients if recipe.accumulate == 1 else 0)
     peak = int(recipe.budget_gb * 1e9) - held + inside
@@ -158,11 +158,11 @@ def _keep_for_backward(
 def keep_unsharded(
     forward: Problem, backward: Problem, gathered: Mapping[int, Transfer]
 ) -> tuple[Problem, Problem]:
-    """Return both problems with some gathers removed from backward.
+    """Return both problems with the gathers of kept parameters removed from backward.
 
     Args:
-        gathered: gathers of ``forward``, by the position in ``backward.transfers`` of the gather
-            of the same parameter that is removed.
+        gathered: gathers of the kept parameters in ``forward``, keyed by the position of the same
+            parameter's gather in ``backward.transfers``.
     """
     # A kept parameter occupies memory from its last use in forward to its last use in backward.
     after = [
@@ -190,14 +190,14 @@ def _with_spans(problem: Problem, spans: list[Span]) -> Problem:
 
 @dataclass(frozen=True)
 class Change:
-    """A training step, planned with one thing changed.
+    """The effect of one change on a training step.
 
     Attributes:
         what: description of the change.
         step_us: time of the changed step, for as many tokens as the original step.
         gain: fraction of the step time that the change saves; negative if it costs time.
-        memory_bytes: peak memory of a rank, margin included.
-        fits: whether that fits on a device.
+        memory_bytes: peak memory of a rank, including the margin.
+        fits: whether the changed step fits on a device.
         is_machine: whether the machine changes, rather than the recipe.
     """
 
@@ -232,9 +232,9 @@ _BOTTLENECKS = {
 def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[Change]:
     """Plan the step with each change, and compare with the unchanged step.
 
-    A change is left out if no schedule stays within the budget.
+    Changes for which no schedule stays within the budget are left out.
     """
-    # The quick search for all, also for the unchanged step, so that their times compare.
+    # The unchanged step uses the quick search, too: otherwise its time would not be comparable.
     quick = functools.partial(plan_step, traced, refine=False)
     base_us = quick(recipe, cluster).time.step_us
     memory_machine = faster_machines(cluster.hardware)[FASTER_MEMORY]
@@ -252,7 +252,7 @@ def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[C
         plans[FOUR] = lambda: quick(dataclasses.replace(recipe, accumulate=4), cluster)
     changes = []
     for what, plan in plans.items():
-        # The unchanged step could be planned, so an error is about the budget.
+        # The unchanged step could be planned: an error is about the budget.
         with contextlib.suppress(ValueError):
             step = plan()
             step_us = step.time.step_us / (4 if what == FOUR else 1)

@@ -1,7 +1,7 @@
 """Sizes of public models, from their papers and configurations.
 
-Sizes that a source omits (of vocabularies and feed-forward layers) are from the model's
-``config.json`` on the Hugging Face Hub.
+Vocabulary and feed-forward sizes that a source omits are from the model's ``config.json`` on the
+Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _vit(hidden: int, feed_forward: int, layers: int, heads: int, patch: int) ->
     return "vit", sizes
 
 
-PUBLIC_MODELS: dict[str, PublicModel] = {  # by lower-case name
+PUBLIC_MODELS: dict[str, PublicModel] = {  # keyed by lower-case name
     # arXiv 2407.21783, table 3.
     "llama3-8b": _decoder("llama", 4096, 14336, 32, (32, 8), 128256),
     "llama3-70b": _decoder("llama", 8192, 28672, 80, (64, 8), 128256),

@@ -20,11 +20,12 @@ DTYPES = ("float32", "bf16", "fp8")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A fused optimizer of ``torch.optim``, which the Python expression ``code`` constructs.
+    """A fused optimizer of ``torch.optim``.
 
     Attributes:
         states: number of states for each parameter, each as large as the parameter.
         passes: number of reads and writes per parameter element in a step.
+        code: Python expression that constructs the optimizer.
     """
 
     states: int
@@ -52,10 +53,10 @@ class Recipe:
         dtype: "float32"; "bf16": parameters gathered and used in bfloat16, gradients reduced in
             float32; "fp8": as "bf16", with inner linears gathered and computed in fp8.
         optimizer: key of ``OPTIMIZERS``.
-        recompute: fraction of the layers that backward recomputes from their inputs, from the first
-            layer on: backward reaches it last, when it has freed the activations of the others.
+        recompute: fraction of the layers that backward recomputes, starting with the first:
+            backward reaches those last, after freeing the activations of the others.
         accumulate: number of microbatches in a step; each reduces its gradients.
-        budget_gb: memory of a device that the schedule may use, in GB; None: no limit.
+        budget_gb: device memory that the schedule may use, in GB (default: no limit).
         offload: whether the host keeps shards, gradients and optimizer state, and runs the
             optimizer.
 
@@ -83,11 +84,11 @@ class Recipe:
                 'dtype="fp8" with ddp: replicated parameters stay out of fp8; use bf16'
             )
         if not (isinstance(self.accumulate, int) and self.accumulate > 0):
-            raise ValueError(f"accumulate={self.accumulate!r}: must be a whole number from 1 up")
+            raise ValueError(f"accumulate={self.accumulate!r}: must be a positive integer")
         if not (isinstance(self.recompute, (int, float)) and 0 <= self.recompute <= 1):
             raise ValueError(
-                f"recompute={self.recompute!r}: must be a number from 0 (no layer is recomputed in "
-                "backward) to 1 (all are)"
+                f"recompute={self.recompute!r}: must be a number from 0 (recompute no layer in "
+                "backward) to 1 (recompute all)"
             )
         if self.offload and self.kind == "ddp":
             raise ValueError(
@@ -95,8 +96,8 @@ class Recipe:
             )
         if self.offload and self.dtype == "fp8":
             raise ValueError(
-                'offload with dtype="fp8": how long the host takes to find the scales of its '
-                "shards is not known; use bf16"
+                'offload with dtype="fp8": the time that the host takes to compute fp8 scales is '
+                "not known; use bf16"
             )
 
     @property
@@ -153,11 +154,12 @@ class Recipe:
         device_type: str = "cuda",
         recomputed: Sequence[str] = (),
     ) -> str:
-        """Return the Python code that trains by this recipe.
+        """Return Python code that sets up training with this recipe.
 
         Args:
-            memory_budget_gb: memory budget of a graph; None: no budget.
-            recomputed: slices of layers from ``workload.recomputed_layers`` if only a part is.
+            memory_budget_gb: memory budget of a graph, if any.
+            recomputed: slices of layers from ``workload.recomputed_layers``, for partial
+                recomputation.
         """
         replicas, shards = self.ranks(num_gpus)
         is_2d = replicas > 1

@@ -1,4 +1,4 @@
-"""Show a forecast as an HTML page, and other results as tables of that page."""
+"""Render a forecast as an HTML page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .forecast import CHANGE_HEADERS, Forecast, change_rows, memory_rows, summar
 
 
 def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
-    """Return the page of a forecast's dumps, plus memory by kind, tables, and ``others``."""
+    """Return an HTML page of a forecast's schedules, memory and tables, then ``others``."""
     graphs = [_graph(forecast, number, graph) for number, graph in enumerate(forecast.graphs)]
     changes = [(what, gain, f"{gb:.1f}", fits) for what, gain, gb, fits in change_rows(forecast)]
     tables = [
@@ -30,7 +30,7 @@ def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
 
 
 def _graph(forecast: Forecast, number: int, graph: PlannedGraph) -> GraphData:
-    # A dump knows the memory of its graph only: here its chart shows all that the rank holds.
+    # A dump counts only the memory of its graph; this chart shows all memory that the rank holds.
     data = graph_data(forecast.dumps[number])
     outside = outside_of_graphs(forecast.held, forecast.recipe, forecast.memory.device)
     others = other_graph_bytes(forecast.graphs)[number]

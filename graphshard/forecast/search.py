@@ -1,9 +1,9 @@
 """Plan and compare all recipes for training a model on a cluster.
 
-One trace serves ZeRO-3, ZeRO-2, HSDP and offload, which differ only in which rank holds what. So
-each precision, microbatch size and recomputation (of no layer or of all) takes one trace for these,
-one for hpZ on several nodes, and one for DDP where replicas could fit. Offload and partial
-recomputation cost time, so they are planned only where ZeRO-3 does not fit without them.
+For each precision and microbatch size, with all layers or none recomputed, one trace serves ZeRO-3,
+ZeRO-2, HSDP and offload, which differ only in where shards are held. hpZ on several nodes takes
+another trace, and so does DDP if replicas could fit. Offload and partial recomputation cost time:
+they are planned only where ZeRO-3 does not fit without them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .report import text_table
 from .trace import TracedStep
 from .workload import MakeWorkload, Workload
 
-# Fraction of a device's memory left free when choosing how many layers to recompute: that plans by
-# the quick search, and the refined forecast may need more (measured: 1.5 % more for Llama 3 70B on
-# 8 GPUs). Too small: the fastest candidate may not fit then. Too large: needless recomputation.
+# Fraction of a device's memory left free when choosing how many layers to recompute. The choice
+# uses the quick search; the refined forecast may need more memory (measured: 1.5 % more for Llama 3
+# 70B on 8 GPUs). Too small: the fastest candidate may not fit. Too large: needless recomputation.
 RESERVED = 0.03
 
 HEADERS = ["strategy", "dtype", "recompute", "offload", "microbatches", "step ms", "GB"]
@@ -53,9 +53,9 @@ class PlannedRecipe:
     Attributes:
         microbatch: number of samples in a microbatch of a rank.
         step_us: time of a whole step.
-        memory_bytes: peak memory of a rank, margin included.
-        fits: whether that fits on a device.
-        traced: traced step that a forecast of this candidate may reuse; None if it may not.
+        memory_bytes: peak memory of a rank, including the margin.
+        fits: whether the step fits on a device.
+        traced: traced step that a forecast of this candidate can reuse, if any.
     """
 
     recipe: Recipe
@@ -85,8 +85,8 @@ class SearchResult:
 
     Attributes:
         candidates: candidates that fit, fastest first, then the others.
-        refused: what was not planned, and why.
-        num_traces: number of traces that the search took.
+        refused: recipes that were not planned, with reasons.
+        num_traces: number of traced steps.
     """
 
     candidates: tuple[PlannedRecipe, ...]
@@ -95,7 +95,7 @@ class SearchResult:
 
     @property
     def best(self) -> PlannedRecipe:
-        """Fastest candidate that fits; a ValueError if none does."""
+        """Fastest candidate that fits; raises a ValueError if none does."""
         if not self.candidates or not self.candidates[0].fits:
             raise ValueError(
                 "no recipe fits into the memory of a GPU: use more or larger GPUs, or fewer tokens"
@@ -137,7 +137,7 @@ def pareto_front(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
 
 
 def microbatches(size: int) -> list[int]:
-    """Return the microbatch sizes for a batch: the powers of two that divide it, and itself."""
+    """Return the microbatch sizes to try: the powers of two that divide ``size``, and ``size``."""
     powers = [1 << i for i in range(size.bit_length()) if size % (1 << i) == 0]
     return sorted({*powers, size})
 
@@ -246,7 +246,7 @@ class _Search:
             return
         microbatch = min(too_large)
         fastest_us = min((c.step_us for c in self.candidates if c.fits), default=math.inf)
-        # Partial recomputation is slower than none: skip what is too slow even without any.
+        # Partial recomputation costs time: skip recipes that are too slow even without it.
         recipes = [
             c.recipe
             for c in _fit_if_recomputed([c for c in candidates if c.microbatch == microbatch])
@@ -272,10 +272,10 @@ class _Search:
     def _least_recomputed(
         self, recipe: Recipe, copies: ShallowCopies, tried: Sequence[Depth], microbatch: int
     ) -> PlannedRecipe | None:
-        """Plan a recipe with as few recomputed layers as fit, at one of ``tried``, if any does.
+        """Plan a recipe with the fewest recomputed layers that fit; return None if none does.
 
         Args:
-            tried: depths to choose from, those that recompute most layers first.
+            tried: depths to choose from, most recomputed layers first.
         """
 
         @functools.cache
@@ -304,13 +304,13 @@ class _Search:
         return trace_step(workload, recipe, self.cluster)
 
     def _derive(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> PlannedRecipe | None:
-        """Plan a recipe from a trace of ZeRO-3; None if it needs its own trace."""
+        """Plan a recipe from a trace of ZeRO-3; return None if it needs its own trace."""
         step = for_strategy(traced, recipe, self.cluster.num_gpus)
         if step is None:
             return None
         step = on_host(step) if recipe.offload else step
         candidate = self._plan(step, recipe, microbatch)
-        # A forecast of ZeRO-2 has no gathers in backward, which ``step`` has.
+        # A trace of ZeRO-2 has no gathers in backward, but ``step`` has.
         return dataclasses.replace(candidate, traced=None if recipe.kind == "zero2" else step)
 
     def _plan(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> PlannedRecipe:

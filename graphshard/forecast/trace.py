@@ -56,11 +56,11 @@ class StepGraph:
     """One graph of a step.
 
     Attributes:
-        params: parameters that transfers refer to by position, with their names.
+        params: parameters, indexed by ``Transfer.param``.
         problem: scheduling problem, with the compute times of the machine.
-        compute_us: compute time of every step of ``problem``, by machine (see ``BASELINE``).
-        input_bytes: bytes of the shards and replicated parameters that the graph takes.
-        num_flops: floating-point operations of its matrix products.
+        compute_us: compute time of every step of ``problem``, keyed by machine (see ``BASELINE``).
+        input_bytes: size of the shards and replicated parameters that the graph takes.
+        num_flops: number of floating-point operations in the graph's matrix products.
     """
 
     params: tuple[PlanParam, ...]
@@ -79,14 +79,14 @@ class StepGraph:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """Memory that a rank holds between graphs.
+    """Memory that a rank holds between graphs, in bytes.
 
     Attributes:
-        parameters: bytes of parameter shards, padding included.
-        trained: bytes of the shards that have gradients.
-        buffers: bytes of the model's buffers.
+        parameters: parameter shards, including padding.
+        trained: shards that have gradients.
+        buffers: the model's buffers.
         num_params: number of parameter elements in the full model.
-        params_bytes: bytes of the full model's parameters.
+        params_bytes: the full model's parameters.
     """
 
     parameters: float
@@ -124,7 +124,7 @@ def trace(
     Args:
         hardware: machine to price kernels for.
         options: arguments of ``graphshard.backend``.
-        prepare: function to call with the copy of the model before it is sharded.
+        prepare: function called with the copy of the model before it is sharded.
 
     Raises:
         UntraceableError: shapes or control flow depend on values of tensors.
@@ -145,8 +145,8 @@ def trace(
         with fake:
             model, inputs = _without_values(*real)
             prepare(model)
-        # No other rank exists to send its values. ``shard`` exchanges names between ranks, which
-        # needs real tensors, so it runs outside of the fake mode.
+        # No other rank exists to send values. ``shard`` runs outside of the fake mode: it exchanges
+        # names between ranks, which needs real tensors.
         options = {**options, "sync_module_states": False}
         shard(model, mesh, **options)
         with fake:
@@ -155,7 +155,7 @@ def trace(
             held = _held(model)
     if not any(graph.kind == GraphKind.BACKWARD for graph in reader.graphs):
         raise UntraceableError(
-            "no parameter of the model requires a gradient: pass a model that is trained"
+            "no parameter of the model requires a gradient: pass a trainable model"
         )
     return TracedStep(tuple(reader.graphs), held)
 
@@ -188,7 +188,7 @@ def _run(compiled: Callable[..., Any], inputs: Inputs) -> None:
         if (reason := _data_dependence(error)) is not None:
             raise UntraceableError(
                 f"the model reads values of tensors, which a forecast does not have ({reason}): "
-                "compute with tensors instead, or make all shapes depend only on input shapes"
+                "keep the computation in tensors, or make all shapes depend only on input shapes"
             ) from error
         raise
 
@@ -197,7 +197,7 @@ _DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape")
 
 
 def _data_dependence(error: BaseException | None) -> str | None:
-    # Dynamo wraps the error in one of its own.
+    # Dynamo wraps the error.
     while error is not None:
         if any(name in type(error).__name__ for name in _DATA_DEPENDENT):
             return str(error).strip().splitlines()[0][:120]
@@ -231,14 +231,14 @@ class _TracingBackend(Backend):
 
 
 class _GraphReader:
-    """Collector of the graphs of a step, priced for the machine and for faster ones."""
+    """Collects the graphs of a step, priced for the machine and for faster ones."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._machines = faster_machines(hardware)
         self.graphs: list[StepGraph] = []
 
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
-        """Read a graph where it would be lowered."""
+        """Record a graph that is ready to be lowered."""
         calls = [node for node in graph.nodes if node.op == "call_function"]
         counts = [call_with_fallback(Flops(0.0, ""), flops, node) for node in calls]
         models = [CostModel(h, device_type=h.device_type) for h in self._machines.values()]

@@ -1,4 +1,4 @@
-"""Workloads: a model that can be rebuilt, with any number of layers, and its inputs."""
+"""Workloads: models that can be built with any number of layers, and their inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .trace import Inputs
 
 
 class BatchShape(NamedTuple):
-    """A number of samples, and of tokens in each (None: the model's own length)."""
+    """Number of samples, and of tokens in each sample (default: the model's length)."""
 
     size: int
     length: int | None = None
@@ -41,12 +41,12 @@ class Workload:
     """A model and a microbatch on one rank.
 
     Attributes:
-        make: function from a number of layers (None: all) to the model and its inputs.
+        make: function that takes a number of layers (None for all) and returns model and inputs.
         tokens: number of tokens, or samples, in the microbatch.
         unit: unit of ``tokens``: "tokens" or "samples".
-        num_layers: number of layers of the model; None: ``make`` cannot change it.
-        period: number of layers after which they repeat.
-        notes: assumptions.
+        num_layers: number of layers of the model, or None if ``make`` cannot change it.
+        period: number of layers in the repeating pattern.
+        notes: assumptions for forecasts of this workload.
     """
 
     name: str
@@ -103,7 +103,7 @@ def module_workload(model: nn.Module, inputs: Inputs, name: str | None = None) -
 
 
 def count_tokens(inputs: Inputs) -> tuple[int, str]:
-    """Return what one microbatch trains on: a number, and its unit, "tokens" or "samples".
+    """Return the number of tokens or samples in a microbatch, and "tokens" or "samples".
 
     Raises:
         ValueError: no input is a tensor with a batch dimension.
@@ -121,12 +121,12 @@ def count_tokens(inputs: Inputs) -> tuple[int, str]:
 
 
 def num_recomputed(num_layers: int, part: float) -> int:
-    """Return how many layers backward recomputes: the first ``part`` of them."""
+    """Return the number of recomputed layers: the first ``part`` (from 0 to 1) of all."""
     return round(num_layers * part)
 
 
 def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the outermost lists of layers of one type, by name; a ValueError if there is none."""
+    """Return the outermost lists of layers of one type by name; a ValueError if there is none."""
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
@@ -135,12 +135,14 @@ def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
         if not is_inside and len({*map(type, module)}) == 1:
             lists[name] = module
     if not lists:
-        raise ValueError("recompute: the model has no nn.ModuleList of layers of one type")
+        raise ValueError(
+            "recompute: the model has no nn.ModuleList of layers of one type; use recompute=0"
+        )
     return lists
 
 
 def recompute_layers(model: nn.Module, part: float = 1) -> None:
-    """Make backward recompute the first ``part`` of each list of layers (from 0 to 1), in place.
+    """Checkpoint the first ``part`` (from 0 to 1) of each list of layers, in place.
 
     Raises:
         ValueError: the model has no list of layers.
@@ -188,13 +190,13 @@ def _families() -> Any:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise ValueError(
-            "models by configuration need transformers: pip install transformers"
+            "building a model from a configuration needs transformers: pip install transformers"
         ) from error
     return CONFIG_MAPPING
 
 
 def find_config(model: str) -> Any:
-    """Return the configuration that ``model`` names; a ValueError if it cannot be built."""
+    """Build the configuration that ``model`` names; raise a ValueError if that fails."""
     families = _families()
     try:
         if model.lower() in PUBLIC_MODELS:
@@ -232,7 +234,7 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
     """Return the workload of a transformers configuration.
 
     Args:
-        batch: microbatch; without a length, samples are as long as the model has positions.
+        batch: microbatch; its length defaults to the model's number of positions.
 
     Raises:
         ValueError: the length is missing or exceeds the model's positions, or the model is neither
@@ -242,7 +244,7 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
     is_image = auto.__name__.endswith("ImageClassification")
     length = batch.length or getattr(config, "max_position_embeddings", None)
     if not is_image and length is None:
-        raise ValueError(f'{name}: add the tokens of a sample, as in --batch "1x8192"')
+        raise ValueError(f'{name}: pass the number of tokens per sample, as in --batch "1x8192"')
     positions = getattr(config, "n_positions", None)
     if positions and length and length > positions:
         raise ValueError(
@@ -277,7 +279,7 @@ def _auto_class(config: Any) -> tuple[Any, Any]:
         return transformers.AutoModelForImageClassification, _images
     raise ValueError(
         f"{config.model_type}: must be a causal language model or an image classifier; for other "
-        "models give FILE.py:FUNCTION, which returns model and inputs"
+        "models pass FILE.py:FUNCTION, a function that returns model and inputs"
     )
 
 
@@ -305,7 +307,7 @@ def scale_config(config: Any, factor: float) -> Any:
     """Return a configuration about ``factor`` times as wide and as deep."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads) or heads
-    # Heads stay as wide as they are, so the width is a whole number of heads.
+    # The head size stays the same: the width grows by whole heads.
     new_kv_heads = max(1, round(kv_heads * factor))
     ratio = new_kv_heads / kv_heads
     bigger = _with_layers(config, max(1, round(config.num_hidden_layers * ratio)))

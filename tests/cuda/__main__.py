@@ -16,7 +16,7 @@ from benchmarks import common
 from graphshard.check.analysis import (
     Counts,
     count,
-    order_faults,
+    order_differences,
     peak_bytes,
     peak_bytes_of_step,
     planned_peak_bytes,
@@ -90,7 +90,7 @@ def _row(case: Case, outcome: Outcome) -> list[object]:
         return [str(case), outcome.error.splitlines()[-1]]
     counts, theirs = _counts(recording), outcome.unsharded and _counts(outcome.unsharded)
     refused = [k for kernels in outcome.kernels.values() for k in kernels if k.error]
-    faults = [fault for run in recording.calls for fault in order_faults(recording.plans, run)]
+    faults = [fault for run in recording.calls for fault in order_differences(recording.plans, run)]
     return [
         str(case),
         counts.kernels,

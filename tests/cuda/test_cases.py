@@ -15,7 +15,7 @@ import pytest
 from graphshard.check.analysis import (
     Counts,
     count,
-    order_faults,
+    order_differences,
     peak_bytes,
     peak_bytes_of_step,
     planned_peak_bytes,
@@ -89,7 +89,7 @@ def test_launches_and_waits_follow_the_plan(case: Case) -> None:
     recording = recording_of(case)
     assert recording.calls
     for run in recording.calls:
-        assert not order_faults(recording.plans, run)
+        assert not order_differences(recording.plans, run)
 
 
 @cases

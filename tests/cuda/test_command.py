@@ -201,7 +201,7 @@ def script(tmp_path: Path) -> str:
 def test_report_on_model_that_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:make_model", "--world", "64", "--replicas", "2"]) == 0
     text = capsys.readouterr().out
-    assert "faults       none" in text and "rank 0 of 64" in text
+    assert "errors       none" in text and "rank 0 of 64" in text
     assert "forward alone needs" in text and "backward alone needs" in text
     step, adam = map(
         float, re.findall(r"needs (\S+) GB with SGD and momentum, (\S+) with", text)[0]
@@ -215,7 +215,7 @@ def test_parameter_within_flex_attention_is_sharded(
 ) -> None:
     assert main(["check", f"{script}:attention_has_a_learned_bias"]) == 0
     text = capsys.readouterr().out
-    assert "faults       none" in text
+    assert "errors       none" in text
     assert re.search(r"all_gather +8 -> 1 ", text) and "order        as planned" in text
 
 
@@ -275,7 +275,7 @@ def test_each_of_two_graphs_is_compared_with_its_plan(
 
 def test_model_that_makes_a_constant_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:makes_a_constant"]) == 0
-    assert "faults       none" in capsys.readouterr().out
+    assert "errors       none" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_model_that_makes_a_constant_runs(script: str, capsys: pytest.CaptureFix
         ("options_are_wrong", "ValueError: reshard_after_forward"),
         ("file_is_missing", "FileNotFoundError: [Errno 2] No such file or directory"),
         ("leaves", "the script ended the process: sys.exit(0)"),
-        ("dies", "the process was ended by exit status 0"),
+        ("dies", "the process ended with exit status 0"),
     ],
 )
 def test_error_of_a_failing_script_is_reported(
@@ -350,7 +350,7 @@ def test_warning_about_cuda_graphs_is_shown(
     [
         (["script.py"], "'script.py': must be SCRIPT:FUNCTION"),
         (["a.py:f", "--device", "H1"], "--device H1: must be one of H100, H200"),
-        (["a.py:f", "--world", "6", "--replicas", "4"], "replicas must divide the ranks"),
+        (["a.py:f", "--world", "6", "--replicas", "4"], "replicas must divide the world size"),
         (["a.py:f", "--rank", "8"], "--rank 8: must be from 0 to 7"),
     ],
 )

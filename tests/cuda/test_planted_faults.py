@@ -9,7 +9,7 @@ import pytest
 
 from graphshard._torch.no_gpu import stand_ins
 from graphshard.check.actions import HOST, Action, Allocate, Record, WaitEvent, Work
-from graphshard.check.analysis import count, order_faults, peak_bytes
+from graphshard.check.analysis import count, order_differences, peak_bytes
 from graphshard.check.process import call, obstacle
 from graphshard.check.races import Race, find_races
 from graphshard.check.recorder import COMPUTE
@@ -63,9 +63,9 @@ def test_early_wait_is_an_order_fault() -> None:
     last_launch = max(i for i, number in enumerate(run.order) if number >= 0)
     order = [*run.order[: last_launch - 1], run.order[last_launch], run.order[last_launch - 1]]
     planted = dataclasses.replace(run, order=[*order, *run.order[last_launch + 1 :]])
-    assert not order_faults(recording.plans, run)
-    assert order_faults(recording.plans, planted)
-    assert order_faults(recording.plans, dataclasses.replace(run, order=run.order[:-1]))
+    assert not order_differences(recording.plans, run)
+    assert order_differences(recording.plans, planted)
+    assert order_differences(recording.plans, dataclasses.replace(run, order=run.order[:-1]))
 
 
 def test_kernels_that_a_gpu_refuses_have_errors() -> None:

@@ -113,8 +113,8 @@ def test_rates_are_finite_for_samples_without_time() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--out", "machine.json", "--sizes", "4k"], "'4k': must be numbers of bytes"),
-        (["--out", "machine.json", "--sizes", "0"], "'0': must be numbers of bytes"),
+        (["--out", "machine.json", "--sizes", "4k"], "'4k': must be sizes in bytes"),
+        (["--out", "machine.json", "--sizes", "0"], "'0': must be sizes in bytes"),
         (["--out", "no such folder/machine.json"], "must be a file in a folder that exists"),
         ([], "--out"),
     ],
