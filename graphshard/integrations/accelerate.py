@@ -3,10 +3,10 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)               # DDP
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)              # this
 
-Accelerate wraps a model in DDP, or refuses one of DTensors, unless it counts the model as prepared.
-So ``Accelerator.prepare_model`` first prepares the model as for evaluation (device, autocast by
-``mixed_precision``), which marks it as prepared; then the model is sharded and compiled in place.
-The accelerator's class is replaced by a subclass, because the original would save only the first
+Accelerate wraps a model in DDP, or rejects one with DTensors, unless the model is marked as
+prepared. ``Accelerator.prepare_model`` first prepares the model for evaluation (device, autocast of
+``mixed_precision``), which marks it; then the model is sharded and compiled in place. The
+accelerator's class is replaced by a subclass, because the original would save only the first
 rank's shards. Based on Accelerate 1.15: ``accelerator.py``, ``checkpointing.py``.
 """
 
@@ -47,7 +47,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     gather full tensors on the first rank; all ranks must call them, as under FSDP.
 
     Args:
-        accelerator: accelerator without a sharding strategy, compiler or fp8 of its own.
+        accelerator: accelerator that uses no sharding strategy, compiler or fp8.
         model: model on any device, including ``meta``, or already sharded by
             :func:`graphshard.shard`. Call ``prepare`` once per model.
         others: optimizers of the model (made before or after sharding), schedulers and data
@@ -58,8 +58,8 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         The result of ``Accelerator.prepare(model, *others)``. The model is the same object.
 
     Raises:
-        ValueError: the accelerator has a sharding strategy, compiler or fp8 of its own, one of
-            ``others`` is a module, or :func:`graphshard.backend` refuses an option.
+        ValueError: the accelerator uses a sharding strategy, compiler or fp8, one of ``others`` is
+            a module, or :func:`graphshard.backend` rejects an option.
     """
     _check(accelerator, model, others)
     dynamo_backend = backend(**options)
@@ -77,7 +77,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
 
 def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) -> None:
     """Raise ValueError if a setting or an argument prevents graphshard from sharding ``model``."""
-    kind, how = accelerator.distributed_type, "leave it to graphshard.backend's arguments"
+    kind, how = accelerator.distributed_type, "unset it, and set arguments of graphshard.backend"
     # Accelerate silently ignores FSDP on CPUs, so ``distributed_type`` does not show it.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         kind = DistributedType.FSDP
@@ -99,7 +99,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
             "fp8=graphshard.Float8Policy()"
         )
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: pass the module first")
+        raise ValueError(f"model is a {type(model).__name__}: pass the nn.Module first")
     for other in others:
         if isinstance(other, nn.Module):
             raise ValueError(f"one model per call: prepare {type(other).__name__} in another call")
@@ -162,7 +162,7 @@ class ShardedAccelerator(Accelerator):
             if len(models) > 1:
                 raise ValueError(
                     f"{type(inner).__name__} has parameters of several models: to save its state, "
-                    "give each sharded model an optimizer of its own"
+                    "use a separate optimizer for each sharded model"
                 )
             model = next(iter(models), None)
             if model is None:

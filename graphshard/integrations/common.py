@@ -1,8 +1,8 @@
 """Sharding in place and sharded checkpoints, for all integrations.
 
-Frameworks keep the module they were given, look up its attributes and save it under its parameter
-names; ``torch.compile`` returns a different object, whose names start with ``_orig_mod.``. So a
-module is compiled in place.
+Modules are compiled in place: frameworks keep the module that they were given, look up its
+attributes and save it under its parameter names, whereas ``torch.compile`` returns a different
+object, whose names start with ``_orig_mod.``.
 
 A checkpoint is a folder of ``torch.distributed.checkpoint`` with the keys ``model`` and, if there
 are optimizers, ``optim``. Any number of ranks can load it. ``python -m graphshard consolidate
@@ -52,8 +52,8 @@ def shard_and_compile(
     This adds a ``no_sync`` method like DDP's, which frameworks call to accumulate gradients.
 
     Args:
-        dynamo_backend: ``graphshard.backend(**options)``. Callers make it before they change
-            anything, because it raises for wrong options.
+        dynamo_backend: ``graphshard.backend(**options)``. Callers create it before they change
+            anything, since it raises for invalid options.
     """
     shard(model, **options)
     model.compile(backend=dynamo_backend)
@@ -66,7 +66,7 @@ def save_sharded(
     """Save the state of ``model`` and its optimizers; all ranks must call this.
 
     Args:
-        weights: whether to save the model, too; False: the optimizers only.
+        weights: whether to save the model in addition to the optimizers.
     """
     dcp.save(_state(model, optimizers, weights), checkpoint_id=folder)
 
@@ -74,7 +74,7 @@ def save_sharded(
 def load_sharded(
     folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, weights: bool = True
 ) -> None:
-    """Load in place what :func:`save_sharded` saved; all ranks must call this.
+    """Load a checkpoint of :func:`save_sharded` in place; all ranks must call this.
 
     Raises:
         ValueError: ``folder`` is not a checkpoint of :func:`save_sharded`.

@@ -9,7 +9,7 @@
 
 Both strategies are Lightning's ``ModelParallelStrategy``, which saves DTensors (one folder written
 by all ranks, or one file) and leaves sharding to the user. They change two things: all ranks are
-data parallel, while Lightning's "auto" sizes shard nothing on one node; and accumulated
+data parallel, whereas Lightning's "auto" sizes shard nothing on one node; and accumulated
 microbatches communicate nothing, which Lightning supports only for DDP and FSDP2. Based on
 Lightning 2.6: ``pytorch/strategies/parallel.py``, ``pytorch/strategies/model_parallel.py`` and
 ``fabric/strategies/model_parallel.py``.
@@ -37,8 +37,8 @@ from .common import is_sharded, may_be_moved, shard_and_compile
 def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
     """Shard and compile a module of ``owner``; call it in ``configure_model``.
 
-    Lightning calls ``configure_model`` again for validation and for every further ``fit``; a module
-    that is already sharded stays as it is.
+    Lightning calls ``configure_model`` again for validation and for every further ``fit``, which
+    does not change a sharded module.
 
     Args:
         owner: LightningModule attached to a Trainer.
@@ -48,7 +48,7 @@ def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
 
     Raises:
         ValueError: ``model`` is ``owner``, the Trainer's strategy has no mesh (DDP, FSDP), or
-            :func:`graphshard.backend` refuses an option.
+            :func:`graphshard.backend` rejects an option.
     """
     if model is owner:
         raise ValueError(
@@ -90,7 +90,7 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Communicate no gradients in this context: for all microbatches but the last."""
+        """Disable gradient communication in this context, for all microbatches but the last."""
         assert self.model is not None
         with no_sync(self.model):
             yield
@@ -100,8 +100,8 @@ class ShardedFabricStrategy(_DataParallel, FabricStrategy):
     """Strategy for ``lightning.Fabric``: ``fabric.setup(model)`` shards and compiles in place.
 
     Args:
-        save_distributed_checkpoint: True: ``fabric.save`` writes a folder of shards. False: it
-            writes one file with full tensors.
+        save_distributed_checkpoint: whether ``fabric.save`` writes a folder of shards, rather than
+            one file with full tensors.
         options: arguments of :func:`graphshard.backend`.
     """
 

@@ -5,8 +5,8 @@
     graphshard.shard      on the meta device
     fill                  each rank reads its rows, one parameter at a time
 
-transformers' own code decides what to do with the tensors of a checkpoint. Here it works on tensors
-that are still in their files and record what is done to them (``graphshard.params.stored``).
+transformers' own code transforms the tensors of a checkpoint. Here it works on tensors that are
+still in their files and record the operations on them (``graphshard.params.stored``).
 Based on transformers 5.23: ``modeling_utils.py``, ``core_model_loading.py``.
 """
 
@@ -41,16 +41,16 @@ from ..ranks.agree import raise_if_different, raise_on_all_ranks
 from ..tools.checkpoint import reading
 
 logger = logging.getLogger(__name__)
-Values: TypeAlias = dict[str, torch.Tensor]  # full tensors, maybe still in files, by parameter name
+Values: TypeAlias = dict[str, torch.Tensor]  # full tensors by parameter name, in memory or in files
 
 _QUANTIZED = (
     "quantized parameters cannot be sharded: load the model with transformers, then call "
     "graphshard.shard with these parameters in ignored_params"
 )
-# Arguments of ``from_pretrained`` that contradict sharding, and what to do instead.
+# Arguments of ``from_pretrained`` that contradict sharding, with advice.
 _REFUSED = {
-    "device_map": "the mesh says where shards are",
-    "max_memory": "the mesh says where shards are",
+    "device_map": "the mesh places the shards",
+    "max_memory": "the mesh places the shards",
     "offload_folder": 'to keep shards on the host, pass sharding={"offload_policy": ...}',
     "distributed_config": "graphshard shards the model",
     "device_mesh": "pass it as mesh",
@@ -59,9 +59,9 @@ _REFUSED = {
     "quantization_config": _QUANTIZED,
     "gguf_file": _QUANTIZED,
 }
-_INITIALIZED = "_is_hf_initialized"  # on what transformers must not initialize
+_INITIALIZED = "_is_hf_initialized"  # marks tensors that transformers must not initialize
 _SAME_FILES = "Load the same checkpoint on all ranks: does the folder differ between nodes?"
-_COMPARED_BYTES = 64 << 20  # bytes of each of two tensors to hold in memory while comparing them
+_COMPARED_BYTES = 64 << 20  # held in memory of each tensor while two tensors are compared
 
 
 def from_pretrained(
@@ -73,12 +73,12 @@ def from_pretrained(
     strict: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Load a sharded model, bitwise as ``cls.from_pretrained`` and :func:`graphshard.shard` would.
+    """Load a sharded model, bitwise equal to ``cls.from_pretrained`` followed by ``shard``.
 
     All ranks of the mesh must call this. Each rank reads only its rows of the tensors in
     safetensors files, and holds its shards plus its rows of one parameter. Tensors that
     transformers rebuilds by mixing rows are the exception: they are read in full, one at a time.
-    Parameters that no file has are initialized by the model, in full, and have the values of the
+    Parameters that are in no file are initialized by the model, in full, with the values of the
     mesh's first rank.
 
     Args:
@@ -99,7 +99,7 @@ def from_pretrained(
         ValueError: on all ranks, if an argument contradicts sharding, a rank cannot load the model,
             ranks find different checkpoints, or ``strict`` finds a mismatch.
         Exception: on a rank that cannot load the model, the error of ``cls.from_pretrained``, such
-            as ``RuntimeError`` for a tensor of another shape.
+            as ``RuntimeError`` for a mismatched shape.
     """
     options = dict(sharding or {})
     dynamo_backend = backend(mesh, **options)
@@ -128,27 +128,28 @@ def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, 
     if not (isinstance(cls, type) and issubclass(cls, (PreTrainedModel, _BaseAutoModelClass))):
         raise ValueError(
             f"cls={cls!r}: pass a model class of transformers, or one of its AutoModelFor... "
-            "classes. Load models of others with their own method, then call graphshard.shard"
+            "classes. Load other models with their own methods, then call graphshard.shard"
         )
     for name, advice in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"{name}={kwargs[name]!r}: leave it out: {advice}")
     if options.get("ignored_params") is not None:
         raise ValueError(
-            "ignored_params: the model has no parameters yet; to replicate some, set "
+            "ignored_params: the model has no parameters yet; to replicate parameters, set "
             'overrides={glob: {"shard": False}}'
         )
 
 
 def _check_complete(report: Mapping[str, Any]) -> None:
     """Raise ValueError if parameters are in no file, or tensors in files are not in the model."""
-    faults = []
+    mismatches = []
     for key, what in (("missing_keys", "no file has"), ("unexpected_keys", "the model lacks")):
         if report[key]:
-            faults.append(f"{what} {_first_ten(map(repr, sorted(report[key])))}")
-    if faults:
+            mismatches.append(f"{what} {_first_ten(map(repr, sorted(report[key])))}")
+    if mismatches:
         raise ValueError(
-            f"strict=True, and {'; '.join(faults)}: pass the class that was saved, or strict=False"
+            f"strict=True, but {'; '.join(mismatches)}: pass the class that was saved, or "
+            "strict=False"
         )
 
 
@@ -164,7 +165,7 @@ class _Outline:
     """Builder of a pretrained model whose parameters stay on the meta device if a file has them."""
 
     def __init__(self) -> None:
-        self.stored: dict[nn.Parameter, StoredTensor] = {}  # what to read these parameters from
+        self.stored: dict[nn.Parameter, StoredTensor] = {}  # source of each parameter
         self._load: Callable[..., Any] = PreTrainedModel._load_pretrained_model
         self._thread, self._has_loaded = threading.get_ident(), False
 
@@ -196,7 +197,7 @@ class _Outline:
         if self._has_loaded:
             raise ValueError(
                 "the checkpoint has adapters, or a model within the model: load the base model "
-                "only, then add the adapters by peft; they are sharded when the model is compiled"
+                "only, then add the adapters with peft; they are sharded when the model is compiled"
             )
         self._has_loaded = True
         stored = _stored_state(state_dict, checkpoint_files or (), load_config)
@@ -208,9 +209,9 @@ class _Outline:
                 for name, stored, own in sorted(info.mismatched_keys)
             )
             raise RuntimeError(
-                f"the checkpoint has other shapes than {type(model).__name__}: "
-                f"{_first_ten(mismatches, '; ')}: change the config, or give "
-                "ignore_mismatched_sizes=True for new values"
+                f"the checkpoint's shapes differ from those of {type(model).__name__}: "
+                f"{_first_ten(mismatches, '; ')}: change the config, or pass "
+                "ignore_mismatched_sizes=True to initialize these parameters"
             )
         by_name = self._take_stored(model)
         _settle_ties(model, by_name, info)
@@ -218,7 +219,7 @@ class _Outline:
 
     def _take_stored(self, model: nn.Module) -> dict[str, StoredTensor]:
         """Replace stored parameters by plain ones on the meta device, and read stored buffers."""
-        # Both are marked as initialized: transformers then initializes the others.
+        # Both are marked as initialized: transformers initializes only the others.
         by_name: dict[str, StoredTensor] = {}
         for prefix, module in model.named_modules():
             for name, param in parameters_of(module).items():
@@ -269,18 +270,18 @@ def _from_file(path: Path) -> dict[str, StoredTensor]:
 
 def _read_meta(path: Path, file: Any, name: str) -> torch.Tensor:
     shape = file.get_slice(name).get_shape()
-    # An empty slice tells the dtype.
+    # An empty slice has the dtype.
     dtype = _read_rows(path, file, name, slice(0, 0) if shape else None).dtype
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _read_rows(path: Path, file: Any, name: str, rows: slice | None) -> torch.Tensor:
-    """Read some rows of a tensor in a safetensors file, or all of it for None."""
+    """Read rows of a tensor in a safetensors file, or the whole tensor for None."""
     with reading(path):
         stored = file.get_slice(name)
         if rows is None or not stored.get_shape()[0]:
             return file.get_tensor(name)
-        # safetensors refuses an empty slice at the end.
+        # safetensors rejects an empty slice at the end.
         return stored[rows if rows.start < rows.stop else slice(0, 0)]
 
 
@@ -290,19 +291,18 @@ def _from_tensor(tensor: torch.Tensor) -> StoredTensor:
 
 
 def _settle_ties(model: Any, stored: Mapping[str, StoredTensor], info: Any) -> None:
-    """Decide whether to tie parameters that the config ties and that are both in the checkpoint."""
-    # transformers ties them if they are equal; otherwise it keeps both and warns. On the meta
-    # device it cannot compare them.
+    """Untie parameters that the config ties, but that differ in the checkpoint."""
+    # transformers does the same, but cannot compare values on the meta device.
     ties = getattr(model, "all_tied_weights_keys", {})
     for target, source in list(ties.items()):
         if target not in stored or source not in stored:
             continue
         if _are_equal(stored[target], stored[source]):
-            info.missing_keys.add(target)  # so transformers ties it
+            info.missing_keys.add(target)  # transformers then ties it
             continue
         logger.warning(
             "%s: the config ties %r to %r, but the checkpoint has different values for them: they "
-            "are not tied. tie_word_embeddings=False in the config says so",
+            "are not tied. Set tie_word_embeddings=False in the config to avoid this warning",
             *(type(model).__name__, target, source),
         )
         del ties[target]
@@ -319,7 +319,7 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) -> Values:
-    """Return every parameter's value by its first name, and move all parameters to meta."""
+    """Return all parameter values, keyed by first name, and move the parameters to meta."""
     values: Values = {}
     for name, param in model.named_parameters():
         values[name] = stored[param] if param in stored else param.detach()
@@ -332,14 +332,14 @@ def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) 
 
 
 def _make_new_equal(model: nn.Module, values: Values, groups: MeshGroups) -> None:
-    """Copy the first rank's buffers, and its values of parameters in no file, to all ranks."""
+    """Broadcast the first rank's buffers, and its values of parameters that are in no file."""
     new = {name: value for name, value in values.items() if _is_new(value)}
     for _, tensor in sorted([*new.items(), *model.named_buffers()]):
         broadcast_from_first_rank(tensor, groups)
 
 
 def _is_new(value: torch.Tensor) -> bool:
-    # The model has initialized what no file has.
+    # The model has initialized the parameters that are in no file.
     return not isinstance(value, StoredTensor)
 
 

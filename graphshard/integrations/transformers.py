@@ -8,7 +8,7 @@
 
 The Trainer wraps and prepares its model once, when training begins. At that point the mixin shards
 it through ``graphshard.integrations.accelerate``, with the Trainer's accelerator. The Trainer saves
-only on its first process, which has only its own shards. So all ranks gather the model, one
+only on its first process, which has only its own shards: here, all ranks gather the model, one
 parameter at a time, and the first rank writes it as a plain checkpoint; all ranks write the
 optimizer. Based on transformers 5.23: ``trainer.py``.
 """
@@ -62,11 +62,11 @@ class ShardedTrainerMixin(Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse FSDP before the accelerator is made, which would set up FSDP process-wide."""
+        """Reject FSDP before the accelerator is created, which would set it up process-wide."""
         for name in ("fsdp", "fsdp_config"):
             if value := getattr(self.args, name, None):
                 raise ValueError(
-                    f"{name}={value!r}: graphshard shards the model; leave it out, and give the "
+                    f"{name}={value!r}: graphshard shards the model; leave it out, and pass the "
                     "arguments of graphshard.backend as sharding={...}"
                 )
         super().create_accelerator_and_postprocess()
@@ -105,7 +105,7 @@ class ShardedTrainerMixin(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the state on any number of ranks; refuse a checkpoint that was saved unsharded."""
+        """Load the state on any number of ranks; reject a checkpoint that was saved unsharded."""
         if checkpoint is None or not is_sharded(self.model):
             super()._load_optimizer_and_scheduler(checkpoint)
         elif Path(checkpoint, TRAINER_STATE_NAME).exists():
@@ -123,8 +123,8 @@ def _check_args(args: TrainingArguments) -> None:
         )
     if args.optim == "adafactor":
         raise ValueError(
-            'optim="adafactor": it mixes its own tensors with sharded ones; set another, such '
-            'as "adamw_torch_fused"'
+            'optim="adafactor": it mixes plain tensors with sharded ones; use another optimizer, '
+            'such as "adamw_torch_fused"'
         )
 
 

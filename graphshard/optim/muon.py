@@ -8,7 +8,7 @@ rank orthogonalizes only its share:
     bucket i                                       launched ····│ i + 1 is computed │···· applied
 
 Both directions send bfloat16, in which Muon orthogonalizes anyway. All ranks must step the same
-matrices. So ranks log what they step, and if that has changed since the last step, they agree
+matrices: ranks log the matrices of a step and, if these have changed since the last step, agree
 before anything is sent.
 """
 
@@ -32,7 +32,7 @@ from ..ranks.calls import OPTIMIZER_STEP
 from .row_exchange import WIRE_DTYPE, InFlight, MatrixBatch, RowExchange, assign_matrices
 
 Group = dict[str, Any]
-# Bytes of a bucket's matrices per rank. Up to three buckets are in memory at a time.
+# Size of a bucket's matrices per rank. Up to three buckets are in memory at a time.
 BUCKET_BYTES = 8 * 2**20
 
 
@@ -50,7 +50,7 @@ class _MeshPlan(NamedTuple):
     matrices: list[_Stepped]
     buckets: list[MatrixBatch]
     exchange: RowExchange
-    text: str  # what ranks have to agree on
+    text: str  # description on which ranks have to agree
     plan_id: str  # hash of ``text``
 
 
@@ -70,9 +70,9 @@ class Muon(torch.optim.Muon):
     them. All ranks of the mesh have to step together. A step sends each matrix twice, in bfloat16.
 
     Raises:
-        ValueError: a parameter is not a matrix: give it to AdamW. Or, in a step, a parameter is
-            split in another way, is complex, or has a sparse gradient.
-        BackendError: in a step, on all ranks: they do not step the same matrices.
+        ValueError: a parameter is not a matrix; or, in a step, has another placement, is complex,
+            or has a sparse gradient.
+        BackendError: in a step, on all ranks, if they do not step the same matrices.
     """
 
     _plan: _Plan | None = None  # of the last step; a copied optimizer makes a new one
@@ -207,7 +207,7 @@ def _plan_mesh(
 
 
 def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
-    """Return the mesh that splits the rows of a matrix; None if this rank has all of them."""
+    """Return the mesh that splits the rows of a matrix, or None if this rank has all rows."""
     assert param.grad is not None
     if param.is_complex() or param.grad.is_sparse:
         what = "is complex" if param.is_complex() else "has a sparse gradient"
@@ -220,8 +220,8 @@ def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
         of_grad = param.grad.placements if isinstance(param.grad, DTensor) else "not a DTensor"
         raise ValueError(
             f"Muon cannot step {name}, placed as {param.placements} (its gradient: {of_grad}) over "
-            f"{mesh}: it takes rows over a mesh of one axis, Shard(0), or over the second of two, "
-            "Replicate() and Shard(0), and gradients of the same placements"
+            f"{mesh}: use Shard(0) on a 1D mesh or (Replicate(), Shard(0)) on a 2D mesh, and "
+            "gradients with the same placements"
         )
     return None if spec.rows is None or mesh.size() == 1 else mesh
 

@@ -7,7 +7,7 @@
     a bucket, ordered by owner     rows of each rank ──► all_to_all ──► whole matrices of the owner
                                    rows of each rank ◄── all_to_all ◄── its results
 
-Equal shapes are adjacent, so a bucket gives each rank about the same work. With replicas (HSDP), an
+Equal shapes are adjacent: a bucket gives each rank about the same work. With replicas (HSDP), an
 owner takes rows from its own replica and sends results to all ranks: the work is spread over all
 ranks, and replicas stay bitwise equal.
 """
@@ -24,7 +24,7 @@ from .._torch.distributed import process_group
 from ..ops.groups import rows_of_rank
 from ..params.mesh import MeshGroups
 
-# Dtype in which Muon orthogonalizes, so sending rows in it loses nothing.
+# Dtype in which Muon orthogonalizes: sending rows in it loses nothing.
 WIRE_DTYPE = torch.bfloat16
 Shape = tuple[int, int]
 
@@ -44,11 +44,11 @@ MatrixBatch = tuple[Owned, ...]
 def assign_matrices(
     shapes: Sequence[Shape], num_ranks: int, max_bytes_per_rank: float
 ) -> list[MatrixBatch]:
-    """Return the buckets in the order of their exchange; every matrix is in exactly one.
+    """Assign each matrix to an owner and a bucket; return the buckets in the order of exchange.
 
     Args:
-        max_bytes_per_rank: limit for the bytes of a bucket's matrices, divided by the number of
-            ranks. A bucket may have one matrix per rank, whatever its size.
+        max_bytes_per_rank: limit for a bucket's size in bytes, divided by the number of ranks. A
+            bucket may have one matrix per rank, whatever its size.
     """
     buckets: list[MatrixBatch] = []
     pending: list[Owned] = []
@@ -65,7 +65,7 @@ def assign_matrices(
 
 
 def cost(shape: Shape) -> int:
-    """Return the multiplications of a Newton-Schulz step, up to a constant factor."""
+    """Return the number of multiplications of a Newton-Schulz step, up to a constant factor."""
     rows, columns = shape
     return rows * columns * min(rows, columns)
 
@@ -76,7 +76,7 @@ class InFlight(NamedTuple):
     work: dist.Work
     received: torch.Tensor
     shapes: list[torch.Size]  # of the received rows, in the order of the buffer
-    sent: torch.Tensor  # read until the wait, so it must stay alive
+    sent: torch.Tensor  # read until the wait, and kept alive until then
 
     def wait(self) -> list[torch.Tensor]:
         self.work.wait()
@@ -150,7 +150,7 @@ class RowExchange:
     def _launch(
         self, sends: list[tuple[int, torch.Tensor]], receives: list[tuple[int, torch.Size]]
     ) -> InFlight:
-        """Launch an all-to-all of rows to and from ranks, both ordered by rank."""
+        """Launch an all-to-all; ``sends`` and ``receives`` are ordered by rank."""
         send_sizes, receive_sizes = [0] * self.num_ranks, [0] * self.num_ranks
         for rank, rows in sends:
             send_sizes[rank] += rows.numel()

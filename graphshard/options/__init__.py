@@ -1,4 +1,4 @@
-"""The arguments that users give; frozen, and checked before anything changes.
+"""User-facing options: frozen, and validated before anything changes.
 
 May import ``planning``, ``cost`` and ``ops``.
 """

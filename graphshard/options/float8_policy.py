@@ -1,4 +1,4 @@
-"""Which linears compute in fp8, and by which recipe."""
+"""Policy that selects the linears that compute in fp8, and the recipe."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Float8Policy:
     """Policy for linears that compute in fp8 and whose weights are gathered in fp8.
 
     Attributes:
-        recipe_name: "tensorwise" (one scale per tensor) or "rowwise" (one scale per row), which has
-            less error; ``graphshard.ops.float8_math`` describes both.
+        recipe_name: "tensorwise" (one scale per tensor) or "rowwise" (one scale per row), which is
+            more accurate; ``graphshard.ops.float8_math`` describes both.
         filter_fn: function that takes a weight's FQN and shape ``(out, in)`` and returns whether
             its linears compute in fp8. It is called for every 2D floating-point parameter that no
-            ``nn.Embedding`` holds. A weight that is also used by anything other than a linear stays
-            out of fp8, and plans say so.
+            ``nn.Embedding`` holds. A weight that is also used outside of linears does not use fp8,
+            and plans give this reason.
 
     Raises:
         ValueError: a field has a wrong type or value.
@@ -54,7 +54,7 @@ class Float8Policy:
             )
 
     def recipe_for(self, fqns: Sequence[str], param: torch.Tensor) -> str | None:
-        """Return the recipe of the parameter with these names; None if it stays out of fp8."""
+        """Return the recipe of the parameter with these names, or None if it does not use fp8."""
         if param.dim() != 2 or not param.is_floating_point():
             return None
         chosen = all(self.filter_fn(fqn, tuple(param.shape)) for fqn in fqns)
@@ -70,5 +70,5 @@ def check_fp8(fp8: object, param_dtype: torch.dtype | None) -> None:
     if param_dtype is not None and param_dtype not in DTYPES:
         raise ValueError(
             f"fp8 with mp_policy.param_dtype={param_dtype}: fp8 linears take and return one of "
-            f"{DTYPES}; choose one of these, or leave fp8 out"
+            f"{DTYPES}; choose one of these, or omit fp8"
         )

@@ -37,7 +37,7 @@ _MAY_DIFFER_BETWEEN_RANKS = ("mesh", "ignored_params", "dump")
 
 @dataclass(frozen=True)
 class ParamOptions:
-    """The arguments that apply to one parameter, checked; see ``Options.for_parameter``."""
+    """The validated arguments that apply to one parameter; see ``Options.for_parameter``."""
 
     reshard_after_forward: bool | int = True
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -62,14 +62,14 @@ class ParamOptions:
         check_fp8(self.fp8, param_dtype=None)
 
     def host_memory(self, device_type: str) -> str | None:
-        """Return the kind of host memory for shards (``ops.host_copy``); None: on the device."""
+        """Return the kind of host memory for shards (``ops.host_copy``), or None for the device."""
         if not self.shard or not isinstance(self.offload_policy, CPUOffloadPolicy):
             return None
         pins = self.offload_policy.pin_memory and device_type != "cpu"
         return PINNED if pins else PAGEABLE
 
     def num_backward_ranks(self, num_shards: int) -> int | None:
-        """Return the number of ranks that backward gathers from; None: it is kept unsharded.
+        """Return the number of ranks that backward gathers from, or None if kept unsharded.
 
         Raises:
             ValueError: the number does not divide ``num_shards``, the ranks of one replica.
@@ -103,7 +103,7 @@ class Options:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Options:
-        """Return options from all arguments of ``backend``, by name; None becomes the default."""
+        """Build options from the arguments of ``backend``, replacing None by defaults."""
         values = {f.name: arguments[f.name] for f in fields(cls)}
         defaults = {name: make() for name, make in _DEFAULTS.items() if values[name] is None}
         return cls(**{**values, **defaults})
@@ -138,7 +138,7 @@ class Options:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def num_ranks(self) -> int:
-        """Return the size of the mesh, or of the default process group; 1 if there is neither."""
+        """Return the size of the mesh, or of the default process group, or 1."""
         if self.mesh is not None:
             return self.mesh.size()
         return dist.get_world_size() if dist.is_initialized() else 1
@@ -157,7 +157,7 @@ class Options:
         """Return the positions of parameters whose ``overrides`` set ``reshard_after_forward``."""
         overrides = self.overrides.items()
         globs = [glob for glob, arguments in overrides if "reshard_after_forward" in arguments]
-        # The name "" stands for an input that is no parameter.
+        # The name "" stands for an input that is not a parameter.
         return frozenset(
             i for i, fqn in enumerate(fqns) if any(matches(g, fqn) for g in globs if fqn)
         )
@@ -175,7 +175,7 @@ class Options:
     def policy_glob(self, fqn: str) -> str | None:
         """Return the glob whose ``mp_policy`` applies to module ``fqn`` ("" is the model)."""
         globs = [glob for glob, arguments in self.overrides.items() if "mp_policy" in arguments]
-        # The last one wins; None: the policy of the whole model.
+        # The last one wins. None stands for the policy of the whole model.
         return next((glob for glob in reversed(globs) if matches(glob, fqn)), None)
 
     def policy_of(self, glob: str | None) -> MixedPrecisionPolicy:
@@ -204,7 +204,7 @@ def _check_overrides(overrides: object) -> None:
             raise ValueError(f"{where}={arguments!r}: must be a dict of {{argument: value}}")
         for name in arguments:
             if name not in known:
-                raise ValueError(f"{where} has {name!r}: must be one of {known}")
+                raise ValueError(f"{where} has unknown argument {name!r}: must be one of {known}")
         try:
             options = ParamOptions(**arguments)
             check_fp8(options.fp8, options.mp_policy.param_dtype)
@@ -216,8 +216,8 @@ def _check_reshard_after_forward(value: object) -> None:
     if not isinstance(value, int) or (value < 1 and value is not False):
         raise ValueError(
             f"reshard_after_forward={value!r}: must be True (ZeRO-3: gather "
-            "again in backward), False (ZeRO-2: keep gathered parameters), or how many ranks to "
-            "gather from in backward (hpZ)"
+            "again in backward), False (ZeRO-2: keep gathered parameters), or the number of ranks "
+            "to gather from in backward (hpZ)"
         )
 
 
@@ -258,7 +258,7 @@ def _parameter_set(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parame
     for param in unique:
         if not isinstance(param, nn.Parameter):
             raise ValueError(
-                f"ignored_params holds a {type(param).__name__}: pass the nn.Parameter objects"
+                f"ignored_params contains a {type(param).__name__}: pass nn.Parameter objects"
             )
     return unique
 
@@ -275,7 +275,7 @@ def _writable_folder(dump: object) -> Path | None:
             return path
     except OSError as error:
         raise ValueError(
-            f"dump={str(dump)!r}: {error.strerror}: choose a folder that can be written"
+            f"dump={str(dump)!r}: {error.strerror}: choose a writable folder"
         ) from error
 
 
@@ -287,8 +287,8 @@ def check_mesh(mesh: object) -> None:
         )
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}: use one axis "
-            "to shard over, or two, of replicas and shards (HSDP), as in "
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}: use one axis, "
+            "for shards, or two, for replicas and shards (HSDP), as in "
             "mesh['replicate', 'shard']"
         )
 
@@ -297,7 +297,7 @@ def _default_mesh(device_type: str) -> DeviceMesh:
     if not dist.is_available() or not dist.is_initialized():
         raise BackendError(
             "mesh=None: there is no process group. Launch with torchrun and call "
-            "torch.distributed.init_process_group() before the first step; to train in this one "
+            "torch.distributed.init_process_group() before the first step; to train in a single "
             f"process, as in a notebook, add\n{_ONE_PROCESS}"
         )
     return init_device_mesh(device_type, (dist.get_world_size(),))

@@ -23,40 +23,39 @@ class SchedulePolicy:
     """Policy for bucketing and ordering collectives.
 
     Attributes:
-        overlap: whether collectives overlap with compute. True: buckets and the places where they
-            are launched follow from predicted times, and all ranks follow the first rank's plan.
-            False: each collective is launched where its result is needed, and waited for at once.
-        bucket_cap_mb: size of the largest bucket, in MB of full parameters; "auto": the cost model
-            decides. A larger parameter travels alone.
-        max_in_flight_gb: limit for the buffers between launch and wait, in GB; None: no limit.
-        memory_budget_gb: limit for the peak memory of a graph on one rank, in GB: inputs,
-            activations, gathered parameters and gradients; None: no limit. On a GPU, activations
-            that do not fit are offloaded to the host until backward, and more of them if that makes
-            the schedule faster.
-        activation_memory_budget: fraction, from 0 to 1, to save of the activations that a graph
-            would save otherwise. The rest is recomputed, starting with what is cheapest to
-            recompute for its memory: 1 recomputes none, 0 all. None: the setting of that name in
+        overlap: whether collectives overlap with compute. If True, buckets and launch points are
+            chosen by predicted times, and all ranks follow the first rank's plan. If False, each
+            collective is launched where its result is needed, and waited for immediately.
+        bucket_cap_mb: maximum size of a bucket, in MB of full parameters, or "auto" to let the cost
+            model decide. A larger parameter gets a separate bucket.
+        max_in_flight_gb: limit for the buffers between launch and wait, in GB (default: no limit).
+        memory_budget_gb: limit for the peak memory of a graph on one rank, in GB, including inputs,
+            activations, gathered parameters and gradients (default: no limit). On a GPU,
+            activations that do not fit are offloaded to the host until backward, and more of them
+            if that makes the schedule faster.
+        activation_memory_budget: fraction of the activations to save for backward, from 0
+            (recompute all) to 1 (recompute none); the cheapest to recompute for their size are
+            recomputed first. The default is the setting of that name in
             ``torch._functorch.config``. Backward gathers each parameter at most once, for
-            recomputation and gradients together, and never for recomputation alone: vectors are
-            kept unsharded, and the results of ops that use another such parameter are saved.
-        hardware: name in ``graphshard.cost.devices.HARDWARE``, or path of a file that
-            ``python -m graphshard calibrate`` wrote; "auto": the entry for the device's name. Equal
-            on all ranks.
+            recomputation and gradients together, and never for recomputation alone: such vectors
+            are kept unsharded, and results of ops on other such parameters are saved.
+        hardware: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by
+            ``python -m graphshard calibrate``, or "auto" for the entry with the device's name. Must
+            be equal on all ranks.
         regions: whether to compile repeated layers only once, between the same launches and waits.
-            True: wherever layers repeat. "auto": only where that saves Inductor more time than the
-            calls cost over a thousand steps. False: nowhere.
-        auto: whether to plan several strategies of saving tensors for backward, at the first
-            compile, and to take the one predicted to be fastest within ``memory_budget_gb`` (None
-            on a GPU: its free memory, less two optimizer states). The strategies combine
-            ``activation_memory_budget`` in five steps, unless it is given; keeping unsharded the
-            parameters whose gathers are exposed, or all of them; and, on a GPU, offloading
-            activations or not. A ``reshard_after_forward`` for single parameters (``overrides``) or
-            with a number of ranks stays as it is. The first rank chooses for all ranks; a rank with
-            a larger batch, or a later graph, saves fewer activations if it would exceed the budget.
-            ``Backend.summary()`` shows what was tried.
-        node_cost: function that is called with every node of a graph; a number replaces the cost
-            model's time of that node, in microseconds, and None keeps it. Graphs are then not
-            cached.
+            "auto" does so only where it saves Inductor more time than the calls cost over a
+            thousand steps.
+        auto: whether to plan several strategies for saving tensors for backward, at the first
+            compile, and to use the one predicted to be fastest within ``memory_budget_gb`` (default
+            on a GPU: its free memory minus two optimizer states). Strategies combine five values of
+            ``activation_memory_budget``, unless it is set; keeping parameters unsharded (those with
+            exposed gathers, or all); and, on a GPU, offloading activations or not. A
+            ``reshard_after_forward`` in ``overrides``, or with a number of ranks, still applies.
+            The first rank chooses for all ranks; a rank with a larger batch, or a later graph,
+            saves fewer activations if it would exceed the budget. ``Backend.summary()`` shows all
+            candidates.
+        node_cost: function that takes a node of a graph and returns its time in microseconds, or
+            None to use the cost model. Graphs are then not cached.
 
     Raises:
         ValueError: a field has a wrong type or value.
@@ -92,13 +91,13 @@ class SchedulePolicy:
             raise ValueError(f"schedule.auto={self.auto!r}: must be True or False")
         if self.auto and not self.overlap:
             raise ValueError(
-                "schedule.auto=True with overlap=False: auto chooses by the times of a schedule "
-                "that overlaps; set schedule.overlap=True, or leave auto out"
+                "schedule.auto=True with overlap=False: auto compares schedules that overlap; set "
+                "schedule.overlap=True, or omit auto"
             )
         if not self.overlap and self.limits() != ScheduleLimits():
             raise ValueError(
-                "schedule.bucket_cap_mb, max_in_flight_gb and memory_budget_gb limit what "
-                "overlaps: set schedule.overlap=True, or leave them out"
+                "schedule.bucket_cap_mb, max_in_flight_gb and memory_budget_gb limit overlapping "
+                "collectives: set schedule.overlap=True, or omit them"
             )
         if self.node_cost is not None and not callable(self.node_cost):
             raise ValueError(

@@ -1,19 +1,19 @@
 """Files of compiled code: plans next to Inductor's caches, and one file for another machine.
 
-A warm Inductor cache returns compiled graphs without running any pass. So the plan of each is in a
-file, too, named by a key of the Dynamo graph and of everything else that a plan depends on.
+A warm Inductor cache returns compiled graphs without running any pass. Their plans are read from
+files, named by a key of the Dynamo graph and of everything else that a plan depends on.
 
     rank 0   lock ─► compile ──────────────► KEY.compiled, unlock
     rank 1   wait for the lock ......................... ─► compile: all is in the cache
 
-All ranks have the same graphs, so one compiles for all that share a cache, with all cores of its
-host. If it raises or ends, the system releases the lock and the next rank compiles. If it takes too
-long or hangs, all others compile.
+All ranks have the same graphs: one compiles for all that share a cache, with all cores of its host.
+If it raises or ends, the system releases the lock and the next rank compiles. If it takes too long
+or hangs, all others compile.
 
     save_compiled   torch's cache artifacts, our plans, loaded C++ kernels ─► one file
     load_compiled   one file ─► the caches of this machine
 
-Loading the file of another model does no harm: nothing in it has the keys of this model's graphs.
+Loading another model's file is harmless: it contains no keys of this model's graphs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from .settings import CompileSettings, sources_hash
 
 PLANS_FOLDER = "graphshard"  # in the folder of Inductor's caches
 
-# What each graph that this process requested from Inductor was compiled for, by its key.
+# Facts that each graph requested from Inductor was compiled for, keyed by ``PlanCache.key``.
 GRAPHS: dict[str, str] = {}
 
 
 class PlanCache:
-    """Plan files of one Dynamo graph, named by the ``key`` of all that its plans depend on."""
+    """Plan files of one Dynamo graph, named by a ``key`` of everything that plans depend on."""
 
     def __init__(self, gm: fx.GraphModule, settings: CompileSettings) -> None:
         self.key = settings.cache_key(gm.print_readable(print_output=False)).hex()
@@ -67,7 +67,7 @@ class PlanCache:
 
     @contextlib.contextmanager
     def compiling(self, wait_s: float) -> Iterator[None]:
-        """Hold the lock of this graph, so one process compiles for all that share the cache."""
+        """Hold this graph's lock: one process compiles for all that share the cache."""
         settings = self._settings
         if not (settings.compiler == "inductor" and settings.caches_graphs and caches_graphs()):
             yield
@@ -89,7 +89,7 @@ class PlanCache:
             lock.release()
 
     def _mark(self) -> Path:
-        # Code is for one device, so processes on others do not wait for it.
+        # Code is for one device: processes on other devices do not wait for it.
         return self._folder() / f"{self.key}-{self._settings.device.index or 0}.compiled"
 
     def _path(self, kind: GraphKind) -> Path:
@@ -105,7 +105,7 @@ _FORMAT, _HEADER, _GRAPHS, _FILES = 1, "header.json", "graphs", "files/"
 
 _WORDS = {"inputs": "sizes of inputs or parameters", "modes": "modes of torch, such as autocast"}
 
-# Graphs of all loaded files: what each was compiled for, by its key.
+# The same facts for the graphs in all loaded files.
 _loaded: dict[str, str] = {}
 
 
@@ -122,8 +122,8 @@ def save_compiled(path: str | Path) -> None:
     saved = torch.compiler.save_cache_artifacts() if GRAPHS else None
     if saved is None:
         raise RuntimeError(
-            "save_compiled: this process has compiled nothing that can be saved. Make a step "
-            'first, with compiler="inductor" and Inductor\'s caches on'
+            "save_compiled: this process has compiled nothing that can be saved. Run a step first, "
+            'with compiler="inductor" and Inductor\'s caches on'
         )
     header = {"format": _FORMAT, "made": _circumstances(), "graphs": GRAPHS}
     folder = Path(cache_dir())
@@ -135,12 +135,12 @@ def save_compiled(path: str | Path) -> None:
 
 
 def load_compiled(path: str | Path) -> None:
-    """Put what ``save_compiled`` wrote into the caches of this machine; call before the first step.
+    """Load a file of ``save_compiled`` into this machine's caches; call before the first step.
 
-    If a graph is compiled later that the file does not contain, a warning says what differs.
+    If a graph is compiled later that the file does not contain, a warning names the differences.
 
     Raises:
-        ValueError: the file is not from ``save_compiled``, or was written with another torch,
+        ValueError: the file is not from ``save_compiled``, or was written with a different torch,
             Python, graphshard or device.
         OSError: the file cannot be read, or the caches cannot be written.
     """
@@ -160,7 +160,7 @@ def load_compiled(path: str | Path) -> None:
 
 
 def warn_unless_loaded(key: str) -> None:
-    """Warn if a file was loaded without this graph, and say what differs."""
+    """Warn if a file was loaded that lacks this graph, and name the differences."""
     if not _loaded or key in _loaded or key not in GRAPHS:
         return
     made_for = _facts(GRAPHS[key])
@@ -198,12 +198,12 @@ def _circumstances() -> dict[str, str]:
 
 def _check(path: str, header: dict[str, Any]) -> None:
     if header.get("format") != _FORMAT:
-        raise ValueError(f"{path}: is of format {header.get('format')!r}; expected {_FORMAT}")
+        raise ValueError(f"{path}: has format {header.get('format')!r}; expected {_FORMAT}")
     made, here = header["made"], _circumstances()
-    faults = [f"{n} was {made.get(n)} and is {here[n]}" for n in here if made.get(n) != here[n]]
-    if faults:
+    changes = [f"{n} was {made.get(n)} and is {here[n]}" for n in here if made.get(n) != here[n]]
+    if changes:
         raise ValueError(
-            f"{path}: its code cannot run here: {'; '.join(faults)}. Make a step without it, and "
+            f"{path}: its code cannot run here: {'; '.join(changes)}. Run a step without it, and "
             "save it again"
         )
 

@@ -66,9 +66,9 @@ FITS, MAY_FIT, NOTHING_FITS = range(3)
 
 
 class ChosenSaving(NamedTuple):
-    """What this rank saves for backward."""
+    """This rank's choice of values to save for backward."""
 
-    settings: CompileSettings  # with the choice
+    settings: CompileSettings  # include the choice
     tried: str  # table of all candidates; "" if none were tried
     context: str  # the choices of the ranks, on which their common plans depend
 
@@ -76,7 +76,7 @@ class ChosenSaving(NamedTuple):
 def choose_saving(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
 ) -> ChosenSaving:
-    """Choose what this rank saves, unless the policy does not ask for it or nothing is trained.
+    """Choose what this rank saves, if the policy asks for it and the graph is trained.
 
     Raises:
         ValueError: there is no budget, and the device does not report its memory.
@@ -88,8 +88,8 @@ def choose_saving(
         return unchosen
     if settings.schedule.memory_budget_gb is None and settings.device.type != "cuda":
         raise ValueError(
-            f"schedule.auto=True: a {settings.device.type} does not report its free memory; set "
-            "schedule.memory_budget_gb, too"
+            f"schedule.auto=True: a {settings.device.type} does not report its free memory; also "
+            "set schedule.memory_budget_gb"
         )
     names = sorted(name for name in traced.fqns if name)
     chooser = _Chooser(traced, settings)
@@ -112,7 +112,7 @@ def choose_saving(
         return unchosen
     writer.write_saving(choice)
     saving = choice.best.saving
-    # Compiled as if the user had asked for it, so caches and plans need no special case.
+    # Compiled as if the user had asked for it: caches and plans need no special case.
     settings = settings.with_saving(saving, choice.budget_gb)
     # Plans depend on the choice: a later one, for a larger batch, must not reuse earlier plans.
     return ChosenSaving(settings, saving_table(choice), f"{unchosen.context} {text}")
@@ -125,8 +125,8 @@ class _Chooser:
     Attributes:
         raised: error of this rank, or the ``Restart`` that makes Dynamo trace the frame again.
         budget_gb: budget of an earlier choice, such as a GPU's free memory before gradients and
-            optimizer states existed; None: not known yet.
-        own: candidates that this rank tried for itself; None if it saves what the first rank does.
+            optimizer states existed, or None if not known yet.
+        own: candidates that this rank tried, or None if it follows the first rank.
     """
 
     traced: TracedGraph
@@ -136,13 +136,13 @@ class _Chooser:
     own: SavingChoice | None = None
 
     def choose(self, excess: int) -> str:
-        """Return a ``SavingChoice`` as JSON; "" if the frame is traced again.
+        """Return a ``SavingChoice`` as JSON, or "" if the frame is traced again.
 
         Args:
             excess: largest value that ``excess`` returned on any rank for the last choice.
         """
-        # Errors are a part of the choice. If raised, they would become a fault of the call log,
-        # after which no rank could try a smaller batch.
+        # Errors are part of the choice. If raised, they would be posted in the call log, after
+        # which no rank could try a smaller batch.
         if excess == NOTHING_FITS:
             error = "auto=True: on another rank, with a larger batch, nothing fits into the budget"
             return SavingChoice(0.0, (), error=error).to_json()
@@ -160,7 +160,7 @@ class _Chooser:
     def fits_earlier_choice(self, text: str) -> bool:
         """Return whether this rank fits the budget with the parameters that a choice keeps.
 
-        If it cannot save as many activations as the first rank, ``own`` is set to what it tried.
+        If it cannot save as many activations as the first rank, this sets ``own``.
         """
         choice, self.own = SavingChoice.from_json(text), None
         self.budget_gb = choice.budget_gb or None
@@ -195,7 +195,7 @@ class _Chooser:
         return NothingFitsError(failed, saving_table(failed))
 
     def _try_all(self, all_params: bool | None) -> SavingChoice:
-        """Plan all candidates on this rank; unless None, only those with this ``all_params``."""
+        """Plan all candidates on this rank, or only those with the given ``all_params``."""
         settings, budget_gb, within_gb = self.settings, self._budget_gb(), self._within_gb()
         parts, notes = _parts_to_try(settings)
         may_offload = settings.device.type != "cpu"
@@ -209,14 +209,14 @@ class _Chooser:
                 "for Inductor's own passes."
             )
         if varies:
-            notes.append("The graph accepts other sizes of inputs; larger ones need more memory.")
+            notes.append("The graph accepts other input sizes; larger inputs need more memory.")
         if all_params is not None:
-            notes.append("Not tried: to keep other parameters unsharded than the first rank does.")
+            notes.append("Not tried: kept parameters that differ from those of the first rank.")
         if tried and len(tried) < len(candidates):
             least = tried[-1].saving.activations
             notes.append(
-                f"Not tried: to save less than {least:.0%} of the activations; that was slower "
-                "already."
+                f"Not tried: saving less than {least:.0%} of the activations, since {least:.0%} "
+                "was already slower."
             )
         if self.traced.regathered:
             notes.append(
@@ -224,7 +224,7 @@ class _Chooser:
                 "reshard_after_forward."
             )
         if not may_offload:
-            notes.append("Not tried: to offload activations, which are in host memory already.")
+            notes.append("Not tried: offloading activations, which are already in host memory.")
         return SavingChoice(budget_gb, without_repeats(tried), inputs, tuple(notes))
 
     def _plan(self, candidates: Sequence[Saving]) -> Sequence[TriedSaving]:
@@ -245,9 +245,9 @@ def _parts_to_try(settings: CompileSettings) -> tuple[Sequence[float | None], li
     """Return the fractions of activations to try saving, and a note if the user has set one."""
     budget = settings.schedule.activation_memory_budget
     if budget is not None:
-        return [budget], [f"Not tried: an activation_memory_budget other than {budget:g}, as set."]
+        return [budget], [f"Tried only the given activation_memory_budget, {budget:g}."]
     if has_activation_budget():
-        return [None], ["Not tried: an activation budget other than torch._functorch.config's."]
+        return [None], ["Tried only the activation budget in torch._functorch.config."]
     return PARTS, []
 
 
@@ -270,7 +270,7 @@ def _free_gb(traced: TracedGraph, device: torch.device) -> float:
 def _plan_candidates(
     traced: TracedGraph, settings: CompileSettings, candidates: Sequence[Saving], within_gb: float
 ) -> Sequence[TriedSaving]:
-    """Trace a graph up to its joint graph, and plan that; the result is empty if there is none."""
+    """Trace a graph up to its joint graph, and plan it; the result is empty if there is none."""
     trials = _Trials([settings.with_saving(saving, within_gb) for saving in candidates])
     if settings.compiler == "aot_eager":
         aot_autograd(fw_compiler=stub_compiler, partition_fn=trials)(traced.gm, traced.inputs)
@@ -336,7 +336,7 @@ def _partitioned(
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """Copy a graph as ``copy.deepcopy`` does, except for how its generated code takes inputs."""
+    """Copy a graph like ``copy.deepcopy``, but without its ``CodeGen``."""
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(gm.graph, {}))
     output.meta = dict(gm.graph.output_node().meta)

@@ -63,10 +63,10 @@ class CompiledGraph:
     plans: tuple[Plan, ...]  # of its forward, backward or inference graphs, with parameter names
     settings: CompileSettings
     compile_id: str  # Dynamo's name for the compilation, such as "0/0"; "" if it has none
-    tried: str = ""  # table of what ``SchedulePolicy.auto`` tried
+    tried: str = ""  # table of the candidates of ``SchedulePolicy.auto``
 
     def max_gathered_bytes(self) -> int:
-        """Return the most bytes of unsharded parameters in any graph, by its plan."""
+        """Return the planned peak size of unsharded parameters over all graphs, in bytes."""
         by_step = (gathered_bytes(plan.problem, plan.buckets) for plan in self.plans)
         return max((num_bytes for graph in by_step for num_bytes in graph), default=0)
 
@@ -110,7 +110,7 @@ def _warn_over_budget(compiled: CompiledGraph) -> None:
             warnings.warn(
                 f"graphshard: memory_budget_gb={budget / 1e9:.3g}: the {dump.plan.graph} graph of "
                 f"this rank needs {needed / 1e9:.3g} GB, since it gathers as planned for the first "
-                "rank's smaller batch: use batches of about one size, or a smaller budget",
+                "rank's smaller batch: use batches of similar size, or a smaller budget",
                 stacklevel=2,
             )
 
@@ -119,9 +119,9 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
     lowering = Lowering(traced, settings, writer)
     cache = lowering.cache
     warn_unless_loaded(cache.key)
-    # A graph that another rank has compiled since this backend was created is no warm start.
+    # A graph that another rank has compiled since this backend was created is not a warm start.
     starts_warm = cache.was_compiled_before(writer.since_s)
-    # A dump shows code only if the passes run on this rank, so do not wait for another's compile.
+    # A dump shows code only if the passes run on this rank: do not wait for another rank's compile.
     with cache.compiling(0.0 if writer.dumps else _half_timeout_s(traced.groups)):
         run = _compile_graphs(traced, lowering, traced.inductor_options)
     plans = lowering.known_plans()
@@ -135,7 +135,7 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
 
 
 def _half_timeout_s(groups: Sequence[str]) -> float:
-    """Return how long to wait for another rank's compile: half of the shortest group timeout."""
+    """Return the time to wait for another rank's compile: half of the shortest group timeout."""
     # A rank that has stopped is noticed later, when the group times out.
     timeouts = (group_timeout_s(process_group(name)) for name in groups)
     return min(timeouts, default=_WAIT_S) / 2
@@ -203,7 +203,7 @@ class Lowering(CustomGraphPass):
     """Plans and lowers each final graph, and keeps its plan in memory, in a file and in the dumps.
 
     Attributes:
-        has_loaded: whether a graph came from Inductor's cache, so no pass ran.
+        has_loaded: whether a graph came from Inductor's cache, without running any pass.
     """
 
     def __init__(self, traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> None:

@@ -27,7 +27,7 @@ class CutGraphs(NamedTuple):
     forward: fx.GraphModule
     backward: fx.GraphModule
     param_derived: frozenset[str]  # computed from parameters alone: forward must not save them
-    num_outputs: int  # of the forward, to the user; its others are saved
+    num_outputs: int  # of forward, for the user; its other outputs are saved for backward
 
 
 class Partitioner(CustomPartitionerFn):

@@ -32,7 +32,7 @@ def run_stage(
 
     Args:
         gm: graph that the stage rewrites, in place; the forward graph in ``Stage.PARTITIONED``.
-        writer: writer of the code before and after; None: nothing is dumped.
+        writer: writer of the code before and after, if any.
     """
     writer = writer or DumpWriter()
     due = [one for one in passes.PIPELINE if one.stage == stage and one.runs(context)]

@@ -4,8 +4,8 @@ Passes ask here for every decision: which parameters to keep unsharded, which ac
 offload, which buckets to make. The user's ``SchedulePolicy`` decides, unless this rank follows the
 plans of the first rank (``graphshard.ranks.plan_consensus``).
 
-A graph from a cache runs no pass and reads nothing again. So everything that is read while a graph
-is compiled is part of the one key that we add to every cache, ``CompileSettings.cache_key``.
+A cached graph runs no pass and reads nothing again: everything that is read while a graph is
+compiled is part of the one key that we add to every cache, ``CompileSettings.cache_key``.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def sources_hash() -> str:
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """How the graphs of one Dynamo graph are compiled and scheduled.
+    """Settings for compiling and scheduling the graphs of one Dynamo graph.
 
     Attributes:
         compiler: "inductor" or "aot_eager".
         baked_in: other facts that graphs and plans depend on (``baked_in``); ranks may differ.
-        first_rank_plans: the first rank's plans by kind of graph, if they differ from this rank's;
-            empty while this rank decides for itself.
-        saving: choice of ``SchedulePolicy.auto``; None: the schedule alone decides.
+        first_rank_plans: the first rank's plans, keyed by kind of graph, if they differ from this
+            rank's; empty while this rank decides for itself.
+        saving: choice of ``SchedulePolicy.auto``, or None if the schedule alone decides.
         regathered: graph inputs that ``saving`` leaves to the schedule; ranks may differ.
     """
 
@@ -94,7 +94,7 @@ class CompileSettings:
         return dataclasses.replace(self, schedule=schedule, saving=saving)
 
     def fingerprint(self) -> str:
-        """Return a text of the settings that are chosen for all ranks."""
+        """Return the settings that are chosen for all ranks, as text."""
         hardware = self.cost_model().hardware.to_json()
         where = self.device.type
         chosen = f"{self.schedule} {self.saving}"
@@ -105,7 +105,7 @@ class CompileSettings:
         return f"options: {self.fingerprint()!r}\n{self.baked_in}"
 
     def cache_key(self, *texts: str) -> bytes:
-        """Return a hash of our sources, ``texts`` and all else that a compile reads."""
+        """Return a hash of our sources, ``texts`` and everything else that a compile reads."""
         facts = [*texts, self.fingerprint(), self.baked_in, str(sorted(self.regathered))]
         return get_hash_for_files(_SOURCES, "\n".join(facts))
 
@@ -129,7 +129,7 @@ class CompileSettings:
         gathered_in_forward: Mapping[int, Transfer],
         cost_model: CostModel,
     ) -> Sequence[int]:
-        """Return the transfers that ``backward`` leaves out (``planning.keep_unsharded``)."""
+        """Return the gathers to remove from ``backward`` (``planning.keep_unsharded``)."""
         if GraphKind.FORWARD in self.first_rank_plans:
             followed = self.first_rank_plans[GraphKind.FORWARD]
             inputs = {followed.params[i].input for i in followed.kept}
@@ -181,9 +181,9 @@ class CompileSettings:
         *,
         refine: bool = True,
     ) -> tuple[Bucket, ...]:
-        """Return the buckets of a graph, host copies included, in launch order.
+        """Return the buckets of a graph, including host copies, in launch order.
 
-        ``refine`` is that of ``planning.search.find_schedule``.
+        For ``refine``, see ``planning.search.find_schedule``.
         """
         collectives = without_host_copies(problem)
         if problem.graph in self.first_rank_plans:
@@ -196,9 +196,9 @@ class CompileSettings:
 
 # --- facts that a graph depends on but does not show ----------------------------------------------
 
-# All that a pass, the planner or torch reads while a graph is compiled. ``cache_key`` is the key of
-# our passes in AOTAutograd's and Inductor's caches, and plan files are named after it. No graph
-# contains a rank's own number: ops that need it read it at run time.
+# Everything that a pass, the planner or torch reads while a graph is compiled. ``cache_key`` is the
+# key of our passes in AOTAutograd's and Inductor's caches, and names plan files. No graph contains
+# a rank's number: ops that need it read it at run time.
 #
 # read by                                what                             part of the key
 # ------------------------------------   ------------------------------   ------------------------
@@ -229,7 +229,7 @@ def baked_in(
     device: torch.device,
     inductor_options: Mapping[str, Any],
 ) -> str:
-    """Return a text that differs if any of these facts does, one fact per line.
+    """Return the facts that graphs and plans depend on, one per line.
 
     Args:
         inputs: one example for each placeholder of the Dynamo graph.

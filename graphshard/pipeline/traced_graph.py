@@ -22,12 +22,12 @@ class TracedGraph:
     Attributes:
         gm: graph; passes modify it.
         inputs: one example for each placeholder.
-        fqns: parameter name for each input of AOTAutograd's graph that is a shard; "" for others.
+        fqns: parameter name of each input of AOTAutograd's graph, or "" if it is not a shard.
         shards: inputs that are shards of parameters.
-        groups: names of the groups of all ranks, one per mesh; their ranks compile this graph, too.
+        groups: names of the groups of all ranks, one per mesh; all their ranks compile this graph.
         marker_groups: names of all groups that the markers may use.
-        regathered: positions in ``fqns`` of the parameters for which the user's ``overrides``
-            decide what is kept for backward.
+        regathered: positions in ``fqns`` of the parameters whose ``overrides`` decide whether they
+            are kept for backward.
     """
 
     gm: fx.GraphModule
@@ -49,7 +49,7 @@ class TracedGraph:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
     def batch_sizes(self) -> tuple[str, bool]:
-        """Return the batch's sizes, as in "16x24, 16", and whether the graph accepts others."""
+        """Return the batch's sizes, as in "16x24, 16", and whether any of them is dynamic."""
         shards = {id(shard) for shard in self.shards}
         nodes = self.gm.graph.find_nodes(op="placeholder")
         batch = [  # all inputs that are neither parameters nor buffers

@@ -1,6 +1,6 @@
 """Verify every partition, and every lowered graph against its plan.
 
-A violation is a bug of graphshard, never of the user; it is raised before the graph can run.
+A violation is a bug in graphshard, never in user code; it is raised before the graph can run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Launch:
     """The launch of a collective or host copy."""
 
     kind: TransferKind
-    num_bytes: int  # of its full buffers
+    num_bytes: int  # size of its full buffers
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ Event = Launch | Wait
 def verify_partition(
     forward: fx.GraphModule, param_derived: Iterable[str], num_outputs: int
 ) -> None:
-    """Check that forward saves nothing of ``param_derived`` for backward (ZeRO-3)."""
+    """Check that forward saves none of ``param_derived`` for backward (ZeRO-3)."""
     saved = {node.name for node in saved_nodes(forward.graph, num_outputs)}
     wrongly_saved = sorted(saved.intersection(param_derived))
     if wrongly_saved:
@@ -131,7 +131,7 @@ def _graph_events(graph: fx.Graph) -> list[Event]:
                 launches[buffer] = Wait(kind, num_launched)
             num_launched += 1
         elif node.target is _c10d.wait_tensor.default and node.args[0] in launches:
-            # Other waits of ours make the host wait for copies to it; plans do not list them.
+            # Our other waits, which plans do not list, make the host wait for copies to it.
             events.append(launches[node.args[0]])
     return events
 
@@ -145,11 +145,11 @@ def _launch_kind(node: fx.Node) -> TransferKind:
 def _verify_one_wait(buffer: fx.Node) -> None:
     users = list(buffer.users)
     if [user.target for user in users] != [_c10d.wait_tensor.default]:
-        raise AssertionError(f"{buffer.name} must have one user, its wait, and has {users}")
+        raise AssertionError(f"{buffer.name} must have one user, its wait, but has {users}")
 
 
 def _full_bytes(node: fx.Node) -> int:
-    """Return the bytes of an all-gather's output, or of any other collective's input."""
+    """Return the size in bytes of an all-gather's output, or of another collective's input."""
     is_gather = _KIND_OF_LAUNCH[node.target] == TransferKind.ALL_GATHER
     full: Any = node if is_gather else node.args[0]
     return sum(map(num_bytes, tree_leaves(fx.map_arg(full, lambda n: n.meta["val"]))))

@@ -19,7 +19,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="dump, or folder of dumps"
     )
-    parser.add_argument("--all", action="store_true", help="list all buckets of large plans, too")
+    parser.add_argument("--all", action="store_true", help="list all buckets, even of large plans")
     parser.add_argument(
         "--html",
         type=Path,
@@ -47,7 +47,7 @@ def _show(args: argparse.Namespace) -> int:
 def _write_page(args: argparse.Namespace) -> int:
     folder, *others = args.files
     if others or not folder.is_dir():
-        raise argparse.ArgumentTypeError("--html: needs one folder of dumps")
+        raise argparse.ArgumentTypeError("--html: pass exactly one folder of dumps")
     _files(folder)
     try:
         write_whole(args.html, folder_page(folder))
@@ -59,7 +59,7 @@ def _write_page(args: argparse.Namespace) -> int:
 def _files(path: Path) -> list[Path]:
     paths = dump_paths(path) if path.is_dir() else [path]
     if not paths:
-        raise argparse.ArgumentTypeError(f"{path}: no dump in this folder")
+        raise argparse.ArgumentTypeError(f"{path}: this folder has no dumps")
     return paths
 
 

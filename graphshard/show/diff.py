@@ -24,7 +24,7 @@ _DISPLAY_UNITS = {"us": (1e3, "ms"), "bytes": (1e9, "GB")}
 
 
 def diff(before: Dump, after: Dump) -> str:
-    """Return a report of the changes; "" if the dumps are equal."""
+    """Return a report of the changes, or "" if the dumps are equal."""
     lines = [
         *_setting_changes(before, after),
         *_param_changes(before, after),
@@ -93,7 +93,7 @@ def _related_buckets(before: Dump, after: Dump) -> list[tuple[list[Bucket], list
         num_nameless: Counter[TransferKind] = Counter()
         for i, bucket in enumerate(dump.plan.buckets):
             names: list[str | int] = [*dump.param_names(bucket)]
-            if not names:  # related to the bucket with the same number among those without names
+            if not names:  # related to the bucket at the same position among those without names
                 names = [num_nameless[bucket.kind]]
                 num_nameless[bucket.kind] += 1
             graph.add_edges_from(((side, i), (bucket.kind, name)) for name in names)
@@ -135,7 +135,7 @@ def _moves(before: Dump, old: Bucket, after: Dump, new: Bucket) -> Iterator[str]
         ("wait", old.wait, new.wait),
     ):
         old_label, new_label = before.step_label(old_step), after.step_label(new_step)
-        # If the graph's steps changed, a step counts as the same by its number or its first node.
+        # If the graph's steps changed, steps with equal numbers or equal first nodes are the same.
         if old_step != new_step and old_label.split()[-1] != new_label.split()[-1]:
             yield f"moved: {name}: {what} before {old_label} -> before {new_label}"
     if old.num_bytes != new.num_bytes or old.world != new.world:
@@ -167,7 +167,7 @@ def _totals_table(before: Dump, after: Dump) -> list[str]:
 
 
 def _changed_fields(before: Dump, after: Dump) -> list[str]:
-    # For what the rest of the report does not cover.
+    # Differences that the rest of the report does not show.
     old_fields, new_fields = _all_fields(before), _all_fields(after)
     return [
         f"differs in detail: {name}" for name, old in old_fields.items() if old != new_fields[name]

@@ -2,8 +2,8 @@
 
 A dump is a JSON object:
 
-    version    version of this format; a file of another version is refused
-    compiled   Dynamo's name for the compilation, such as "0/0"; "" if there is none
+    version    version of this format; files with another version are rejected
+    compiled   Dynamo's name for the compilation, such as "0/0", or ""
     predicted  ``Totals``, derived from the other fields for the reader's convenience
     limits     cap, in_flight, peak: as in ``ScheduleLimits``, in bytes or null
     hardware   as in ``Hardware.to_json``
@@ -64,7 +64,7 @@ class Dump:
         plan: plan of one graph.
         hardware: hardware for which times are predicted.
         limits: limits that the schedule had to respect.
-        compiled: Dynamo's name for the compilation, also used in profiles; "" if there is none.
+        compiled: Dynamo's name for the compilation, also used in profiles, or "".
     """
 
     plan: Plan
@@ -79,13 +79,13 @@ class Dump:
 
     @functools.cached_property
     def slots(self) -> dict[tuple[str, int], Slot]:
-        """Slots of the timeline, by kind and by index of the step or bucket."""
+        """Slots of the timeline, keyed by kind and index of the step or bucket."""
         return {(slot.kind, slot.index): slot for slot in self.timeline.slots}
 
     @functools.cached_property
     def free_memory(self) -> FreeMemory:
         alive = alive_by_point(self.plan.problem, self.plan.buckets)
-        # Cached, so callers must only read it.
+        # Cached: callers must not modify it.
         return FreeMemory(alive, self.limits, self.timeline.in_flight_bytes)
 
     @property
@@ -120,10 +120,10 @@ class Dump:
         return list(dict.fromkeys(param_name(params[i]) for i in self.param_positions(bucket)))
 
     def bucket_label(self, bucket: Bucket) -> str:
-        """Describe a bucket's content, as in ``blocks.0.up.weight .. blocks.1.norm.bias (12)``."""
+        """Describe a bucket's contents, as in ``blocks.0.up.weight .. blocks.1.norm.bias (12)``."""
         names = self.param_names(bucket)
         if not names:
-            return "an activation" if bucket.kind in HOST_COPIES else "scales of fp8"
+            return "an activation" if bucket.kind in HOST_COPIES else "fp8 scales"
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
     def step_label(self, index: int) -> str:
@@ -152,7 +152,7 @@ class Dump:
         try:
             return cls._from_raw(json.loads(text))
         except (KeyError, TypeError, AttributeError) as error:  # JSON of another form
-            raise ValueError(f"{source}: is not a plan that graphshard dumped") from error
+            raise ValueError(f"{source}: is not a dump from graphshard") from error
         except ValueError as error:  # includes JSONDecodeError
             raise ValueError(f"{source}: {error}") from error
 
@@ -161,7 +161,7 @@ class Dump:
         if "plan" in raw and raw["version"] != VERSION:
             raise ValueError(
                 f"dump of version {raw['version']!r}: this graphshard reads {VERSION}; "
-                "compile again"
+                "compile again to write a new dump"
             )
         return cls(
             plan=Plan.from_json(json.dumps(raw["plan"])),

@@ -8,13 +8,13 @@
     NN-joint.before.py, NN-joint.after.py                       around the joint passes
     NN-keep-forward.before.py, NN-keep-forward.after.py         around keeping parameters unsharded
     NN-stow-forward.before.py, NN-stow-forward.after.py         around activation offload
-    NN-saving.json, NN-saving.txt                               what ``SchedulePolicy.auto`` tried
+    NN-saving.json, NN-saving.txt                               candidates of ``schedule.auto``
 
     index.html                                                  the page of all graphs
 
-All but ``joint`` and ``saving`` exist for ``backward``, too; an inference graph has only
-``NN-inference`` files. Files with these names from an earlier run are replaced, so each backend
-needs its own folder. The page also shows measurements from profiles in the folder.
+All but ``joint`` and ``saving`` also exist for ``backward``; an inference graph has only
+``NN-inference`` files. Files from an earlier run are overwritten: each backend needs its own
+folder. The page also shows measurements from profiles in the folder.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NO_CODE = "No FX code was written: the graph came from a compiler's cache, and n
 
 
 def dump_paths(folder: Path) -> list[Path]:
-    """Return the dumps in ``folder``, by their names, in the order of the graphs."""
+    """Return the paths of the dumps in ``folder``, in graph order."""
     kinds = list(GraphKind)
     pattern = re.compile(rf"(\d+)-({'|'.join(kinds)})\.json")
     matches = [(path, pattern.fullmatch(path.name)) for path in folder.iterdir()]
@@ -104,7 +104,7 @@ def _load(path: Path, mtime_ns: int) -> Dump:
 
 def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
     measured: list[Measured | None] = [None] * len(dumps)
-    for recorded in _profiles(folder):  # oldest first: the latest one with a graph counts
+    for recorded in _profiles(folder):  # oldest first: the latest profile of a graph counts
         for i, durations in enumerate(measured_us(recorded, dumps)):
             if durations:
                 measured[i] = Measured(runs=len(durations), median_us=statistics.median(durations))
@@ -123,7 +123,7 @@ def _profiles(folder: Path) -> Iterator[Trace]:
 
 
 def write_page(folder: Path) -> None:
-    """Write the page of a folder into it."""
+    """Write the page of a folder to a file in it."""
     try:
         write_whole(folder / PAGE, folder_page(folder))
     except (OSError, ValueError) as error:  # as in ``DumpWriter._write``
@@ -134,7 +134,7 @@ class DumpWriter:
     """Writes the plans and the code of one Dynamo graph.
 
     Args:
-        folder: existing folder; None: write no files.
+        folder: existing folder, or None to write no files.
         number: number of the graph, with which file names begin.
         since_s: time when the backend was created, in seconds since the epoch.
     """
@@ -174,7 +174,7 @@ class DumpWriter:
             write_page(self._folder)
 
     def write_saving(self, choice: SavingChoice) -> None:
-        """Write what ``SchedulePolicy.auto`` tried, and log it to ``TORCH_TRACE``."""
+        """Write the candidates of ``SchedulePolicy.auto``, and log them to ``TORCH_TRACE``."""
         trace_artifact("graphshard_saving", "string", lambda: saving_table(choice))
         if self._folder is not None:
             self._write(self._folder, "saving.json", choice.to_json())
@@ -197,11 +197,11 @@ def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.
 
     Each predicted timeline starts where the measured run of its graph started. All ranks may enter;
     only the first one writes. HolisticTraceAnalysis reads the measured part. If the trace is in the
-    backend's dump folder, the page in it shows measured times, too.
+    backend's dump folder, the page there also shows measured times.
 
     Args:
         path: path of the trace, ``.json``; its folder must exist.
-        dump: the backend's ``dump`` folder; None: the folder of ``path``.
+        dump: the backend's ``dump`` folder (default: the folder of ``path``).
 
     Raises:
         ValueError: a folder does not exist.
@@ -210,7 +210,7 @@ def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.
     folder = path.parent if dump is None else Path(dump)
     for name, needed in (("path", path.parent), ("dump", folder)):
         if not needed.is_dir():
-            raise ValueError(f"{name}: no folder {str(needed)!r}")
+            raise ValueError(f"{name}: the folder {str(needed)!r} does not exist")
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

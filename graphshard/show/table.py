@@ -1,6 +1,6 @@
 """A plan as text: totals, exposed collectives with reasons, and the schedule of its buckets.
 
-``saving_table`` shows what ``SchedulePolicy(auto=True)`` tried.
+``saving_table`` shows the candidates of ``SchedulePolicy(auto=True)``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FETCHES = (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
 MAX_LISTED_EXPOSED = 10
 MAX_LISTED_BUCKETS = 24  # unless all are requested
 
-_Row = Mapping[str, object]  # by header
+_Row = Mapping[str, object]  # keyed by header
 
 
 def summary(dumps: Sequence[Dump], *, all_buckets: bool = False) -> str:
@@ -226,7 +226,7 @@ def _collective_ms(dump: Dump, i: int) -> float:
 
 
 def exposed_reason(dump: Dump, i: int) -> str:
-    """Return why compute waits for bucket ``i``, as far as the timeline and the limits show."""
+    """Return the reason that compute waits for bucket ``i``, from the timeline and the limits."""
     bucket, problem = dump.plan.buckets[i], dump.plan.problem
     gathers = bucket.kind in _FETCHES
     if gathers and not sum(problem.compute_us[: bucket.wait]):
@@ -254,11 +254,11 @@ def _blocking_limit(dump: Dump, bucket: Bucket) -> str | None:
     return memory.limit_after(taken, bucket.wait) if bucket.wait < problem.num_steps else None
 
 
-# --- what SchedulePolicy(auto=True) tried --------------------------------------------------------
+# --- candidates of SchedulePolicy(auto=True) -----------------------------------------------------
 
 
 def saving_table(choice: SavingChoice) -> str:
-    """Return a table of the candidates: the chosen one, and why the others were not chosen."""
+    """Return a table of the candidates, with the reasons against those that were not chosen."""
     rows = tabulate(saving_rows(choice), headers="keys", disable_numparse=True)
     return "\n".join([saving_title(choice), "", rows, *choice.notes])
 
@@ -267,13 +267,13 @@ def saving_title(choice: SavingChoice) -> str:
     """Return the title of the table."""
     inputs = f" for inputs of {choice.inputs}" if choice.inputs else ""
     return (
-        f"what forward saves for backward{inputs}, within {choice.budget_gb:g} GB; predicted "
-        "times of forward and backward"
+        f"values saved for backward{inputs}, within {choice.budget_gb:g} GB; predicted times of "
+        "forward and backward"
     )
 
 
 def saving_rows(choice: SavingChoice) -> list[dict[str, str]]:
-    """Return the rows of the table, by column name."""
+    """Return the rows of the table, keyed by column name."""
     best, offloads = choice.best, any(tried.saving.offloads for tried in choice.tried)
     rows = [_row(tried, best) for tried in choice.tried]
     if offloads:

@@ -7,8 +7,8 @@ collective to the collective and on to the first use of its result; counters sho
     communication             └─►[ncclDevKernel_AllGather]
 
 Kernels have the categories, names and streams that HolisticTraceAnalysis uses to separate
-communication from compute (hta/utils/utils.py), so its ``get_comm_comp_overlap`` returns the
-predicted overlap. Format: "Trace Event Format" by the Chrome team; times in microseconds.
+communication from compute (hta/utils/utils.py): its ``get_comm_comp_overlap`` returns the predicted
+overlap. Format: "Trace Event Format" by the Chrome team; times in microseconds.
 
 Measured traces are those of torch's profiler. They name the graphs that ran ("Torch-Compiled
 Region: 0/0"), and the sequence number that links autograd's backward to its forward.
@@ -112,7 +112,7 @@ def run_events(
 
 
 def _span(slot: Slot, start_us: float) -> _Span:
-    # Both ends are rounded, so a slot that ends where another begins still does so.
+    # Both ends are rounded, to keep adjacent slots adjacent.
     return _Span(round((start_us + slot.start_us) * 1e3), round((start_us + slot.end_us) * 1e3))
 
 
@@ -217,8 +217,8 @@ class GraphRun(NamedTuple):
     """A measured run of the graph of ``dump``.
 
     Attributes:
-        start_us: start of its first GPU kernel; start of the call if it launched none.
-        us: time until its last GPU kernel ended; until the call ended if it launched none.
+        start_us: start of its first GPU kernel, or of the call if it launched none.
+        us: time until the end of its last GPU kernel, or of the call if it launched none.
     """
 
     start_us: float
@@ -227,7 +227,7 @@ class GraphRun(NamedTuple):
 
 
 def measured_us(trace: Trace, dumps: Sequence[Dump]) -> list[list[float]]:
-    """Return, for each dump, how long its graph's runs took in a trace of ``profile``."""
+    """Return, for each dump, the durations of its graph's runs in a trace of ``profile``."""
     events = [event for event in trace["traceEvents"] if event.get("pid") != PID]
     durations: dict[int, list[float]] = {id(dump): [] for dump in dumps}
     for run in graph_runs(events, dumps):

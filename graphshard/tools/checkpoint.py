@@ -1,8 +1,8 @@
 """Read a checkpoint of ``torch.distributed.checkpoint`` (DCP) from an untrusted source.
 
-torch's ``dcp_to_torch_save`` unpickles whatever it finds, and holds all tensors in memory. Here,
-unpickling the metadata may build metadata objects but call nothing, the metadata is checked before
-any tensor is created, and all else is read by ``torch.load(weights_only=True)``.
+torch's ``dcp_to_torch_save`` unpickles everything, and holds all tensors in memory. Here,
+unpickling the metadata can only build metadata objects, the metadata is checked before any tensor
+is created, and the rest is read by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 from .._torch.checkpoint import StorageInfo, read_metadata
 from .._torch.nn import unflatten_state_dict
 
-BATCH_BYTES = 1 << 30  # of tensors held in memory at a time, unless a single tensor is larger
+BATCH_BYTES = 1 << 30  # limit of tensors in memory at a time, unless a single tensor is larger
 
 
 @contextlib.contextmanager
 def reading(source: Path) -> Iterator[None]:
-    """Raise every error as a ValueError that names ``source``."""
+    """Convert every error to a ValueError that names ``source``."""
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:  # many kinds, for a damaged file
@@ -42,10 +42,10 @@ def reading(source: Path) -> Iterator[None]:
 
 
 def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> dict[str, str]:
-    """Return a map from each name to the name without ``prefix``, if it has it.
+    """Map each name to the name without ``prefix``, or to itself if it lacks the prefix.
 
     Args:
-        prefix: name of a module, with or without the trailing dot; None: change nothing.
+        prefix: name of a module, with or without the trailing dot (default: no change).
         source: file or folder that contains the names, for error messages.
 
     Raises:
@@ -76,11 +76,11 @@ class Checkpoint:
 
     Args:
         folder: folder of the checkpoint.
-        key: read only what is under this key; None: everything.
+        key: top-level key to read (default: all keys).
         prefix: prefix to remove from the names under the key; see :func:`without_prefix`.
 
     Attributes:
-        tensors: size and dtype of each tensor, by flat name.
+        tensors: size and dtype of each tensor, keyed by flat name.
         others: flat names of all other values.
 
     Raises:
@@ -98,10 +98,10 @@ class Checkpoint:
         chosen = [name for name in entries if not key or paths[name][0] == key]
         if not chosen:
             keys = sorted({str(path[0]) for path in paths.values()})
-            raise ValueError(f"{folder}: nothing under {key!r}; it has {', '.join(keys[:20])}")
+            raise ValueError(f"{folder}: no key {key!r}; it has {', '.join(keys[:20])}")
         self.tensors = {n: e for n in chosen if isinstance(e := entries[n], TensorStorageMetadata)}
         self.others = [name for name in chosen if name not in self.tensors]
-        # The path of a value below the key; the key itself for the key's own value.
+        # The path of each value below the key, or the key itself for a value directly under it.
         self._paths = {n: paths[n][1:] or paths[n] if key else paths[n] for n in chosen}
         self._new_names = without_prefix(
             dict.fromkeys(str(path[0]) for path in self._paths.values()), prefix, folder
@@ -115,15 +115,15 @@ class Checkpoint:
         return self._new_names[first] + short[len(first) :] if short.startswith(first) else short
 
     def nested(self, flat: Mapping[str, object]) -> object:
-        """Rebuild the saved state dict from its values by flat name."""
-        if self._key and self._key in flat:  # the key's own value, not a dictionary
+        """Rebuild the saved state dict from its values, keyed by flat name."""
+        if self._key and self._key in flat:  # the value of the key is not a dictionary
             return flat[self._key]
         with reading(self._folder):
             state = unflatten_state_dict(dict(flat), self._paths)
             return {self._new_names.get(name, name): value for name, value in state.items()}
 
     def load_others(self) -> dict[str, object]:
-        """Return all values that are not tensors, by flat name."""
+        """Return all values that are not tensors, keyed by flat name."""
         with reading(self._folder):
             return {name: self._load_value(name) for name in self.others}
 
@@ -137,8 +137,8 @@ class Checkpoint:
         except Exception as error:
             raise ValueError(
                 f"{self._folder}: {name!r} is damaged, or holds more than tensors, numbers, "
-                "strings and containers, which could run code when it is loaded: leave it out by "
-                "--key, or load it with torch.distributed.checkpoint if you trust it"
+                "strings and containers, which could run code when loaded: exclude it with --key, "
+                "or load it with torch.distributed.checkpoint if you trust it"
             ) from error
 
     def load_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,7 +161,7 @@ class Checkpoint:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reader of a checkpoint whose metadata was read and checked already."""
+    """Reader of a checkpoint whose metadata was already read and checked."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -173,7 +173,7 @@ class _Reader(dcp.FileSystemReader):
 
 def _checked(metadata: object, folder: Path) -> Metadata:
     """Check that metadata is consistent and matches the files in ``folder``; return it."""
-    require(isinstance(metadata, Metadata), ".metadata is not metadata of a checkpoint")
+    require(isinstance(metadata, Metadata), ".metadata does not hold checkpoint metadata")
     assert isinstance(metadata, Metadata)
     entries, stored = metadata.state_dict_metadata, metadata.storage_data
     require(isinstance(entries, dict) and isinstance(stored, dict), ".metadata has no entries")
@@ -191,7 +191,7 @@ def _checked(metadata: object, folder: Path) -> Metadata:
 
 
 def _check_paths(names: Sequence[str], paths: object) -> None:
-    # Paths of values in the nested state dict: keys, and indices of lists.
+    # Paths of values in the nested state dict consist of keys, and of indices of lists.
     require(isinstance(paths, dict) and paths.keys() >= set(names), "paths are missing")
     assert isinstance(paths, dict)
     for name in names:
@@ -200,7 +200,7 @@ def _check_paths(names: Sequence[str], paths: object) -> None:
         is_path = isinstance(path, tuple) and all(
             isinstance(part, str) or (_is_size(part) and part < len(names)) for part in path
         )
-        require(is_path and len(path) > 0, f"{name!r} has the path {path!r}")
+        require(is_path and len(path) > 0, f"{name!r} has an invalid path: {path!r}")
     taken = {paths[name] for name in names}
     require(len(taken) == len(names), "two values have the same path")
     for path in taken:
@@ -218,7 +218,7 @@ def _check_tensor(
     for chunk in entry.chunks:
         require(
             isinstance(chunk, ChunkStorageMetadata) and _is_inside(chunk, size),
-            f"{name!r} of size {list(size)} has the chunk {chunk}",
+            f"{name!r} of size {list(size)} has an invalid chunk: {chunk}",
         )
         info = stored.get(MetadataIndex(name, chunk.offsets))
         require(info is not None, f"{name!r} at {list(chunk.offsets)} is in no file")
@@ -226,7 +226,7 @@ def _check_tensor(
         needed = math.prod(chunk.sizes) * dtype.itemsize
         require(
             info.length >= needed or bool(info.transform_descriptors),
-            f"{name!r} at {list(chunk.offsets)} needs {needed} bytes, and has {info.length}",
+            f"{name!r} at {list(chunk.offsets)} needs {needed} bytes, but has {info.length}",
         )
     volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     require(
@@ -287,16 +287,16 @@ def _check_locations(stored: Mapping[object, object], folder: Path) -> None:
         path, start, length = info.relative_path, info.offset, info.length
         require(
             isinstance(path, str) and _is_size(start) and _is_size(length),
-            f"{index} is at {start!r}, {length!r} bytes, of {path!r}",
+            f"{index} has an invalid location: {length!r} bytes at {start!r} of {path!r}",
         )
         pure = PurePath(path)
         require(
             not pure.is_absolute() and ".." not in pure.parts and "\0" not in path,
-            f"{index} is in {path!r}, which is not in the folder",
+            f"{index} is in {path!r}, outside of the folder",
         )
         ranges.append((path, start, start + length))
     sizes: dict[str, int] = {}
-    end_of: dict[str, int] = {}  # of the values so far, by file
+    end_of: dict[str, int] = {}  # end of the values so far, keyed by file
     for path, start, stop in sorted(ranges):
         if path not in sizes:
             require((folder / path).is_file(), f"{path} is missing")

@@ -7,7 +7,7 @@ A checkpoint is a folder that ``torch.distributed.checkpoint`` (DCP) wrote.
     consolidate FILE DIR              a checkpoint that any number of ranks can load
 
 One process converts, without a process group. The target is renamed from a scratch file once it is
-complete. No code in a file is run; a damaged file raises an error that names it.
+complete. No code from a checkpoint is run; the error for a damaged file names the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def consolidate(
     Args:
         source: folder of a checkpoint, or a .pt, .pth or .safetensors file.
         target: file with one of these suffixes, or a folder.
-        key: write only what the state dict holds under this key, such as "model"; None: everything.
+        key: top-level key of the state dict to convert, such as "model" (default: all keys).
         strip_prefix: prefix to remove from the names that have it, such as "model.".
 
     Raises:
@@ -46,7 +46,7 @@ def consolidate(
     """
     source, target = Path(source), Path(target)
     if target.exists():
-        raise ValueError(f"{target}: already exists; remove it, or give another name")
+        raise ValueError(f"{target}: already exists; remove it, or choose another name")
     if source.is_dir():
         write = _writer(target)
         checkpoint = Checkpoint(source, key, strip_prefix)
@@ -127,7 +127,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    # A file may hold a tensor at any byte.
+    # A file may store a tensor at an unaligned offset.
     return tensor.clone() if tensor.data_ptr() % tensor.itemsize else tensor
 
 
@@ -135,7 +135,8 @@ def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, obj
     inner = state.get(key)
     if not isinstance(inner, dict):
         raise ValueError(
-            f"{source}: no dict under {key!r}; it has {', '.join(map(str, list(state)[:20]))}"
+            f"{source}: {key!r} is not a dictionary in the state dict; its keys are "
+            f"{', '.join(map(str, list(state)[:20]))}"
         )
     return inner
 
@@ -146,7 +147,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("consolidate", help=text, description=text)
     parser.add_argument("source", help="folder of a checkpoint, or a file")
     parser.add_argument("target", help="file (.pt or .safetensors), or a folder")
-    parser.add_argument("--key", help="convert only what is under this key, such as model")
+    parser.add_argument("--key", help="convert only this top-level key, such as model")
     parser.add_argument(
         "--strip-prefix",
         metavar="PREFIX",

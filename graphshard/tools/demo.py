@@ -112,7 +112,7 @@ def launch(args: argparse.Namespace) -> int:
         return 1
     except SignalException as stop:
         return 128 + int(stop.sigval)
-    print(f"\n{time.perf_counter() - start:.0f} s in all")
+    print(f"\n{time.perf_counter() - start:.0f} s in total")
     return 0
 
 
@@ -236,18 +236,18 @@ def _collectives(sharding: Backend) -> str:
 
 _HELD = ("parameters", "gradients", "AdamW state")
 _MORE_BYTES = """\
-Sharded training (graphshard, FSDP2) sends up to half as many bytes again as DDP: it gathers
+Sharded training (graphshard, FSDP2) sends up to 1.5 times as many bytes as DDP: it gathers
 parameters in forward, and again in backward, and reduces gradients; DDP only reduces gradients.
-That is the price of the smaller numbers in the last rows."""
+In return, each rank needs less memory (last rows)."""
 _ON_CPU = """\
 On a CPU no communication is hidden: gloo runs on the cores that compute, so every byte costs time.
 GPUs send while they compute."""
-_ON_GPU = "So small a model leaves little compute to hide communication."
+_ON_GPU = "A model this small has little compute to hide communication."
 _INDUCTOR = """\
 Inductor fuses several operations into one kernel, which saves time in every step. Its kernels round
 differently from eager ones, which explains the loss differences. It compiles once, in the first
 step."""
-_AOT_EAGER = "With aot_eager the eager kernels run, between the same kinds of collectives."
+_AOT_EAGER = "aot_eager runs the eager kernels, between the same kinds of collectives."
 
 
 def _explanation(trainings: Sequence[Training], settings: Settings) -> str:
@@ -263,14 +263,14 @@ def _explanation(trainings: Sequence[Training], settings: Settings) -> str:
 
 _WORDS = (
     ("eager", "run by Python, one operation after the other; not compiled"),
-    ("tokens/s", "bytes of text that all ranks together train on in a second"),
+    ("tokens/s", "bytes of text per second, over all ranks"),
     ("MB per rank", "between steps, on the rank with the most; 1 MB is a million bytes"),
     ("AdamW state", "the optimizer's two averages for each parameter"),
     ("all_gather", "ranks send each other their shards; each has the full parameters for a while"),
     ("reduce_scatter", "gradients are averaged over the ranks, and each rank keeps its shard"),
     ("unsharded", "memory of a rank if nothing were sharded"),
     ("sums", "accumulated gradients that are not reduced yet: graphshard.no_sync"),
-    ("gathered", "largest memory of full parameters at any time"),
+    ("gathered", "peak memory of full parameters"),
 )
 
 

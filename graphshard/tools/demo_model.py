@@ -26,7 +26,7 @@ class Size(NamedTuple):
     heads: int
     dim: int
     context: int
-    batch: int  # of one rank
+    batch: int  # per rank
     steps: int
 
 
@@ -114,6 +114,6 @@ def batches(text: torch.Tensor, size: Size, seed: int) -> Iterator[torch.Tensor]
 
 
 def new_model(size: Size, device: torch.device) -> GPT:
-    """Create the model."""
-    torch.manual_seed(0)  # the same parameters in every call on every rank
+    """Create the model, with the same parameters in every call on every rank."""
+    torch.manual_seed(0)
     return GPT(size).to(device)

@@ -106,7 +106,7 @@ def _gather(values: Sequence[float], device: torch.device) -> torch.Tensor:
 
 
 def _storage_bytes(values: Iterable[object]) -> int:
-    """Return the bytes of all tensors (shards of DTensors), counting each storage once."""
+    """Return the size of all tensors (shards of DTensors) in bytes, counting each storage once."""
     sizes: dict[int, int] = {}
     for value in values:
         local = value.to_local() if isinstance(value, DTensor) else value

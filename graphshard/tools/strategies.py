@@ -1,4 +1,4 @@
-"""Command ``python -m graphshard strategies``: what other libraries offer, and its name here."""
+"""Command ``python -m graphshard strategies``: strategies of other libraries, and names here."""
 
 from __future__ import annotations
 

@@ -93,9 +93,9 @@ def _out_of_order(graph: fx.Graph, plan: Plan) -> Plan:
     ("break_it", "match"),
     [
         (_leave_marker, "were not lowered"),
-        (_forget_to_wait, r"must have one user, its wait, and has \[(?!.*wait_tensor)"),
-        (_wait_twice, r"must have one user, its wait, and has \[wait_tensor\w*, wait_tensor\w*\]"),
-        (_use_before_waiting, r"must have one user, its wait, and has \[.*neg"),
+        (_forget_to_wait, r"must have one user, its wait, but has \[(?!.*wait_tensor)"),
+        (_wait_twice, r"must have one user, its wait, but has \[wait_tensor\w*, wait_tensor\w*\]"),
+        (_use_before_waiting, r"must have one user, its wait, but has \[.*neg"),
         (_other_order, "planned .* but the graph does"),
         (_one_more, "planned .* but the graph does"),
         (_one_less, "planned .* but the graph does"),

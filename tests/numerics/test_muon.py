@@ -246,7 +246,7 @@ def test_unsupported_placements_raise() -> None:
         Muon([param]).step()
     param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     param.grad = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
-    with pytest.raises(ValueError, match="gradients of the same placements"):
+    with pytest.raises(ValueError, match="gradients with the same placements"):
         Muon([param]).step()
 
 

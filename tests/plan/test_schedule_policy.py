@@ -16,9 +16,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"memory_budget_gb": True}, r"memory_budget_gb=True: must be a positive number"),
     ({"activation_memory_budget": 1.5}, r"=1\.5: must be a number from 0 \(recompute all"),
     ({"activation_memory_budget": "half"}, r"='half': must be a number from 0"),
-    ({"overlap": False, "memory_budget_gb": 1}, r"limit what overlaps: set schedule\.overlap=True"),
+    (
+        {"overlap": False, "memory_budget_gb": 1},
+        r"limit overlapping collectives: set schedule\.overlap=True",
+    ),
     ({"auto": "yes"}, r"schedule\.auto='yes': must be True or False"),
-    ({"overlap": False, "auto": True}, r"auto=True with overlap=False: .* or leave auto out"),
+    ({"overlap": False, "auto": True}, r"auto=True with overlap=False: .* or omit auto"),
     ({"node_cost": 3.0}, r"node_cost=3\.0: must be a function of an fx.Node"),
     ({"hardware": "abacus"}, r"abacus"),
 ]

@@ -50,14 +50,14 @@ def _with(**changes: Any) -> str:
 
 BAD = [
     ("", "Expecting value"),
-    ("[1, 2]", "is not a plan that graphshard dumped"),
-    ('{"traceEvents": []}', "is not a plan that graphshard dumped"),
-    (by_hand().plan.to_json(), "is not a plan that graphshard dumped"),
+    ("[1, 2]", "is not a dump from graphshard"),
+    ('{"traceEvents": []}', "is not a dump from graphshard"),
+    (by_hand().plan.to_json(), "is not a dump from graphshard"),
     (_with(version=7), "dump of version 7: this graphshard reads 3"),
     (_with(plan={"version": 9}), "plan of version 9"),
-    (_with(plan={"version": 8}), "is not a plan that graphshard dumped"),
+    (_with(plan={"version": 8}), "is not a dump from graphshard"),
     (_with(hardware={"version": 9}), "version is 9: must be 4"),
-    (_with(limits={"top": 3}), "is not a plan that graphshard dumped"),
+    (_with(limits={"top": 3}), "is not a dump from graphshard"),
 ]
 
 
@@ -164,8 +164,8 @@ def test_diff_prints_differences(
     ("arguments", "match"),
     [
         (["show", "missing.json"], "missing.json: .*No such file"),
-        (["show", "empty"], "empty: no dump in this folder"),
-        (["show", "00-backward.trace.json"], "trace.json: is not a plan"),
+        (["show", "empty"], "empty: this folder has no dumps"),
+        (["show", "00-backward.trace.json"], "trace.json: is not a dump"),
         (["diff", "00-backward.json", "old.json"], "old.json: dump of version 0"),
         (["diff", "00-backward.json", "missing.json"], "missing.json: .*No such file"),
         (["diff", "00-backward.json"], "required: B"),

@@ -181,7 +181,10 @@ def test_show_html_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert out.read_text() == text and capsys.readouterr().out == ""
     for wrong, message in (
         ([tmp_path, "--html", tmp_path / "gone" / "out.html"], "--html: .*No such file"),
-        ([tmp_path / "00-backward.json", "--html", out], "--html: needs one folder of dumps"),
+        (
+            [tmp_path / "00-backward.json", "--html", out],
+            "--html: pass exactly one folder of dumps",
+        ),
     ):
         with pytest.raises(SystemExit) as caught:
             main(["show", *map(str, wrong)])

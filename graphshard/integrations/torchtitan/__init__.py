@@ -4,7 +4,7 @@
     torchrun ... -m torchtitan.train --module graphshard.integrations.torchtitan.llama3 ... # this
 
 ``llama3`` and ``qwen3`` contain torchtitan's own configurations under their names (``--config
-llama3_8b``), changed by :func:`.configure.configure`. Change a configuration of yours the same way:
+llama3_8b``), changed by :func:`.configure.configure`. Change your own configurations the same way:
 
     def my_config() -> Trainer.Config:
         return configure(their_config(), schedule=SchedulePolicy(...))

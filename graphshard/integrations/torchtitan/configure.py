@@ -40,9 +40,9 @@ _SPMD = "partial_dtensor"
 def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
     """Change ``config`` in place to train its model with graphshard, and return it.
 
-    Everything else stays: optimizer, data, activation checkpointing, checkpoints and command-line
-    overrides. ``--compile.backend`` sets graphshard's ``compiler``; with ``--compile.enable``
-    torchtitan compiles the loss, too. CUDA graphs over a step are turned off.
+    Other settings still apply: optimizer, data, activation checkpointing, checkpoints and
+    command-line overrides. ``--compile.backend`` sets graphshard's ``compiler``; with
+    ``--compile.enable`` torchtitan also compiles the loss. CUDA graphs over a step are disabled.
 
     Args:
         config: torchtitan configuration with a model.
@@ -52,7 +52,8 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
     Raises:
         ValueError: ``config`` has no model, or an option duplicates a torchtitan setting. When the
-            trainer is made: ``config`` sets another parallelism, or graphshard refuses an option.
+            trainer is created: ``config`` sets tensor, context, pipeline or expert parallelism, or
+            graphshard rejects an option.
     """
     set_by_torchtitan = {"mesh", "mp_policy", "offload_policy", "reshard_after_forward", "compiler"}
     if taken := sorted(set_by_torchtitan & options.keys()):
@@ -69,7 +70,7 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
 
 def configs_of(registry: ModuleType) -> dict[str, Callable[[], Trainer.Config]]:
-    """Return the functions of a torchtitan ``config_registry`` by name, wrapped in `configure`."""
+    """Return the functions of a torchtitan ``config_registry``, wrapped in `configure`, by name."""
 
     def configured(make: Callable[[], Trainer.Config]) -> Callable[[], Trainer.Config]:
         return lambda: configure(make())
@@ -95,7 +96,7 @@ def parallelize(
     """Shard and compile ``model`` in place; the ``parallelize_fn`` of torchtitan's ``model_spec``.
 
     Raises:
-        ValueError: graphshard does not support a setting, or refuses an option.
+        ValueError: graphshard does not support a setting, or rejects an option.
     """
     _check(parallel_dims, parallelism)
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
@@ -123,7 +124,7 @@ def parallelize(
 
 
 def _count_tokens_once(model: nn.Module) -> None:
-    """Make torchtitan use the token counts of experts as they are."""
+    """Stop torchtitan from halving the token counts of experts."""
     # To balance experts, torchtitan compares their token counts with the mean. It first halves the
     # counts of a checkpointed block, rounding down, because eager recomputation counts every token
     # a second time. A compiled graph counts once, and halving odd counts would move the bias of
