@@ -4,8 +4,8 @@
 
 Each rank is a thread of this process, with its own connections and a real watcher; no collective
 runs. Phases: all ranks compile graphs for the first time; all run them; one rank compiles again;
-one rank runs another graph than the rest. All threads share a few cores and one interpreter, so
-times are upper bounds for a real job. Counts of store operations are exact.
+one rank runs a graph that differs from the others'. All threads share a few cores and one
+interpreter: times are upper bounds for a real job. Numbers of store operations are exact.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Phase:
         seconds: time until the last rank was done.
         operations: number of store operations, over all ranks.
         most: largest number of store operations of one rank.
-        events: number of events that ranks posted: calls to compare, agreements, choices, faults.
+        events: number of events that ranks posted: calls to compare, agreements, choices, errors.
         keys: number of keys in the store afterwards.
         num_bytes: size of these keys and their values, in the memory of the rank that hosts the
             store.
@@ -118,8 +118,7 @@ class Simulation:
     def phase(self, name: str, act: Callable[[int, CallLog], object], idle_s: float = 0.0) -> Phase:
         """Run ``act`` on all ranks and return its cost.
 
-        Counts of operations include those of the ``idle_s`` seconds after ``act``; ``seconds`` does
-        not.
+        Operations in the ``idle_s`` seconds after ``act`` are counted; ``seconds`` excludes them.
         """
         before, old, start = self._counts(), self._num_events(), time.monotonic()
         self._on_all(lambda rank: act(rank, self._logs[rank]))

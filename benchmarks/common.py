@@ -32,12 +32,12 @@ GRAPHSHARD, GRAPHSHARD_FP8 = "graphshard", "graphshard, fp8"
 
 
 def new_parser(doc: str | None, *, with_device: bool = False) -> argparse.ArgumentParser:
-    """Return a parser that shows ``doc`` unwrapped, with an option ``--device`` if asked for."""
+    """Return a parser that shows ``doc`` unwrapped, optionally with an option ``--device``."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
     if with_device:
         parser.add_argument(
-            "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu"
+            "--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu"
         )
     return parser
 
@@ -66,7 +66,7 @@ def add_out(parser: argparse.ArgumentParser, default: str | None = None) -> None
 
 def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a positive integer")
     return int(text)
 
 
@@ -74,7 +74,7 @@ def count(text: str) -> int:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Return the device ``name``; None: a GPU if there is one, otherwise the CPU."""
+    """Return the device ``name``, by default a GPU if there is one, otherwise the CPU."""
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -126,8 +126,8 @@ def synchronize(device: torch.device) -> None:
 def interleave(runs: Mapping[str, Callable[[], T]], steps: int, warm_up: int) -> dict[str, list[T]]:
     """Call all ``runs`` round by round; return their results in the rounds after the warm-up.
 
-    The order rotates from round to round. So a slow phase of the machine slows all of them, and
-    none always runs after the same other one.
+    The order rotates from round to round: a slow phase of the machine slows all runs, and no run
+    always follows the same other one.
     """
     names = list(runs)
     results: dict[str, list[T]] = {name: [] for name in runs}
@@ -182,7 +182,7 @@ def chart(steps_s: Mapping[str, Sequence[float]], path: Path) -> str:
         path: SVG file to write.
 
     Returns:
-        Markdown that shows the chart, or says why there is none.
+        Markdown that shows the chart, or the reason that there is none.
     """
     try:
         from matplotlib.figure import Figure

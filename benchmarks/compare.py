@@ -73,8 +73,8 @@ class Job:
 
     Attributes:
         rows: number of sequences in a rank's batch.
-        wire: modelled wire; None: the links of this machine.
-        planned_wire: wire that schedules are planned for; None: the same as ``wire``.
+        wire: modelled wire (default: the links of this machine).
+        planned_wire: wire that schedules are planned for (default: ``wire``).
         mixed: whether to train in bfloat16 and fp8, as in ``benchmarks.variants.sharded``.
         hardware: ``hardware`` of ``SchedulePolicy``.
     """
@@ -106,12 +106,12 @@ class Result:
     """Measurements of one training variant on one rank.
 
     Attributes:
-        steps_s: seconds of each step, optimizer included.
+        steps_s: seconds of each step, including the optimizer.
         unwired_s: seconds of each step without the modelled wire.
         first_s: seconds of the first step, which compiles.
-        predicted_us: predicted total and exposed time of a step, without the optimizer; None for
-            other variants than graphshard.
-        peak_bytes: peak GPU memory of a step, minus what was allocated before; None on a CPU.
+        predicted_us: predicted total and exposed time of a step, without the optimizer; None unless
+            the variant is graphshard.
+        peak_bytes: peak GPU memory of a step, minus memory allocated before; None on a CPU.
     """
 
     steps_s: list[float]
@@ -207,7 +207,7 @@ def _predict(plans: Sequence[Plan], cost_model: CostModel) -> tuple[float, float
 
 
 def _peak(training: _Training) -> int:
-    """Return the peak GPU memory of a step, minus what was allocated before."""
+    """Return the peak GPU memory of a step, minus memory allocated before."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     training.step()
@@ -233,10 +233,10 @@ def measure_sent(job: Job, name: str) -> Sent:
 def on_this_machine(
     job: Job, world: int, with_sent: bool
 ) -> tuple[dict[str, Result], dict[str, Sent]]:
-    """Return results of rank 0, and what the rank with the highest peak sends.
+    """Return results of rank 0, and memory and communication of the rank with the highest peak.
 
     Args:
-        with_sent: whether to measure each variant's memory and what it sends.
+        with_sent: whether to measure each variant's memory and communication.
     """
     with tempfile.TemporaryDirectory() as cache:
         env = {"TORCHINDUCTOR_CACHE_DIR": cache}
@@ -263,7 +263,7 @@ def main() -> None:
         between_namespaces(command, args.link_gbit)
     elif "RANK" in os.environ:
         if args.wire:
-            sys.exit("--wire: not with torchrun, whose ranks have real links; leave it out")
+            sys.exit("--wire: not with torchrun, whose ranks have real links; omit it")
         _under_torchrun(Job.of(args, hardware), args)
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -306,9 +306,13 @@ def _arguments() -> argparse.Namespace:
     )
     add_planned_wire(parser)
     links.add_argument("--link-gbit", type=positive, help="Gb/s between two network namespaces")
-    parser.add_argument("--calibrated", type=Path, help="what `graphshard calibrate` wrote here")
+    parser.add_argument(
+        "--calibrated", type=Path, help="file of `graphshard calibrate` on this machine"
+    )
     parser.add_argument("--mixed", action="store_true", help="in bfloat16 and in fp8")
-    parser.add_argument("--brief", dest="sent", action="store_false", help="no memory, no counts")
+    parser.add_argument(
+        "--brief", dest="sent", action="store_false", help="do not measure memory and communication"
+    )
     common.add_out(parser, "benchmarks/results/compare.md")
     return parser.parse_args()
 

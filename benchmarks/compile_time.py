@@ -4,17 +4,17 @@
         [--variants "graphshard, regions" ...] [--device cpu|cuda] [--out FILE]
 
 Measures the time to the first gradient of a GPT, in new processes with their own
-TORCHINDUCTOR_CACHE_DIR: cold with an empty folder, then warm with the same folder. Sharding counts.
-Imports do not, nor does what a compiler needs once per machine, such as precompiled headers and
-probes of the processor: a graph of one op is compiled first.
+TORCHINDUCTOR_CACHE_DIR: cold with an empty folder, then warm with the same folder. The time
+includes sharding, but neither imports nor work that a compiler does once per machine, such as
+precompiled headers and probes of the processor: a graph of one op is compiled first.
 
-"step" is the median time of later steps, and "peak" is what a later step adds to resident memory at
-its peak. Ranks share the machine's cores, and the slowest rank counts. Every other repeat runs the
-variants in reverse order. "tracing alone" is ``torch.compile`` with ``backend="aot_eager"``: the
-time of Dynamo and AOTAutograd.
+"step" is the median time of later steps, and "peak" is the resident memory that a later step adds
+at its peak. Ranks share the machine's cores, and the slowest rank counts. Every other repeat runs
+the variants in reverse order. "tracing alone" is ``torch.compile`` with ``backend="aot_eager"``:
+the time of Dynamo and AOTAutograd.
 
-The first process to compile reads the compiler from disk. So one extra process runs first and is
-not counted; skip it with --no-warm-up if something was compiled just before.
+The first process to compile reads the compiler from disk: one extra process runs first and is not
+counted; skip it with --no-warm-up if something was compiled just before.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class First:
 
     Attributes:
         seconds: time of the first forward and backward.
-        parts: seconds of each part of it, by name; see ``_parts``.
-        graphs: number of graphs that Inductor generated code for, subgraphs included.
+        parts: seconds of each part of it, keyed by name; see ``_parts``.
+        graphs: number of graphs that Inductor generated code for, including subgraphs.
         files: number of files that the C++ compiler read.
         step_s: median time of later steps, in seconds.
         peak: bytes that a later step adds to resident memory at its peak.
@@ -169,7 +169,7 @@ def _repeat(settings: Sequence[Setting], args: argparse.Namespace) -> tuple[Runs
 def _in_new_processes(setting: Setting, cache: str, timeout_s: float) -> First:
     """Measure in one new process per rank, with Inductor's caches in folder ``cache``."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "GLOO_SOCKET_IFNAME": "lo"}
-    env.pop("TRITON_CACHE_DIR", None)  # Inductor then uses a subfolder of its own
+    env.pop("TRITON_CACHE_DIR", None)  # Inductor then uses its own subfolder
     command = [sys.executable, "-m", "benchmarks.compile_time"]
     command += ["--measure", json.dumps(dataclasses.asdict(setting))]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
@@ -281,7 +281,7 @@ def _parts(seconds: float, ours: dict[str, float], setting: Setting) -> dict[str
         "Dynamo": _spent("_compile.compile_inner") - _spent("OutputGraph.call_user_compiler"),
         "AOT trace": _spent("aot_collect_metadata", "aot_trace_joint_graph"),
         "partition": by_torch + cut,
-        "ours": sum(ours.values()) - 2 * cut,  # "partitioner" includes it, too
+        "ours": sum(ours.values()) - 2 * cut,  # "partitioner" also includes it
         "Inductor": _spent("compile_fx_inner") - lowering + waited,
     }
     return {**parts, "rest": seconds - sum(parts.values())}
@@ -289,7 +289,7 @@ def _parts(seconds: float, ours: dict[str, float], setting: Setting) -> dict[str
 
 @contextmanager
 def _timed_parts() -> Iterator[dict[str, float]]:
-    """Yield the seconds of graphshard's parts, by name; "cut" is torch's share of "partitioner"."""
+    """Yield the seconds of graphshard's parts; "cut" is torch's share of "partitioner"."""
     spent: dict[str, float] = {}
     places: tuple[tuple[Any, str, str], ...] = (
         (pipeline.Lowering, "__call__", "lowering"),

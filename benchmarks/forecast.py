@@ -66,11 +66,11 @@ class Published:
 
     Attributes:
         source: name of the source in the module docstring.
-        compiled: whether blocks are compiled; None: the source does not say.
-        recompute: what backward recomputes: "none", "op" (torchtitan's selective option) or "full".
+        compiled: whether blocks are compiled, or None if the source does not say.
+        recompute: recomputed activations: "none", "op" (torchtitan's selective option) or "full".
         tokens_per_s: throughput of each GPU.
-        memory_gib: reserved memory of each GPU; None: not published.
-        link: network between nodes, as in ``cluster``; None: the device's default.
+        memory_gib: reserved memory of each GPU, if published.
+        link: network between nodes, as in ``cluster`` (default: the device's).
     """
 
     source: str
@@ -202,7 +202,7 @@ def interval(ratios: Sequence[float]) -> str:
 
 
 def deepspeed_bytes(num_params: int, largest_layer: int, num_gpus: int) -> float:
-    """Return the bytes of a GPU's parameters, gradients and optimizer state under ZeRO-3.
+    """Return the size of a GPU's parameters, gradients and optimizer state under ZeRO-3, in bytes.
 
     Args:
         largest_layer: number of parameters of the largest module.
@@ -211,7 +211,7 @@ def deepspeed_bytes(num_params: int, largest_layer: int, num_gpus: int) -> float
 
 
 def megatron_bytes(num_params: int, num_gpus: int, published: Published) -> float:
-    """Return the bytes that a GPU needs, activations included."""
+    """Return the memory that a GPU needs, including activations, in bytes."""
     sizes, tokens = published.sizes, published.batch * published.length
     states = num_params * (6 + 12 / num_gpus)
     layers = tokens * sizes.dim * 34 * sizes.layers

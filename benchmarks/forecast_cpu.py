@@ -14,7 +14,7 @@ Then measures steps of six models, compiled by Inductor, with AdamW:
                ranks would share two cores
 
 Predictions are made as by ``graphshard.plan``, from the calibrated file. A JSON file keeps
-calibrations and measurements, so an interrupted run continues where it stopped; --fresh discards
+calibrations and measurements: an interrupted run continues where it stopped; --fresh discards
 them. Most of the time goes to compiling, unless Inductor's cache is warm.
 """
 
@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
     @property
     def wire(self) -> Wire | None:
-        """The modelled wire; None: real links, or one rank."""
+        """The modelled wire, or None for real links or one rank."""
         return None if self.link in (ALONE, LOOPBACK) else parse_wire(self.link)
 
     @property
@@ -102,7 +102,7 @@ class Store:
     """Calibrations and measurements, kept in a file.
 
     Attributes:
-        calibrated: calibrated machine, by number of busy processes.
+        calibrated: calibrated machine, keyed by number of busy processes.
         rows: one row per training run.
     """
 
@@ -287,7 +287,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dtypes", nargs="+", choices=("float32", "bf16"), default=["float32", "bf16"]
     )
-    parser.add_argument("--fresh", action="store_true", help="forget what was measured before")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     parser.add_argument(
         "--only", nargs="+", choices=(CALIBRATE, COMPILE, MEASURE, PREDICT), help="these stages"
     )

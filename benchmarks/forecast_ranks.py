@@ -2,7 +2,7 @@
 
 A step takes about 0.1 to 0.3 seconds on one CPU core.
 
-Peak memory is what model, optimizer and batch hold between two steps, plus the most that the
+Peak memory is the memory of model, optimizer and batch between two steps, plus the most that the
 profiler sees a step allocate in addition. Memory that libraries take from the system directly
 (oneDNN's scratch space, gloo's buffers) does not count, as it would not with CUDA's allocator.
 """
@@ -47,7 +47,7 @@ class Job:
         model: key of ``MODELS``.
         recipes: recipe of each run, with the path of its ``hardware`` file (``SchedulePolicy``).
         num_ranks: number of ranks of each run.
-        wire: modelled wire, on which only the first rank exists; None: real gloo ranks.
+        wire: modelled wire, on which only the first rank exists (default: real gloo ranks).
         steps: number of measured steps of each run.
     """
 
@@ -67,7 +67,7 @@ class Measured:
         optimizer_s: median time of the optimizer in a step.
         processor_s: median CPU time of this process in a step, over all its threads.
         peak_bytes: largest number of bytes allocated at once.
-        others: load by other processes meanwhile, as a fraction of one core.
+        others: load by other processes in that time, as a fraction of one core.
     """
 
     step_s: float
@@ -145,7 +145,7 @@ class _Training:
         return Step(end - start, end - middle, time.process_time() - processor)
 
     def peak_bytes(self) -> int:
-        """Return the largest number of bytes allocated at once in a step."""
+        """Return the peak memory allocated in a step, in bytes."""
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profile:

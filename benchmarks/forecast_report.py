@@ -126,7 +126,7 @@ def _models(rows: Iterable[Row]) -> list[str]:
 
 
 def orders(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return how many strategy pairs are predicted in the right order, of how many that differ."""
+    """Return the numbers of strategy pairs that are ordered correctly, and that differ."""
     right = pairs = 0
     for one, other in itertools.combinations(rows, 2):
         if (one.model, *one.group) != (other.model, *other.group):
@@ -154,6 +154,6 @@ def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) 
 
 
 def _without(model: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> int:
-    """Return how many rows of ``model`` are in the interval that follows from the other models."""
+    """Return the number of rows of ``model`` in the interval that follows from other models."""
     others: ErrorInterval = error_interval(ratio_of(row) for row in rows if row.model != model)
     return sum(others.covers(ratio_of(row)) for row in rows if row.model == model)

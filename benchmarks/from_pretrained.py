@@ -8,7 +8,7 @@ over gloo on the CPU, in new processes each time: either by
 followed by ``graphshard.shard``. The file is in the page cache for both.
 
 transformers maps files into memory. Pages of a mapped file that a rank has read count as resident,
-but ranks of a node share them and the kernel may reclaim them. So the table also lists a rank's
+but ranks of a node share them and the kernel may reclaim them: the table also lists a rank's
 anonymous memory (``RssAnon``), sampled every five milliseconds.
 """
 
@@ -42,9 +42,9 @@ class Cost(NamedTuple):
 
     Attributes:
         seconds: time until all ranks had loaded.
-        resident: peak resident bytes, minus those before.
-        own: peak bytes of anonymous memory, minus those before.
-        shards: bytes of the shards.
+        resident: growth of the peak resident memory, in bytes.
+        own: growth of the peak anonymous memory, in bytes.
+        shards: size of the shards in bytes.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""The kernel of a collective over a modelled link, in its own module because it needs Triton."""
+"""Kernel of a collective over a modelled link, in a separate module because it needs Triton."""
 
 from __future__ import annotations
 

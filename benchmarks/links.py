@@ -7,8 +7,8 @@ In a ``modelled_group``, this process is the first of many ranks; the others do 
 collective copies as many bytes as it would write, then occupies the link for ``alpha + bytes of its
 full buffers / rate``; collectives run one after the other. On a GPU, a collective is one kernel on
 the group's own stream, which starts after the work already on the current stream; it spins on one
-block, whereas NCCL uses more. On a CPU, the host copies at once, and ``wait`` sleeps. So steps take
-as long as over such links, under any scheduler. Their values are wrong: nothing is sent, and a
+block, whereas NCCL uses more. On a CPU, the host copies at once, and ``wait`` sleeps. Steps thus
+take as long as over such links, under any scheduler. Their values are wrong: nothing is sent, and a
 gather repeats the first rank's shard.
 """
 
@@ -151,7 +151,7 @@ def add_planned_wire(parser: argparse.ArgumentParser) -> None:
 def positive(text: str) -> float:
     value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be positive")
     return value
 
 

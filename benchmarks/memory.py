@@ -9,9 +9,9 @@ peaks with the fixed threshold.
 
 [Note: freed memory returned to the kernel] glibc returns a freed block to the kernel at once if it
 is larger than a threshold, and keeps it otherwise. It raises the threshold (up to 32 MB) whenever
-it frees a larger block. So resident memory is all live blocks, plus all holes that earlier blocks
+it frees a larger block: resident memory is all live blocks, plus all holes that earlier blocks
 left. Setting the threshold keeps glibc from raising it (as does MALLOC_MMAP_THRESHOLD_ in the
-environment). Then each parameter has its own mapping, and resident memory is the live blocks only.
+environment). Then each parameter has its own mapping, and resident memory is only the live blocks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Memory:
     """Resident memory of a process that runs some work.
 
     Attributes:
-        params: bytes of all parameters, unsharded.
+        params: unsharded size of all parameters in bytes.
         before: resident bytes before the work.
         peak: peak resident bytes during the work.
     """
@@ -149,7 +149,7 @@ def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> M
 
 
 def strategies_memory(compiler: str, num_bytes: float, linears: int) -> list[int]:
-    """Return the peak of a step for each strategy, model included; they run one after the other."""
+    """Return the peak memory of a step for each strategy, including the model, measured in turn."""
     peaks = []
     for strategy in STRATEGIES:
         give_memory_back()
@@ -207,7 +207,7 @@ def measure(kind: str, num_bytes: float, linears: int, world: int, give_back: bo
 def main() -> None:
     args = _arguments()
     if not peak_is_known():
-        sys.exit("this kernel does not tell the peak memory of a process (/proc/self/clear_refs)")
+        sys.exit("this kernel does not report the peak memory of a process (/proc/self/clear_refs)")
     common.show(common.heading("benchmarks.memory", torch.device("cpu")))
     rows, params, baseline = [], 0, Memory(0, 0, 1)
     for kind in KINDS:

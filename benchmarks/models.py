@@ -78,5 +78,5 @@ class DeepMLP(nn.Module):
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Return the unsharded bytes of all parameters, whether or not they are sharded."""
+    """Return the unsharded size of all parameters in bytes, whether or not they are sharded."""
     return sum(param.numel() * param.element_size() for param in model.parameters())

@@ -87,14 +87,16 @@ def launches_of(trace: Trace) -> list[Launched]:
         inside = [e for e in _complete(trace, _RUNTIME) if _is_inside(e, call)]
         work = [w for e in inside for w in on_gpu[e["args"].get("correlation")]]
         if on_gpu and not work:
-            raise RuntimeError(f"{call['name']}: the profile has no work of it on the GPU")
+            raise RuntimeError(
+                f"{call['name']}: the profile has no work of it on the GPU"
+            )
         spans = [_span(w, str(w["args"].get("stream"))) for w in work] or [_span(call, "host")]
         found.append(Launched(OPS[call["name"]], spans))
     return found
 
 
 def _complete(trace: Trace, categories: Sequence[str]) -> list[TraceEvent]:
-    """Return the events of some categories that have a duration."""
+    """Return the events of the given categories that have a duration."""
     events = (event for event in trace["traceEvents"] if event.get("ph") == "X")
     return [event for event in events if event.get("cat") in categories]
 

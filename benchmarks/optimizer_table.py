@@ -42,8 +42,8 @@ class Case:
     Attributes:
         path: module and class.
         options: keyword arguments of the class.
-        error: pattern of the error that it raises; None: it works.
-        why: reason for the result, and what to use instead; shown in the table.
+        error: pattern of the error that it raises, or None if it works.
+        why: reason for the result, and an alternative; shown in the table.
         tolerance: allowed relative difference from the unsharded copy, in the norm of a parameter.
         even: whether the ranks split all rows evenly.
         matrices: whether it only steps 2D parameters.
@@ -141,7 +141,7 @@ class Outcome:
     """Observed behavior of an optimizer.
 
     Attributes:
-        error: first line of the error that it raised; None: it raised none.
+        error: first line of the error that it raised, if any.
         difference: largest relative difference of any parameter from the unsharded copy.
         state: result of loading its saved state: ``SAME``, "differs", or an error.
     """

@@ -7,8 +7,8 @@ torch.optim.Muon on DTensors and by graphshard.optim.Muon, interleaved. A proces
 bytes that a rank sends in a step; they are averaged over ranks. Memory is the peak resident memory
 of a rank during a step, minus its resident memory before the step.
 
-The table: see benchmarks/optimizer_table.py. Optimizers of packages that are not installed are left
-out (pip install torchao transformers schedulefree pytorch_optimizer).
+For the table, see benchmarks/optimizer_table.py. It omits optimizers of packages that are not
+installed (pip install torchao transformers schedulefree pytorch_optimizer).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _stepped(dim: int, layers: int) -> tuple[nn.Module, dict[str, Callable[[], o
 
 
 def time_steps(dim: int, layers: int, steps: int, warm_up: int) -> dict[str, list[float]]:
-    """Return the seconds of each step, by optimizer; a step ends when the slowest rank is done."""
+    """Return each optimizer's seconds per step; a step ends when the slowest rank is done."""
     device, (_, runs) = torch.device("cpu"), _stepped(dim, layers)
 
     def timed(run: Callable[[], object]) -> float:
@@ -77,9 +77,9 @@ def time_steps(dim: int, layers: int, steps: int, warm_up: int) -> dict[str, lis
 
 
 def sent_and_peak(dim: int, layers: int) -> dict[str, tuple[float, int]]:
-    """Return the bytes that a rank sends in a step, and the step's peak memory, by optimizer.
+    """Return, for each optimizer, the bytes that a rank sends in a step, and the peak memory.
 
-    Assumes that all ranks send equally many bytes in a collective. The peak is above the resident
+    Assumes that all ranks send equally many bytes in a collective. The peak excludes the resident
     memory before the step.
     """
     give_memory_back()

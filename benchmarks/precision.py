@@ -1,4 +1,4 @@
-"""How do bfloat16 and fp8 change what a model learns, and what is gathered?
+"""How do bfloat16 and fp8 change the loss, and the bytes that are gathered?
 
     python -m benchmarks.precision [--steps 200] [--ranks 2] [--compiler inductor]
 
@@ -78,7 +78,7 @@ def train(kind: str, steps: int, compiler: str) -> Learned:
 
 def _model() -> GPT:
     model = new_model(SIZE, torch.device("cpu"))
-    # A loss in bfloat16 has three digits, so differences would be its own rounding errors.
+    # A loss in bfloat16 has three digits: differences would be its own rounding errors.
     model.head.register_forward_hook(lambda head, inputs, logits: logits.float())
     return model
 

@@ -6,7 +6,7 @@
 Links are modelled (benchmarks/links.py). Parameters are gathered and used in bfloat16,
 gradients are reduced in float32, and AdamW is fused. FSDP2 is wrapped as torchtitan wraps it. Plain
 torch.compile shards nothing, and its weights are in bfloat16. With --planned-wire, graphshard plans
-for other links than it runs on.
+for links that differ from those that it runs on.
 
 Each variant runs in a separate process for each link. Up to --at-once of them build the model and
 take the first step, which compiles, at the same time. After that they use the device in turns: in
@@ -124,7 +124,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _entries(variants: Sequence[str], links: Sequence[Wire]) -> list[Entry]:
-    """Return what to measure, grouped by link; torchao only if it is installed."""
+    """Return the entries to measure, grouped by link; torchao only if it is installed."""
     left_out = (PLAIN, *(() if importlib.util.find_spec("torchao") else (TORCHAO,)))
     sharded = [variant for variant in variants if variant not in left_out]
     unsharded = [Entry(PLAIN, None)] if PLAIN in variants else []
@@ -194,7 +194,7 @@ class Racer:
 def _take_turns(turns: Iterator[Any]) -> None:
     """Answer each line of stdin.
 
-    What libraries print goes to stderr, away from the answers.
+    Output of libraries goes to stderr, to keep it out of the answers.
     """
     answers = os.fdopen(os.dup(1), "w")  # open until the parent kills this process
     os.dup2(2, 1)
@@ -330,7 +330,7 @@ def _table(results: Mapping[Entry, Result]) -> str:
 
 
 def _ratios(results: Mapping[Entry, Result]) -> list[str]:
-    """Return the line for the summary of ``gpu.sh``; empty if there is nothing to compare."""
+    """Return the line for the summary of ``gpu.sh``, or "" if there is nothing to compare."""
     ratios = []
     for entry, ours in results.items():
         rival = RIVALS.get(entry.variant, "")

@@ -1,9 +1,9 @@
-"""Does the simulator predict how long compute waits, if it is told all measured durations?
+"""Does the simulator predict how long compute waits, given all measured durations?
 
     python -m benchmarks.replay [RACE]
 
 RACE is the file that ``benchmarks.race --out`` writes on a GPU; default:
-benchmarks/results/race.tar.gz. For each plan, the simulator is told these durations from the last
+benchmarks/results/race.tar.gz. For each plan, the simulator gets these durations from the last
 profiled step:
 
     step            its predicted share of the time that kernels take between two launches
@@ -11,7 +11,7 @@ profiled step:
     collective      the time from when it could start, after its copy-in and the collective before
                     it. It starts later if kernels leave no room for it.
 
-"predicted" is the forecast that the plan was made with. "exposed" is the time in which compute
+"predicted" is the prediction that the plan was based on. "exposed" is the time in which compute
 waits.
 """
 

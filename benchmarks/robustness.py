@@ -110,7 +110,7 @@ class Ratios(NamedTuple):
 
     Attributes:
         rule: ratios to the better of FSDP2's schedules.
-        exact: ratios to schedules planned for the scenario; empty if these were not made.
+        exact: ratios to schedules planned for the scenario, if there are any.
     """
 
     rule: list[float]
@@ -205,7 +205,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--exact", nargs="*", choices=LLAMA3, default=["8B"], help="models with exact schedules"
     )
-    parser.add_argument("--problems", type=Path, help="a folder to keep traced graphs in")
+    parser.add_argument("--problems", type=Path, help="folder to keep traced graphs in")
     common.add_out(parser)
     return parser.parse_args()
 

@@ -59,7 +59,7 @@ def at_world(plan: Plan, world: int) -> Problem:
     """
     before = plan.problem
     transfers = tuple(_resized(plan, transfer, world) for transfer in before.transfers)
-    # Shards are inputs, so they are alive throughout.
+    # Shards are inputs: they are alive throughout.
     grown = sum(
         new.num_bytes // new.world - old.num_bytes // old.world
         for new, old in zip(transfers, before.transfers)
@@ -69,7 +69,7 @@ def at_world(plan: Plan, world: int) -> Problem:
 
 
 def _with_more_bytes(problem: Problem, num_bytes: int) -> Problem:
-    """Return ``problem`` with ``num_bytes`` more alive throughout."""
+    """Return ``problem`` with ``num_bytes`` more live bytes throughout."""
     other = [alive + num_bytes for alive in fixed_by_point(problem)]
     return with_fixed_bytes(problem, other)
 
@@ -313,7 +313,7 @@ def traced(name: str, folder: Path | None) -> list[Plan]:
     """Return the plans of ``trace``, read from ``folder`` if it has them.
 
     Args:
-        folder: folder that keeps plans; None: trace every time.
+        folder: folder that keeps plans; if None, the model is traced every time.
     """
     paths = (
         [folder / f"{name}-{kind}.json" for kind in (GraphKind.FORWARD, GraphKind.BACKWARD)]
@@ -363,7 +363,7 @@ def _arguments() -> argparse.Namespace:
     parser = common.new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=LLAMA3, default=list(LLAMA3))
     parser.add_argument("--gpus", nargs="+", type=common.count, default=[8, 64, 256, 1024])
-    parser.add_argument("--problems", type=Path, help="a folder to keep traced graphs in")
+    parser.add_argument("--problems", type=Path, help="folder to keep traced graphs in")
     common.add_out(parser)
     return parser.parse_args()
 

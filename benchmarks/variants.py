@@ -93,7 +93,7 @@ def sharding(
 
     Args:
         hardware: ``hardware`` of ``SchedulePolicy``.
-        fp8: name of an fp8 recipe; None: no fp8.
+        fp8: name of an fp8 recipe, if any.
         options: further arguments of ``graphshard.backend``.
     """
     # Imported here: it would add to the memory of a process that measures FSDP2.

@@ -19,7 +19,7 @@ from tests import ranks
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.skipif(
-        not peak_is_known(), reason="this kernel does not tell the peak memory of a process"
+        not peak_is_known(), reason="this kernel does not report the peak memory of a process"
     ),
 ]
 LINEARS, PARAMS = 20, 200e6
