@@ -87,9 +87,7 @@ def launches_of(trace: Trace) -> list[Launched]:
         inside = [e for e in _complete(trace, _RUNTIME) if _is_inside(e, call)]
         work = [w for e in inside for w in on_gpu[e["args"].get("correlation")]]
         if on_gpu and not work:
-            raise RuntimeError(
-                f"{call['name']}: the profile has no work of it on the GPU"
-            )
+            raise RuntimeError(f"{call['name']}: the profile has no work of it on the GPU")
         spans = [_span(w, str(w["args"].get("stream"))) for w in work] or [_span(call, "host")]
         found.append(Launched(OPS[call["name"]], spans))
     return found
@@ -110,7 +108,7 @@ def _span(event: TraceEvent, stream: str) -> tuple[float, float, str]:
     return event["ts"], event["ts"] + event["dur"], stream
 
 
-def faults(plans: Sequence[Plan], launches: Sequence[Launched]) -> tuple[int, list[str]]:
+def violations(plans: Sequence[Plan], launches: Sequence[Launched]) -> tuple[int, list[str]]:
     """Count the orders that the plans require, and describe each violation.
 
     Args:
@@ -179,7 +177,7 @@ def main() -> None:
                 "overlapped": f"{hidden_part(some, trace):.0%}",
             }
         )
-    num_orders, broken = faults(plans, launches)
+    num_orders, broken = violations(plans, launches)
     copies = [one for one in launches if one.kind in _COPIES]
     common.show(
         common.table(rows),

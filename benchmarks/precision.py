@@ -122,15 +122,15 @@ def _note(args: argparse.Namespace) -> str:
 
 def main() -> None:
     args = _arguments()
-    faults = {kind: float8_error("cpu", recipe) for kind, recipe in FP8.items()}
-    kinds = [kind for kind in (FLOAT32, BFLOAT16, *FP8) if not faults.get(kind)]
+    errors = {kind: float8_error("cpu", recipe) for kind, recipe in FP8.items()}
+    kinds = [kind for kind in (FLOAT32, BFLOAT16, *FP8) if not errors.get(kind)]
     by_kind = {kind: measure(kind, args) for kind in kinds}
     rows = [
         _row(kind, learned, by_kind[FLOAT32], by_kind[BFLOAT16])
         for kind, learned in by_kind.items()
     ]
     head = common.heading("benchmarks.precision", torch.device("cpu"))
-    left_out = [f"{kind}: left out, torch says {why!r}" for kind, why in faults.items() if why]
+    left_out = [f"{kind}: left out, torch says {why!r}" for kind, why in errors.items() if why]
     parts = [head, common.table(rows), _note(args), *left_out]
     common.show(*parts)
     common.write_report(args.out, parts)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.offload_streams import Launched, faults, hidden_part, launches_of
+from benchmarks.offload_streams import Launched, violations, hidden_part, launches_of
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.plan import Bucket, Plan, Problem
 
@@ -55,10 +55,10 @@ def test_a_launch_is_the_gpu_work_of_its_operator() -> None:
     ]
 
 
-def test_a_gather_that_begins_before_its_copy_ends_is_a_fault() -> None:
-    assert faults([_plan()], launches_of(_profile(gather_us=41))) == (1, [])
-    _, [fault] = faults([_plan()], launches_of(_profile(gather_us=38)))
-    assert "all_gather (bucket 1) begins 2 us before copy_to_device (bucket 0) is done" in fault
+def test_a_gather_that_begins_before_its_copy_ends_is_a_violation() -> None:
+    assert violations([_plan()], launches_of(_profile(gather_us=41))) == (1, [])
+    _, [violation] = violations([_plan()], launches_of(_profile(gather_us=38)))
+    assert "all_gather (bucket 1) begins 2 us before copy_to_device (bucket 0) is done" in violation
 
 
 def test_a_launch_without_gpu_work_is_an_error() -> None:
@@ -70,7 +70,7 @@ def test_a_launch_without_gpu_work_is_an_error() -> None:
 
 def test_launches_that_differ_from_the_plan_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"the profile has 1 launches.*the plans have 2"):
-        faults([_plan()], launches_of(_profile(gather_us=41))[:1])
+        violations([_plan()], launches_of(_profile(gather_us=41))[:1])
 
 
 def test_hidden_part_is_the_time_that_overlaps_kernels() -> None:
