@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.offload_streams import Launched, violations, hidden_part, launches_of
+from benchmarks.offload_streams import Launched, hidden_part, launches_of, violations
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.plan import Bucket, Plan, Problem
 
