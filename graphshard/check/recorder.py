@@ -78,7 +78,7 @@ class _InFlight(NamedTuple):
 
     call: GraphCall
     number: int  # index of the launch in ``call``
-    wait: Callable[[], object]  # makes the current stream wait, and releases what was kept alive
+    wait: Callable[[], object]  # makes the current stream wait, and frees tensors kept alive
 
 
 class Recorder(Hooks):

@@ -1,7 +1,7 @@
 """Guess which nodes Inductor fuses into one kernel, and which values never reach memory.
 
-    x ─► mm ─► add ─► var_mean ─► sub ─► mul ─► mm         one kernel, add ... mul: it reads what
-                │                         │                comes from outside and writes what is
+    x ─► mm ─► add ─► var_mean ─► sub ─► mul ─► mm         add ... mul are one kernel: it reads
+                │                         │                values from outside and writes values
                 └─────────► output        └─► output       used outside, each once. Views are free.
 
 [Note: fused kernels] Pointwise nodes, and reductions over the last dimensions, share a kernel with

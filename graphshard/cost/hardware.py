@@ -30,8 +30,8 @@ Points = tuple[tuple[float, float], ...]
 
 def _check_positive(field: str, value: float, *, zero: bool = False) -> None:
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        least = "0 or more" if zero else "positive"
-        raise ValueError(f"{field}={value!r}: must be {least}, and finite")
+        least = "not negative" if zero else "positive"
+        raise ValueError(f"{field}={value!r}: must be finite and {least}")
 
 
 @dataclass(frozen=True)

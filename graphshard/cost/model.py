@@ -113,7 +113,7 @@ class CostModel:
         if kind not in COLLECTIVE_KINDS:
             raise ValueError(f"kind={kind!r}: must be one of {COLLECTIVE_KINDS}")
         if world < 1 or num_bytes < 0:
-            raise ValueError(f"{world=}, {num_bytes=}: must be at least 1 and at least 0")
+            raise ValueError(f"{world=}, {num_bytes=}: must be at least 1 and 0, respectively")
         if world == 1:  # a single rank only copies
             return self.copy_us(num_bytes)
         # If the ring spans m nodes, m - 1 of its steps cross the network, which then also sets

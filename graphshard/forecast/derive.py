@@ -187,7 +187,7 @@ def for_strategy(traced: TracedStep, recipe: Recipe, num_gpus: int) -> TracedSte
 
 
 def on_mesh(traced: TracedStep, num_ranks: int, ranks: Ranks) -> TracedStep | None:
-    """Adapt a step traced for ``num_ranks`` shards to another mesh; None if it needs its own trace.
+    """Adapt a step traced for ``num_ranks`` shards to another mesh, or return None if impossible.
 
     With ZeRO-3 and HSDP, and if no rank pads its rows, the mesh determines only how many bytes each
     rank holds and which ranks exchange them. ``traced`` must not have replicas.

@@ -95,7 +95,7 @@ class Forecast:
 
     @property
     def padding(self) -> str | None:
-        """Warning about padding of parameters with few rows; None if the padding is small."""
+        """Warning about padding of parameters with few rows, or None if the padding is small."""
         params = [param for dump in self.dumps for param in dump.plan.params]
         shapes = {param.fqn: param.shape for param in params if param.padded_rows is not None}
         num_gpus = self.cluster.num_gpus

@@ -131,7 +131,7 @@ def make_forecast(
     step = plan_step(traced, recipe, cluster)
     changes = find_changes(traced, recipe, cluster)
     forward = sum(g.num_flops for g in traced.graphs if g.kind == GraphKind.FORWARD)
-    # In fp8, too, MFU is a fraction of the peak in bfloat16.
+    # Also in fp8, MFU is a fraction of the peak in bfloat16.
     peak = cluster.hardware.flops_of("float32" if recipe.dtype == "float32" else "bfloat16").peak
     return Forecast(
         model=model,

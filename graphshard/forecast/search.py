@@ -85,7 +85,7 @@ class SearchResult:
 
     Attributes:
         candidates: candidates that fit, fastest first, then the others.
-        refused: recipes that were not planned, with reasons.
+        refused: recipes that were not planned, and the reasons.
         num_traces: number of traced steps.
     """
 

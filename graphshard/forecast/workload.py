@@ -126,7 +126,7 @@ def num_recomputed(num_layers: int, part: float) -> int:
 
 
 def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the outermost lists of layers of one type by name; a ValueError if there is none."""
+    """Return the outermost lists of layers of one type; raise a ValueError if there is none."""
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:

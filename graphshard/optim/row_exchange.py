@@ -116,7 +116,7 @@ class RowExchange:
         return self._launch(sends, receives)
 
     def whole(self, bucket: MatrixBatch, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the matrices that this rank owns, from what :meth:`to_owners` received."""
+        """Assemble the matrices that this rank owns from rows received by :meth:`to_owners`."""
         owned = self.owned(bucket)
         matrices = [self._empty(*one.shape) for one in owned]
         rows = iter(received)

@@ -69,7 +69,7 @@ class ChosenSaving(NamedTuple):
     """This rank's choice of values to save for backward."""
 
     settings: CompileSettings  # include the choice
-    tried: str  # table of all candidates; "" if none were tried
+    tried: str  # table of all candidates, or ""
     context: str  # the choices of the ranks, on which their common plans depend
 
 

@@ -62,7 +62,7 @@ class CompiledGraph:
     run: Runnable
     plans: tuple[Plan, ...]  # of its forward, backward or inference graphs, with parameter names
     settings: CompileSettings
-    compile_id: str  # Dynamo's name for the compilation, such as "0/0"; "" if it has none
+    compile_id: str  # Dynamo's name for the compilation, such as "0/0", or ""
     tried: str = ""  # table of the candidates of ``SchedulePolicy.auto``
 
     def max_gathered_bytes(self) -> int:

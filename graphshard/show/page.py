@@ -151,7 +151,7 @@ class PageData(TypedDict):
     """Everything that a page shows, in this order."""
 
     title: str
-    notes: list[str]  # what is missing, and why
+    notes: list[str]  # missing parts, with reasons
     charts: list[BarsData]
     tables: list[TableData]
     summary: list[SummaryData]

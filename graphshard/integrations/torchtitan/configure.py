@@ -70,7 +70,7 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
 
 def configs_of(registry: ModuleType) -> dict[str, Callable[[], Trainer.Config]]:
-    """Return the functions of a torchtitan ``config_registry``, wrapped in `configure`, by name."""
+    """Return the functions of a torchtitan ``config_registry``, each wrapped in `configure`."""
 
     def configured(make: Callable[[], Trainer.Config]) -> Callable[[], Trainer.Config]:
         return lambda: configure(make())
