@@ -336,7 +336,7 @@ def _launch_to_wait_us(
 
 
 def fit_rate(samples: Iterable[Sample]) -> Rate:
-    """Return the rate that predicts the times of ``samples``."""
+    """Fit a rate to the times of ``samples``."""
     # Disturbances only add time: no amount takes longer than measured for a larger one.
     least_us, per_s = math.inf, {}
     for amount, us in sorted(samples, reverse=True):
@@ -349,7 +349,7 @@ def fit_rate(samples: Iterable[Sample]) -> Rate:
 def fit_interconnect(
     samples: Mapping[TransferKind, Sequence[Sample]], world: int, buffer_us: float
 ) -> Interconnect:
-    """Return the interconnect that predicts ``samples`` by kind of collective, on ``world`` ranks.
+    """Fit an interconnect to ``samples`` of each kind of collective on ``world`` ranks.
 
     ``hop_us`` is 0: one number of ranks cannot separate latency from hops.
     """

@@ -37,7 +37,7 @@ _PREDICTED_AS = {
 
 @dataclass(frozen=True)
 class CostModel:
-    """A predictor of times, in microseconds.
+    """Predicts times in microseconds.
 
     Attributes:
         hardware: machine that everything runs on.

@@ -1,4 +1,4 @@
-"""Predict the time and the peak memory of a planned step, with the errors of past forecasts.
+"""Predict the time and peak memory of a planned step, corrected by the errors of past forecasts.
 
 A graph's plan counts the memory that the graph keeps alive. This module adds the rank's other
 memory: shards that the graph does not take, optimizer state, buffers and gradients of earlier

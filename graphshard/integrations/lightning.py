@@ -37,8 +37,8 @@ from .common import is_sharded, may_be_moved, shard_and_compile
 def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
     """Shard and compile a module of ``owner``; call it in ``configure_model``.
 
-    Lightning calls ``configure_model`` again for validation and for every further ``fit``, which
-    does not change a sharded module.
+    Lightning calls ``configure_model`` again for validation and for every further ``fit``; a module
+    that is already sharded is not changed.
 
     Args:
         owner: LightningModule attached to a Trainer.

@@ -138,7 +138,7 @@ class Options:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
     def num_ranks(self) -> int:
-        """Return the size of the mesh, or of the default process group, or 1."""
+        """Return the size of the mesh, else of the default process group, else 1."""
         if self.mesh is not None:
             return self.mesh.size()
         return dist.get_world_size() if dist.is_initialized() else 1

@@ -22,7 +22,7 @@ from .verify import verify_partition
 
 
 class CutGraphs(NamedTuple):
-    """A joint graph cut in two."""
+    """A joint graph, cut into forward and backward."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
