@@ -44,7 +44,7 @@ from tests.numerics.compare import (
 )
 from tests.ranks import on_ranks
 
-SIZE = Size(layers=2, heads=2, dim=64, context=32, batch=4, steps=0)
+SIZE = Size(layers=2, heads=2, dim=64, context=32, batch=2, steps=0)
 SHALLOW = SIZE._replace(layers=1)  # for tests that compile slowly
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 MIN_COSINE = 1 - torch.finfo(torch.float8_e5m2).eps ** 2 / 2
@@ -80,24 +80,50 @@ def _by_fsdp2(model: nn.Module, batches: list[Tensor], policy: MixedPrecisionPol
     return train_steps(model, model, batches)
 
 
+def _product_in_float32(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Compute what ``_scaled_mm`` computes, up to the order of sums."""
+    return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
+
+
+@contextlib.contextmanager
+def quick_products() -> Iterator[None]:
+    """Compute ``_scaled_mm`` in float32, which is faster on a CPU without fp8 instructions.
+
+    oneDNN's reference takes 0.3 s there for 512 x 64 x 256.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_scaled_mm", _product_in_float32, "CPU")
+        yield
+
+
 def _beside_torchao(
     compiler: str, mp_policy: MixedPrecisionPolicy, size: Size = SIZE
 ) -> list[tuple[str, torch.dtype | None]]:
     """Train next to FSDP2 with torchao; return kind and dtype of each collective of a step."""
     ours = _model(size)
-    batches = [_batch(step, dist.get_rank()) for step in range(5)]
+    batches = [_batch(step, dist.get_rank()) for step in range(3)]
     compiled = compile_sharded(
         ours, compiler=compiler, mp_policy=mp_policy, fp8=graphshard.Float8Policy()
     )
-    trained = train_steps(compiled, ours, batches)
-    expected = _by_fsdp2(_convert(_model(size)), batches, mp_policy)
-    if compiler == "aot_eager":
-        assert_equal(trained, expected)
-    else:  # fused kernels round differently, which may move a value by one step of fp8
-        in_float32 = _by_fsdp2(_model(size), batches, MixedPrecisionPolicy())
-        assert_trained_alike(trained, expected, in_float32)
-    recording.clear()
-    compiled(batches[0]).backward()
+    with quick_products():
+        trained = train_steps(compiled, ours, batches)
+        expected = _by_fsdp2(_convert(_model(size)), batches, mp_policy)
+        if compiler == "aot_eager":
+            assert_equal(trained, expected)
+        else:  # fused kernels round differently, which may move a value by one step of fp8
+            in_float32 = _by_fsdp2(_model(size), batches, MixedPrecisionPolicy())
+            assert_trained_alike(trained, expected, in_float32)
+        recording.clear()
+        compiled(batches[0]).backward()
     return [(event.kind, event.dtype) for event in recording.collectives()]
 
 
@@ -152,31 +178,6 @@ def test_gradients_have_the_direction_of_float32_gradients(world: int, recipe: s
     assert min(ranks.run(world, _cosines, recipe)[0]) > MIN_COSINE
 
 
-def _product_in_float32(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None = None,
-    scale_result: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = False,
-) -> Tensor:
-    """Compute what ``_scaled_mm`` computes, up to the order of sums."""
-    return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
-
-
-@contextlib.contextmanager
-def quick_products() -> Iterator[None]:
-    """Compute ``_scaled_mm`` in float32, which is faster on a CPU without fp8 instructions.
-
-    oneDNN's reference takes 0.3 s there for 512 x 64 x 256.
-    """
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_scaled_mm", _product_in_float32, "CPU")
-        yield
-
-
 def _loss(fp8: graphshard.Float8Policy | None) -> float:
     """Train the demo's model; return the mean loss of the last 10 of 200 steps on real text."""
     size = Size(layers=2, heads=2, dim=64, context=64, batch=8, steps=200)
@@ -211,7 +212,7 @@ def test_loss_after_training_is_close_to_bfloat16() -> None:
 
 
 def _bytes_in_fp8_and_float32() -> tuple[int, int]:
-    size = Size(layers=4, heads=2, dim=256, context=32, batch=1, steps=0)
+    size = Size(layers=1, heads=2, dim=1024, context=32, batch=1, steps=0)
     with quick_products():
         _, in_fp8 = _gradients(size, fp8=graphshard.Float8Policy(), mp_policy=BF16)
     return in_fp8, _gradients(size)[1]
@@ -266,8 +267,8 @@ def test_values_and_scales_match_the_unsharded_weight(
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @on_ranks(2)
 def test_model_converted_by_torchao_trains(compiler: str) -> None:
-    size = SHALLOW if compiler == "inductor" else SIZE
-    ours, theirs, exact = _convert(_model(size)), _convert(_model(size)), _model(size)
+    theirs, exact = _convert(_model(SHALLOW)), _model(SHALLOW)
+    ours = copy.deepcopy(theirs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled = compile_sharded(ours, compiler=compiler)
@@ -362,7 +363,7 @@ def _dynamic() -> list[float]:
             world_mesh(), compiler="aot_eager", fp8=graphshard.Float8Policy()
         )
         compiled = torch.compile(model, backend=backend, dynamic=dynamic)
-        for rows in (16, 24, 40, 0):
+        for rows in (16, 24, 0):
             loss = compiled(torch.randn(rows, 32, generator=generator(rows))).square().sum()
             loss.backward()
             losses.append(float(loss))
@@ -371,4 +372,4 @@ def _dynamic() -> list[float]:
 
 def test_dynamic_and_static_graphs_agree() -> None:
     for losses in ranks.run(2, _dynamic):
-        assert losses[:4] == losses[4:] and losses[3] == 0.0 < losses[0]
+        assert losses[:3] == losses[3:] and losses[2] == 0.0 < losses[0]
