@@ -7,6 +7,7 @@ Functions that take a ``Recorder`` run in a process that simulates a GPU
 from __future__ import annotations
 
 import dataclasses
+import functools
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from graphshard._torch.tensors import new_fake_mode
 from graphshard.check.gpus import GPUS, CompiledKernel, compile_kernels, has_float8
 from graphshard.check.recorder import Recorder
 from graphshard.check.step import (
-    MakeModel,
     Recording,
     SimulatedRank,
     Step,
@@ -190,29 +190,43 @@ def run(
     return [_run(recorder, case, targets) for case in cases]
 
 
-def record_unsharded(
+def _make(model: str, change: Callable[[nn.Module], None] | None) -> models.Made:
+    made: models.Made = getattr(models, model)()
+    if change is not None:
+        change(made[0])
+    return made
+
+
+@functools.cache  # one for all strategies that change none of it
+def _record_unsharded(
     recorder: Recorder,
-    make_model: MakeModel,
+    model: str,
+    change: Callable[[nn.Module], None] | None,
     dtype: torch.dtype,
-    *,
-    step: Step = forward_backward,
-    dynamic: bool | None = None,
+    step: Step,
+    dynamic: bool | None,
 ) -> Recording:
     """Train a model with plain ``torch.compile`` for a few steps and record the last one.
 
     Args:
-        dtype: default dtype while ``make_model`` is called.
+        dtype: default dtype while the model is made.
     """
     recorder.clear()
     fake, before = new_fake_mode(), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with fake, torch.device("cuda:0"):
-            model, inputs = make_model()
+            made, inputs = _make(model, change)
     finally:
         torch.set_default_dtype(before)
-    train(recorder, fake, model, torch.compile(model, dynamic=dynamic), inputs, step)
+    train(recorder, fake, made, torch.compile(made, dynamic=dynamic), inputs, step)
     return collect_recording(recorder)
+
+
+@functools.cache  # cases share most of their kernels
+def _compile(kernel: tuple[str, str], gpu: str) -> CompiledKernel:
+    (compiled,) = compile_kernels([kernel], GPUS[gpu])
+    return compiled
 
 
 def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
@@ -222,26 +236,23 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
     options = {"mp_policy": BF16, **strategy.options}
     schedule = graphshard.SchedulePolicy(hardware=DEVICE, memory_budget_gb=case.budget_gb)
 
-    def make_model() -> models.Made:
-        made: models.Made = getattr(models, case.model)()
-        if strategy.change is not None:
-            strategy.change(made[0])
-        return made
-
-    how: Any = {"step": strategy.step, "dynamic": strategy.dynamic}
+    make_model = functools.partial(_make, case.model, strategy.change)
+    step, dynamic, dtype = strategy.step, strategy.dynamic, strategy.dtype
     unsharded = fsdp2 = None
     cluster = SimulatedRank(mesh, case.rank)
     try:
         if case.strategy != OFFLOADED and _is_of_fsdp2(strategy):
-            fsdp2 = record_fsdp2(recorder, make_model, cluster, options, strategy.step)
+            fsdp2 = record_fsdp2(recorder, make_model, cluster, options, step)
         options["schedule"] = schedule
-        recording = record_steps(recorder, make_model, cluster, options, **how)
-        if strategy.dtype is not None:
-            unsharded = record_unsharded(recorder, make_model, strategy.dtype, **how)
+        recording = record_steps(recorder, make_model, cluster, options, step=step, dynamic=dynamic)
+        if dtype is not None:
+            unsharded = _record_unsharded(
+                recorder, case.model, strategy.change, dtype, step, dynamic
+            )
     except Exception:
         return Outcome(None, traceback.format_exc())
     able = [name for name in targets if "fp8" not in options or has_float8(GPUS[name])]
-    kernels = {name: compile_kernels(recording.kernels, GPUS[name]) for name in able}
+    kernels = {name: [_compile(k, name) for k in set(recording.kernels)] for name in able}
     return Outcome(recording, unsharded=unsharded, fsdp2=fsdp2, kernels=kernels)
 
 

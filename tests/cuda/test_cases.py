@@ -25,7 +25,7 @@ from graphshard.check.races import find_races
 from graphshard.check.step import Recording
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.plan import Plan
-from tests.cuda.cases import DEVICE, NUM_CASES, Case, Outcome
+from tests.cuda.cases import DEVICE, Case, Outcome
 
 
 def is_skipped(obstacle: str, environment: Mapping[str, str]) -> bool:
@@ -38,7 +38,7 @@ skip_without_stand_ins = pytest.mark.skipif(
 )
 pytestmark = [
     skip_without_stand_ins,
-    pytest.mark.timeout(600),  # the first test waits for all cases of its process
+    pytest.mark.timeout(600),  # the first test waits for all cases
 ]
 CASES = [
     *(Case("gpt", strategy) for strategy in ("ZeRO-3", "fp8 rowwise", "CPU offload")),
@@ -50,15 +50,13 @@ CASES = [
 
 
 @functools.cache
-def _outcomes(chunk: int) -> list[Outcome]:
-    cases = CASES[chunk * NUM_CASES : (chunk + 1) * NUM_CASES]
-    outcomes: list[Outcome] = call("tests.cuda.cases:run", DEVICE, cases, (DEVICE,))
+def _outcomes() -> list[Outcome]:
+    outcomes: list[Outcome] = call("tests.cuda.cases:run", DEVICE, CASES, (DEVICE,))
     return outcomes
 
 
 def _outcome(case: Case) -> Outcome:
-    chunk, number = divmod(CASES.index(case), NUM_CASES)
-    return _outcomes(chunk)[number]
+    return _outcomes()[CASES.index(case)]
 
 
 def recording_of(case: Case) -> Recording:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from graphshard.__main__ import main
+from graphshard.check import cli
+from graphshard.check.process import CheckError, Failure, call, describe_failure
+from graphshard.check.report import Report, Target, check
 from tests.cuda.test_cases import skip_without_stand_ins
 
 pytestmark = [skip_without_stand_ins, pytest.mark.timeout(300)]
@@ -191,11 +199,76 @@ def wants_cuda_graphs():
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "script.py"
+# Functions of the script that are checked in one process, which takes seconds to start.
+RUN = (
+    "attention_has_a_learned_bias",
+    "breaks",
+    "copies_in_a_graph",
+    "copies_to_the_host",
+    "makes_a_constant",
+    "reads_too_early",
+    "waits_between_graphs",
+    "waits_between_layers",
+    "waits_in_a_graph",
+)
+ERRORS = {
+    "no_model": "ValueError: no_model returned int: must be (model, inputs)",
+    "reads_a_value": "the model reads a value of a tensor (aten._local_scalar_dense.default)",
+    "branches_in_a_graph": "the model reads a value of a tensor (aten._local_scalar_dense",
+    "takes_some_rows": "the size of a tensor depends on values (aten.nonzero.default)",
+    "inputs_are_elsewhere": "found at least two devices, cuda:0 and cpu",
+    "nothing_is_trained": "the loss depends on no parameter that requires a gradient",
+    "returns_nothing": "the model returned NoneType without a tensor",
+    "nothing": "has no function 'nothing'; it has ",
+    "shapes_do_not_fit": "RuntimeError: a and b must have same reduction dim",
+    "looks_at_type": "calls sigmoid where the plain model calls relu",
+    "options_are_wrong": "ValueError: reshard_after_forward",
+    "file_is_missing": "FileNotFoundError: [Errno 2] No such file or directory",
+    "leaves": "the script ended the process: sys.exit(0)",
+}
+
+
+def check_all(recorder: Any, script: str) -> dict[str, Report | Failure]:
+    """Check the functions in ``RUN`` and ``ERRORS``, the latter with GRAPHSHARD_CHECK=1."""
+    found: dict[str, Report | Failure] = {}
+    for function in (*RUN, *ERRORS):
+        checks = mock.patch.dict(os.environ, {"GRAPHSHARD_CHECK": str(int(function in ERRORS))})
+        with checks, torch._dynamo.config.patch(capture_scalar_outputs=False):  # which one sets
+            try:
+                found[function] = check(recorder, Target(script, function, "H100", 8))
+            except (Exception, SystemExit) as error:
+                found[function] = describe_failure(error)
+    return found
+
+
+@functools.cache
+def _found(script: str) -> dict[str, Report | Failure]:
+    found: dict[str, Report | Failure] = call("tests.cuda.test_command:check_all", "H100", script)
+    return found
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("scripts") / "script.py"
     path.write_text(SCRIPT)
     return str(path)
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the command take its answers from ``check_all``."""
+
+    def answer(function: str, device: str, target: Target, timeout_s: float) -> Report:
+        assert (device, target.world, target.replicas, target.rank) == ("H100", 8, 1, 0)
+        found = _found(target.script)[target.function]
+        if isinstance(found, Failure):
+            raise CheckError(found)
+        return found
+
+    monkeypatch.setattr(cli, "call", answer)
+
+
+in_one_process = pytest.mark.usefixtures("one_process")
 
 
 def test_report_on_model_that_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,6 +283,7 @@ def test_report_on_model_that_runs(script: str, capsys: pytest.CaptureFixture[st
     assert "order        as planned" in text and "reduce_scatter" in text
 
 
+@in_one_process
 def test_parameter_within_flex_attention_is_sharded(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,11 +300,13 @@ def test_model_that_needs_too_much_memory_fails(
     assert "out of memory: a step needs" in capsys.readouterr().out
 
 
+@in_one_process
 def test_waits_of_the_host_are_counted(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:copies_to_the_host"]) == 0
     assert "waits 2 times, for aten.copy_" in capsys.readouterr().out
 
 
+@in_one_process
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -249,6 +325,7 @@ def test_copies_to_the_host_with_and_without_waits(
     assert status == int(function == "reads_too_early"), text
 
 
+@in_one_process
 def test_host_wait_in_graph_does_not_keep_more_parameters(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,6 +337,7 @@ def test_host_wait_in_graph_does_not_keep_more_parameters(
     assert "all_gather      2 -> " in backward and "inference 0/0" not in backward
 
 
+@in_one_process
 def test_each_of_two_graphs_is_compared_with_its_plan(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,38 +351,17 @@ def test_each_of_two_graphs_is_compared_with_its_plan(
         assert float(needed) == pytest.approx(float(planned), rel=0.02, abs=0.01)
 
 
+@in_one_process
 def test_model_that_makes_a_constant_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:makes_a_constant"]) == 0
     assert "errors       none" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("function", "error"),
-    [
-        ("no_model", "ValueError: no_model returned int: must be (model, inputs)"),
-        ("reads_a_value", "the model reads a value of a tensor (aten._local_scalar_dense.default)"),
-        ("branches_in_a_graph", "the model reads a value of a tensor (aten._local_scalar_dense"),
-        ("takes_some_rows", "the size of a tensor depends on values (aten.nonzero.default)"),
-        ("inputs_are_elsewhere", "found at least two devices, cuda:0 and cpu"),
-        ("nothing_is_trained", "the loss depends on no parameter that requires a gradient"),
-        ("returns_nothing", "the model returned NoneType without a tensor"),
-        ("nothing", "has no function 'nothing'; it has "),
-        ("shapes_do_not_fit", "RuntimeError: a and b must have same reduction dim"),
-        ("looks_at_type", "calls sigmoid where the plain model calls relu"),
-        ("options_are_wrong", "ValueError: reshard_after_forward"),
-        ("file_is_missing", "FileNotFoundError: [Errno 2] No such file or directory"),
-        ("leaves", "the script ended the process: sys.exit(0)"),
-        ("dies", "the process ended with exit status 0"),
-    ],
-)
+@in_one_process
+@pytest.mark.parametrize(("function", "error"), ERRORS.items())
 def test_error_of_a_failing_script_is_reported(
-    script: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    function: str,
-    error: str,
+    script: str, capsys: pytest.CaptureFixture[str], function: str, error: str
 ) -> None:
-    monkeypatch.setenv("GRAPHSHARD_CHECK", "1")
     assert main(["check", f"{script}:{function}"]) == 1
     text = capsys.readouterr().out
     assert text.startswith("error  ") and error in text.splitlines()[0], text
@@ -333,9 +390,16 @@ def test_script_with_a_syntax_error_is_reported(
     assert f"{script}:1: def f(:" in text
 
 
+def test_script_that_ends_its_process_is_reported(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{script}:dies"]) == 1
+    assert "error  the process ended with exit status 0" in capsys.readouterr().out
+
+
 def test_script_that_hangs_is_stopped(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", f"{script}:hangs", "--timeout", "12"]) == 1
-    assert "error  the check did not finish within 12 s" in capsys.readouterr().out
+    assert main(["check", f"{script}:hangs", "--timeout", "8"]) == 1
+    assert "error  the check did not finish within 8 s" in capsys.readouterr().out
 
 
 def test_warning_about_cuda_graphs_is_shown(
