@@ -266,8 +266,32 @@ def _is_of_fsdp2(strategy: Strategy) -> bool:
     return options.keys() <= OF_FSDP2 and not has_number and step is not _accumulates
 
 
-def compile_planted(recorder: Recorder, name: str, source: str) -> list[str]:
-    """Return the errors of a kernel: unchanged, with a wrong name, and without shared memory."""
+@dataclass(frozen=True)
+class Planted:
+    """Results of operators and of a kernel, some of them with a planted fault.
+
+    Attributes:
+        kernel_errors: errors of a kernel unchanged, with a wrong name, and without shared memory.
+        product_errors: errors of four fp8 products, of which cuBLASLt accepts the first. The others
+            have a row-major second matrix, an inner size that is not a multiple of 16, and a first
+            matrix at an offset of 8 bytes.
+        channels_last: whether outputs of convolutions have channels last, for contiguous images and
+            weight, for images with channels last, and for a weight with channels last.
+    """
+
+    kernel_errors: list[str]
+    product_errors: list[str]
+    channels_last: list[bool]
+
+
+def plant(recorder: Recorder, name: str, source: str) -> Planted:
+    """Run what ``Planted`` describes, with a kernel given by name and source."""
+    products = ((32, True, 0), (32, False, 0), (24, True, 0), (32, True, 8))
+    errors = [_error_of_product(*product) for product in products]
+    return Planted(_compile_planted(name, source), errors, _convolve())
+
+
+def _compile_planted(name: str, source: str) -> list[str]:
     gpu = GPUS[DEVICE]
     poor = dataclasses.replace(gpu, shared_memory_per_block_optin=-1)
     wrong = source.replace("tl.load(", "tl.lode(")
@@ -275,12 +299,7 @@ def compile_planted(recorder: Recorder, name: str, source: str) -> list[str]:
     return [compile_kernels([(name, text)], where)[0].error for text, where in tried]
 
 
-def convolve(recorder: Recorder) -> list[bool]:
-    """Return whether outputs of convolutions have channels last.
-
-    The cases are contiguous images and weight, images with channels last, and a weight with
-    channels last.
-    """
+def _convolve() -> list[bool]:
     last = torch.channels_last
     with new_fake_mode(), torch.device("cuda:0"):
         images, weight = torch.empty(2, 8, 4, 4), torch.empty(8, 8, 3, 3)
@@ -290,16 +309,6 @@ def convolve(recorder: Recorder) -> list[bool]:
             torch.conv2d(images, weight.to(memory_format=last)),
         ]
     return [result.is_contiguous(memory_format=last) for result in results]
-
-
-def multiply_planted(recorder: Recorder) -> list[str]:
-    """Return the errors of four fp8 products.
-
-    The first is one that cuBLASLt accepts. The others have a row-major second matrix, an inner size
-    that is not a multiple of 16, and a first matrix at an offset of 8 bytes.
-    """
-    planted = ((32, True, 0), (32, False, 0), (24, True, 0), (32, True, 8))
-    return [_error_of_product(*case) for case in planted]
 
 
 def _error_of_product(inner: int, turned: bool, offset: int) -> str:

@@ -30,7 +30,7 @@ from graphshard.check.recorder import COMPUTE
 from graphshard.check.step import Recording
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.plan import Plan
-from tests.cuda.cases import DEVICE, Case, Outcome
+from tests.cuda.cases import DEVICE, Case, Outcome, Planted
 
 
 def is_skipped(obstacle: str, environment: Mapping[str, str]) -> bool:
@@ -220,14 +220,20 @@ def test_early_wait_is_an_order_fault() -> None:
     assert order_differences(recording.plans, dataclasses.replace(run, order=run.order[:-1]))
 
 
-def test_kernels_that_a_gpu_refuses_have_errors() -> None:
+@functools.cache
+def _planted() -> Planted:
     kernel = recording_of(Case("gpt", "ZeRO-3")).kernels[0]
-    fine, wrong, poor = call("tests.cuda.cases:compile_planted", DEVICE, *kernel)
+    planted: Planted = call("tests.cuda.cases:plant", DEVICE, *kernel)
+    return planted
+
+
+def test_kernels_that_a_gpu_refuses_have_errors() -> None:
+    fine, wrong, poor = _planted().kernel_errors
     assert not fine and "lode" in wrong and "bytes of shared memory" in poor
 
 
 def test_fp8_products_that_cublaslt_refuses_raise() -> None:
-    fine, row_major, odd, shifted = call("tests.cuda.cases:multiply_planted", DEVICE)
+    fine, row_major, odd, shifted = _planted().product_errors
     assert not fine
     assert "mat2 must be col_major" in row_major
     assert "16" in odd, odd
@@ -235,7 +241,7 @@ def test_fp8_products_that_cublaslt_refuses_raise() -> None:
 
 
 def test_convolutions_return_cudnn_layout() -> None:
-    assert call("tests.cuda.cases:convolve", DEVICE) == [False, True, True]
+    assert _planted().channels_last == [False, True, True]
 
 
 def _fallen_apart(action: Action) -> Action:
@@ -292,4 +298,4 @@ def test_unknown_torch_version_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -
     assert "install torch 1.0" in reason
     assert is_skipped(reason, {}) and not is_skipped(reason, {"CI": "1"})
     with pytest.raises(RuntimeError, match=r"install torch 1\.0"):
-        call("tests.cuda.cases:multiply_planted", DEVICE)
+        call("tests.cuda.cases:plant", DEVICE)
