@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,10 +148,14 @@ class _Grower:
     size: int
     progress: Progress
 
+    def __post_init__(self) -> None:
+        # Depth, width and batch grow from the same model, which is traced once.
+        self._steps = functools.cache(self._trace)
+
     def by_depth(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the deepest model of the same width."""
         # Shallow copies determine any number of layers, so deeper models need no trace.
-        step_at = self._steps(self.make_workload(1.0, self.size))
+        step_at = self._steps(1.0, self.size)
         for strategy in strategies(self.cluster):
 
             def memory_at(num_layers: int, strategy: str = strategy) -> int:
@@ -196,13 +201,15 @@ class _Grower:
     def _scaled(self, factor: float) -> tuple[str, TracedStep]:
         workload = self.make_workload(factor, self.size)
         layers = workload.num_layers or 0
-        return f"{workload.name}, {layers} layers", self._steps(workload)(layers)
+        return f"{workload.name}, {layers} layers", self._steps(factor, self.size)(layers)
 
     def _with_batch(self, size: int) -> tuple[str, TracedStep]:
         workload = self.make_workload(1.0, size)
-        return f"{size} samples", self._steps(workload)(workload.num_layers or 0)
+        return f"{size} samples", self._steps(1.0, size)(workload.num_layers or 0)
 
-    def _steps(self, workload: Workload) -> Callable[[int], TracedStep]:
+    def _trace(self, factor: float, size: int) -> Callable[[int], TracedStep]:
+        """Return a function from a number of layers to the step."""
+        workload = self.make_workload(factor, size)
         self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
         deep = Depth.at((LEAST_PERIODS + 2) * workload.period, self.recipe)
         copies = trace_copies(workload, deep, self.recipe, self.cluster)
