@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from graphshard.__main__ import main
 
-LLAMA = (
-    "llama:hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2,"
-    "vocab_size=96,num_hidden_layers=6"
-)
+
+def _llama(layers: int) -> str:
+    sizes = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2"
+    return f"llama:{sizes},vocab_size=96,num_hidden_layers={layers}"
+
+
+LLAMA = _llama(1)
 
 
 def _plan(*arguments: str) -> int:
     return main(["plan", *arguments])
 
 
-def test_text_json_and_page_have_the_same_numbers(tmp_path: Path) -> None:
-    """Runs the command in its own process."""
+def test_text_json_and_page_have_the_same_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     numbers, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    command = [sys.executable, "-m", "graphshard", "plan", LLAMA, "--gpus", "16", "--batch", "2x32"]
     files = ["--json", str(numbers), "--html", str(page)]
-    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    assert _plan(_llama(5), "--gpus", "16", "--batch", "2x32", *files) == 0
+    out = capsys.readouterr().out
     found = json.loads(numbers.read_text())
-    assert f"{found['time']['step_us'] / 1e3:,.1f} ms" in done.stdout
-    assert "3 and 4 layers were traced" in done.stdout
+    assert f"{found['time']['step_us'] / 1e3:,.1f} ms" in out
+    assert "3 and 4 layers were traced" in out
     assert found["memory"]["fits"] and found["tokens"] == 16 * 2 * 32
     kinds = ("parameters", "gradients", "optimizer", "activations", "gathered", "reducing")
     memory = found["memory"]
@@ -112,11 +113,11 @@ def test_search_finds_the_fastest_recipe_that_fits(capsys: pytest.CaptureFixture
 
 def test_largest_lists_models_that_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["--gpus", "2", "--batch", "1x16384", "--device", "A100-40GB"]
-    assert _plan(LLAMA, *arguments) == 0
+    assert _plan(_llama(3), *arguments) == 0
     needed = float(re.findall(r"^peak memory +([\d.]+) of", capsys.readouterr().out, re.M)[0])
     page = tmp_path / "largest.html"
     limit = ["--memory", f"{needed + 0.1:.1f}GB"]
-    assert _plan(LLAMA, *arguments, *limit, "--largest", "--html", str(page)) == 0
+    assert _plan(_llama(3), *arguments, *limit, "--largest", "--html", str(page)) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     # "layers" is also the first word of "layers and width".
     assert {row[0] for row in rows} == {"layers", "samples"}

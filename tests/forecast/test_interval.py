@@ -64,7 +64,7 @@ def test_an_interval_covers_nine_of_ten_and_the_median(ratios: list[float]) -> N
 
 
 def test_a_forecast_has_the_interval_of_the_source_of_its_rates() -> None:
-    traced = trace_stack(3, Recipe())
+    traced = trace_stack(1, Recipe())
     for source in (DATASHEET, CALIBRATED):
         machine = cluster(dataclasses.replace(HARDWARE["H100"], source=source), 8)
         found = make_forecast(traced, Recipe(), machine, model="stack", tokens=64)

@@ -29,7 +29,7 @@ RECIPES = (
 
 def _make() -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     ids = torch.zeros((2, 512), dtype=torch.int64)
-    return Llama(LlamaSizes(256, 3, 4, 2, 896, recompute=False, vocab=2048)), (ids, ids)
+    return Llama(LlamaSizes(256, 2, 4, 2, 896, recompute=False, vocab=2048)), (ids, ids)
 
 
 def peaks(recorder: Any) -> list[int]:
