@@ -96,8 +96,7 @@ class GraphCall:
     """One call of a graph.
 
     Attributes:
-        order: sequence of launches and waits: ``i`` for launch ``i``, ``~i`` for the first wait for
-            it.
+        order: launches and waits, as ``i`` for launch ``i`` and ``~i`` for the first wait for it.
         arguments: blocks of the arguments.
         actions: range of the call's actions, as (start, stop).
     """

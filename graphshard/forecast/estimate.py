@@ -1,8 +1,7 @@
 """Predict the time and peak memory of a planned step, corrected by the errors of past forecasts.
 
-A graph's plan counts the memory that the graph keeps alive. This module adds the rank's other
-memory: shards that the graph does not take, optimizer state, buffers and gradients of earlier
-microbatches.
+A graph's plan counts the memory that the graph keeps alive. This module adds other memory of the
+rank: shards that the graph does not take, optimizer state, buffers and earlier gradients.
 """
 
 from __future__ import annotations

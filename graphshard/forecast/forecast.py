@@ -55,8 +55,7 @@ class Forecast:
         graphs: problem, buckets and input shard size of each graph.
         held: memory that a rank holds between graphs.
         notes: assumptions of the forecast.
-        recomputed: layers that backward recomputes, as in "model.layers[:3]"; empty for all or
-            none.
+        recomputed: layers of partial recomputation, as in "model.layers[:3]"; otherwise empty.
     """
 
     model: str

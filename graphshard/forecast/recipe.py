@@ -158,8 +158,7 @@ class Recipe:
 
         Args:
             memory_budget_gb: memory budget of a graph, if any.
-            recomputed: slices of layers from ``workload.recomputed_layers``, for partial
-                recomputation.
+            recomputed: result of ``workload.recomputed_layers``, for partial recomputation.
         """
         replicas, shards = self.ranks(num_gpus)
         is_2d = replicas > 1
