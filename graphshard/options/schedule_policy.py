@@ -52,7 +52,7 @@ class SchedulePolicy:
             exposed gathers, or all); and, on a GPU, offloading activations or not. A
             ``reshard_after_forward`` in ``overrides``, or with a number of ranks, still applies.
             The first rank chooses for all ranks; a rank with a larger batch, or a later graph,
-            saves fewer activations if it is over budget. ``Backend.summary()`` shows all candidates.
+            saves fewer activations if over budget. ``Backend.summary()`` shows all candidates.
         node_cost: function that takes a node of a graph and returns its time in microseconds, or
             None to use the cost model. Graphs are then not cached.
 
