@@ -82,7 +82,7 @@ def test_a_model_of_a_script_on_hardware_from_a_file(
         (["gpt2", "--batch", "1x2048"], "gpt2 has only 1024 positions for 2048 tokens"),
         ([LLAMA, "--batch", "1x8", "--budget", "0.00001GB"], "parameters and optimizer alone"),
         ([LLAMA, "--batch", "1x8", "--recompute", "2"], "recompute=2.0: must be a number from 0"),
-        (["--recompute", LLAMA], "must be a number from 0 to 1, or omitted; put MODEL before"),
+        (["--recompute", LLAMA], "must be a number from 0 to 1 or omitted; put MODEL before"),
         (
             [LLAMA, "--batch", "1x8", "--recompute", "0.5", "--largest"],
             "recompute all layers (1) or none",
