@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .forecast.plan import plan as plan
     from .options.float8_policy import Float8Policy as Float8Policy
     from .options.schedule_policy import SchedulePolicy as SchedulePolicy
+    from .params.clip_grad import clip_grad_norm_ as clip_grad_norm_
     from .params.grad_sync import no_sync as no_sync
     from .params.grad_sync import set_gradient_divide_factor as set_gradient_divide_factor
     from .params.grad_sync import set_requires_all_reduce as set_requires_all_reduce
@@ -44,6 +45,7 @@ _MODULES = {
     "MemoryReport": "params.memory_report",
     "SchedulePolicy": "options.schedule_policy",
     "backend": "dynamo_backend",
+    "clip_grad_norm_": "params.clip_grad",
     "cluster": "forecast.cluster",
     "full_state_dict": "params.state_dict",
     "load_compiled": "pipeline.cache_files",

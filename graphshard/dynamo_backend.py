@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from ._torch.aot_graphs import flat_inputs
 from ._torch.as_parameter import trace_tables_by_attribute
+from ._torch.distributed import process_group
 from ._torch.dynamo import (
     Trace,
     freed_on_reset,
@@ -127,6 +128,7 @@ class Backend:
             shards=[value for value, param in zip(inputs, params) if param],
             groups=list(dict.fromkeys(spec.groups.all_ranks for spec in specs)),
             marker_groups=sorted({name for spec in specs for name in spec.group_names()}),
+            tp_groups=sorted(set(filter(None, (spec.groups.tp_ranks for spec in specs)))),
             inductor_options=inductor_options,
             regathered=self.options.with_own_reshard(fqns),
         )
@@ -150,7 +152,7 @@ class Backend:
         return run
 
     def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:
-        writer = self._dump_writer()
+        writer = self._dump_writer(traced.groups)
         self._num_compiles += 1
         return compile_traced(traced, settings, self._consensus, writer)
 
@@ -222,10 +224,12 @@ class Backend:
         tried = dict.fromkeys(graph.tried for graph in self._graphs if graph.tried)
         return "\n\n\n".join([tables, *tried, *filter(None, self._padding)])
 
-    def _dump_writer(self) -> DumpWriter:
-        # Only the mesh's first rank writes files.
+    def _dump_writer(self, groups: Sequence[str]) -> DumpWriter:
+        # Only the first of all ranks that have the graph writes files.
         mesh, rank = self.options.mesh, dist.get_rank() if dist.is_initialized() else 0
         first_rank = 0 if mesh is None else int(mesh.mesh.min())
+        if groups:
+            first_rank = min(dist.get_process_group_ranks(process_group(groups[0])))
         folder = self.options.dump if rank == first_rank else None
         return DumpWriter(folder, self._num_compiles, since_s=self._made_at_s)
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def local_tensor(dtensor: DTensor) -> torch.Tensor:
@@ -36,6 +37,33 @@ def dtensor_of(
     # ``DTensor.from_local`` would move an offloaded local tensor to the mesh's device.
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+
+
+def rows_of_parts(num_parts: int) -> Placement:
+    """Return the placement that splits the rows of each of ``num_parts`` row blocks of a tensor."""
+    # As FSDP2 places parameters that tensor parallelism has split by rows (_fsdp_param.py).
+    return Shard(0) if num_parts == 1 else _StridedShard(0, split_factor=num_parts)
+
+
+def has_root_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Return whether two meshes are slices of the same mesh."""
+    return mesh._get_root_mesh() == other._get_root_mesh()
+
+
+def concatenated(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that has the axes of ``mesh``, then those of ``other``, as FSDP2's.
+
+    Raises:
+        RuntimeError: the meshes overlap, or are slices of different meshes.
+    """
+    return DeviceMesh._concatenate([mesh, other])
+
+
+def is_from_local(target: object) -> bool:
+    """Return whether a node with this target is ``DTensor.from_local`` in a graph of Dynamo."""
+    # torch/_dynamo/variables: ``torch.py`` in 2.11 and ``distributed.py`` in 2.13 name the function
+    # that they put into the graph.
+    return getattr(target, "__name__", "") in ("from_local", "prim_from_local")
 
 
 def replace_data(dtensor: DTensor, new: DTensor) -> None:

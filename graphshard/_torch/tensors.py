@@ -14,9 +14,12 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
+
+from .dtensor import local_tensor
 
 __all__ = [
     "HigherOrderOperator",
@@ -67,6 +70,8 @@ def _reject(record: logging.LogRecord) -> bool:
 def traced_storage(node: fx.Node) -> int | None:
     """Return the ID of the storage of a node's value in the trace, or None for non-tensors."""
     value = traced_value(node)
+    if isinstance(value, DTensor):
+        value = local_tensor(value)
     return storage_of(value) if isinstance(value, FakeTensor) else None
 
 

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .._torch.dtensor import has_root_of
 from .._torch.instances import live_instances
 from .._torch.nn import ddp_parameters, has_forward, parameters_if_initialized, parameters_of
 from .._torch.tensors import is_traceable_wrapper_subclass, storage_of
@@ -103,6 +105,23 @@ def instances_of(kind: type[_T]) -> Iterator[_T]:
     yield from frozen.values()
 
 
+def find_groups(root: nn.Module, mesh: DeviceMesh, ignored: frozenset[nn.Parameter]) -> MeshGroups:
+    """Return the groups of ``mesh`` and of the mesh of the parameters that are DTensors already.
+
+    The latter is left out if it does not fit, which :func:`find_error` reports.
+    """
+    for param in root.parameters():
+        if (sharded := sharded_param_of(param)) is not None:
+            tp_mesh = sharded.spec.groups.tp_mesh
+        else:
+            tp_mesh = param.device_mesh if isinstance(param, DTensor) else None
+        if tp_mesh is None or param in ignored:
+            continue
+        if _tp_mesh_error(tp_mesh, mesh) is None:
+            return MeshGroups(mesh, tp_mesh)
+    return MeshGroups(mesh)
+
+
 def find_reduced_by_ddp() -> set[nn.Parameter]:
     """Return the parameters whose gradients a live ``DistributedDataParallel`` reduces."""
     return {param for ddp in instances_of(DistributedDataParallel) for param in ddp_parameters(ddp)}
@@ -114,7 +133,7 @@ def find_reduced_by_ddp() -> set[nn.Parameter]:
 def find_error(
     root: nn.Module,
     plain_params: Sequence[PlainParam],
-    mesh: DeviceMesh,
+    groups: MeshGroups,
     options: Options,
     *,
     allow_meta: bool,
@@ -122,14 +141,15 @@ def find_error(
     """Return the first error that prevents this rank from sharding ``root``, or None."""
     return (
         _module_error(root)
+        or _buffer_error(root)
         or _holder_class_error(root, plain_params)
-        or _parameter_error(plain_params, allow_meta)
+        or _parameter_error(plain_params, groups, allow_meta)
         or shared_memory_error(root, plain_params)
         or _optimizer_error(plain_params)
         or _ddp_error(plain_params)
         or _override_error(root, plain_params, options)
-        or _resolve_specs(plain_params, mesh, options)  # sets the spec of each
-        or _fp8_error(root, plain_params, options, mesh.device_type)
+        or _resolve_specs(plain_params, groups, options)  # sets the spec of each
+        or _fp8_error(root, plain_params, options, groups.mesh.device_type)
     )
 
 
@@ -141,6 +161,13 @@ def _module_error(root: nn.Module) -> str | None:
                 f"module {name or type(root).__name__!r} is already wrapped by "
                 f"{wrapper.__name__}: pass graphshard the plain module"
             )
+    return None
+
+
+def _buffer_error(root: nn.Module) -> str | None:
+    for name, buffer in root.named_buffers():
+        if isinstance(buffer, DTensor):
+            return f"buffer {name!r} is a DTensor: register its local tensor, by to_local()"
     return None
 
 
@@ -156,7 +183,9 @@ def _holder_class_error(root: nn.Module, plain_params: Sequence[PlainParam]) -> 
     return None
 
 
-def _parameter_error(plain_params: Sequence[PlainParam], allow_meta: bool) -> str | None:
+def _parameter_error(
+    plain_params: Sequence[PlainParam], groups: MeshGroups, allow_meta: bool
+) -> str | None:
     all_meta = allow_meta and all(plain.param.is_meta for plain in plain_params)
     for plain in plain_params:
         if any(had_sharded(*holder) for holder in plain.holders):
@@ -165,7 +194,7 @@ def _parameter_error(plain_params: Sequence[PlainParam], allow_meta: bool) -> st
                 + FUNCTIONAL_CALL
             )
         else:
-            error = _tensor_error(plain.param, all_meta)
+            error = _tensor_error(plain.param, groups, all_meta)
         if error is not None:
             return f"parameter {plain.fqn!r} {error}"
     return None
@@ -175,7 +204,9 @@ def _optimizer_error(plain_params: Sequence[PlainParam]) -> str | None:
     for optimizer in instances_of(torch.optim.Optimizer):
         for plain in plain_params:
             state = optimizer.state.get(plain.param, {})
-            if any(isinstance(value, DTensor) for value in state.values()):
+            meshes = {v.device_mesh for v in state.values() if isinstance(v, DTensor)}
+            own = {plain.param.device_mesh} if isinstance(plain.param, DTensor) else set()
+            if meshes - own:
                 return (
                     f"{type(optimizer).__name__} has loaded sharded state for parameter "
                     f"{plain.fqn!r}, which is not sharded yet: call graphshard.shard(model, ...) "
@@ -199,12 +230,13 @@ def _ddp_error(plain_params: Sequence[PlainParam]) -> str | None:
     )
 
 
-def _tensor_error(param: nn.Parameter, all_meta: bool) -> str | None:
+def _tensor_error(param: nn.Parameter, groups: MeshGroups, all_meta: bool) -> str | None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         return "is lazy: run one forward before sharding, or use a module that is not lazy"
     if isinstance(param, DTensor):
-        return f"is already a DTensor with {param.placements}: pass graphshard the plain module"
-    if is_traceable_wrapper_subclass(param.data):
+        if (error := _dtensor_error(param, groups)) is not None:
+            return f"is a DTensor of {param.placements} on {param.device_mesh}, {error}"
+    elif is_traceable_wrapper_subclass(param.data):
         return (
             f"is a {type(param.data).__name__}: only plain tensors can be sharded"
             + _instead_of_subclass(param)
@@ -215,6 +247,39 @@ def _tensor_error(param: nn.Parameter, all_meta: bool) -> str | None:
             "call to_empty() and initialize it before the first step"
         )
     return None
+
+
+def _dtensor_error(param: DTensor, groups: MeshGroups) -> str | None:
+    """Return why a parameter that tensor parallelism has split cannot be sharded, or None."""
+    mesh = param.device_mesh
+    if (error := _tp_mesh_error(mesh, groups.mesh)) is not None:
+        return error
+    if mesh != groups.tp_mesh:
+        return f"and others are on {groups.tp_mesh}: parallelize all of them on one mesh"
+    for placement in param.placements:
+        if type(placement) not in (Shard, Replicate):
+            return "and only Shard and Replicate can be sharded further: redistribute it"
+        if isinstance(placement, Shard) and param.shape[placement.dim] % mesh.size():
+            return (
+                f"and its {param.shape[placement.dim]} slices of dim {placement.dim} are no "
+                f"multiple of {mesh.size()} ranks: pad it, as a vocabulary, or leave it whole"
+            )
+    return None
+
+
+def _tp_mesh_error(tp_mesh: DeviceMesh, mesh: DeviceMesh) -> str | None:
+    """Return why parameters on ``tp_mesh`` cannot be sharded over ``mesh``, or None."""
+    slices = f'slices of one mesh, as in parallelize_module(model, mesh["tp"], plan) and {_DP_MESH}'
+    if not has_root_of(tp_mesh, mesh):
+        return f"and cannot be sharded over {mesh}: both have to be {slices}"
+    if tp_mesh.ndim != 1:
+        return "and only tensor parallelism over one axis is supported"
+    if set(tp_mesh.mesh.tolist()) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
+        return f"which overlaps {mesh}: both have to be different {slices}"
+    return None
+
+
+_DP_MESH = 'graphshard.backend(mesh["dp"])'
 
 
 def _instead_of_subclass(param: nn.Parameter) -> str:
@@ -264,14 +329,13 @@ def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
 
 
 def _resolve_specs(
-    plain_params: Sequence[PlainParam], mesh: DeviceMesh, options: Options
+    plain_params: Sequence[PlainParam], groups: MeshGroups, options: Options
 ) -> str | None:
     """Set the spec of every parameter; return the first error, or None."""
-    groups = MeshGroups(mesh)
     for plain in plain_params:
         try:
             param_options = options.for_parameter(plain.fqns)
-            if problem := _device_error(plain.param.device, mesh, param_options):
+            if problem := _device_error(plain.param.device, groups.mesh, param_options):
                 return f"parameter {plain.fqn!r} {problem}"
             plain.spec = _spec_of(plain, groups, param_options)
         except Exception as error:  # including the user's fp8 filter: all ranks must raise
@@ -290,6 +354,7 @@ def _spec_of(plain: PlainParam, groups: MeshGroups, options: ParamOptions) -> Pa
         float8_recipe=_float8_recipe(plain, options),
         shard=options.shard,
         host_memory=options.host_memory(groups.mesh.device_type),
+        tp_placements=plain.param.placements if isinstance(plain.param, DTensor) else None,
     )
 
 
@@ -307,6 +372,11 @@ def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
     if policy is None or not options.shard or embeds:  # an embedding is a lookup, not a matmul
         return None
     recipe = policy.recipe_for(plain.fqns, plain.param)
+    if recipe is not None and isinstance(plain.param, DTensor):
+        raise ValueError(
+            f"fp8 of a DTensor of {plain.param.placements} is not supported: exclude it by "
+            'overrides={glob: {"fp8": None}} or by fp8.filter_fn'
+        )
     if recipe is not None:
         check_fp8(policy, options.mp_policy.param_dtype)
     return recipe

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
+from .._torch.dtensor import is_from_local
 from .._torch.dynamo import capture_graph, set_grad_enabled
 from .._torch.tensors import HigherOrderOperator
 from ..errors import BackendError
@@ -119,7 +120,8 @@ def _trace_of(gm: fx.GraphModule, fqns: Sequence[str | None]) -> tuple[_Step, ..
 
 def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
     for node in gm.graph.nodes:
-        if node.target in UNSHARD_MARKERS:  # the plain graph has the parameter itself
+        # The plain graph has the parameter itself.
+        if node.target in UNSHARD_MARKERS or _wraps_parameter(node, labels):
             labels[node] = labels[node.args[0]]
         elif node.op == "get_attr":
             labels[node] = ("attribute",)
@@ -132,6 +134,14 @@ def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
         elif node.op not in ("placeholder", "output") and node.target is not set_grad_enabled:
             yield _Step(_name(node), _arguments(node, labels), _line(node))
             labels.add_result(node)
+
+
+def _wraps_parameter(node: fx.Node, labels: _Labels) -> bool:
+    """Return whether a node makes a DTensor of a parameter that tensor parallelism has split."""
+    if node.op != "call_function" or not is_from_local(node.target):
+        return False
+    source = node.args[0]
+    return isinstance(source, fx.Node) and labels[source][0] == "parameter"
 
 
 def _name(node: fx.Node) -> str:

@@ -74,14 +74,15 @@ class _Gathered:
         shards = [param.shard for param in sharded_params]
         with torch.enable_grad():  # a tensor read under no_grad may be used outside of it
             tensors = _Unshard.apply(sharded_params, *shards)
-        for tensor in tensors:
-            tensor.__class__ = GatheredParameter
-        self.full: dict[ShardedParam, torch.Tensor] = dict(zip(sharded_params, tensors))
+            self.full = {p: _as_read(p, tensor) for p, tensor in zip(sharded_params, tensors)}
+        self._tensors = tensors
         self._states = self._read_states()
 
     # Changes of ``tensor.data`` go undetected: they leave no trace on the tensor.
     def _read_states(self) -> list[tuple[int, int]]:
-        return [(version_of(tensor), address_of(tensor)) for tensor in self.full.values()]
+        # An in-place change of a DTensor increments its own version, not its local tensor's.
+        pairs = zip(self.full.values(), self._tensors)
+        return [(version_of(full), address_of(tensor)) for full, tensor in pairs]
 
     def note_changes(self) -> None:
         now = self._read_states()
@@ -92,6 +93,13 @@ class _Gathered:
     @torch.compiler.disable  # may run while Dynamo traces user code
     def __del__(self) -> None:
         self.note_changes()  # the call is over; the next read or backward raises the error
+
+
+def _as_read(sharded_param: ShardedParam, unsharded: torch.Tensor) -> torch.Tensor:
+    if (parallel := sharded_param.spec.tensor_parallel) is not None:
+        return parallel.wrap(unsharded)
+    unsharded.__class__ = GatheredParameter
+    return unsharded
 
 
 def _sharded(module: nn.Module, name: str) -> ShardedParam:
@@ -177,7 +185,7 @@ def _reduce(
     spec = sharded_param.spec
     if grad is None:  # only other ranks have one
         dtype = used_dtype(sharded_param.shard, spec.dtype)
-        grad = torch.zeros(spec.shape, dtype=dtype, device=spec.groups.device)
+        grad = torch.zeros(spec.unsharded_shape, dtype=dtype, device=spec.groups.device)
     if (key := sharded_param.accumulator_key(UNSYNCED)) is not None:
         dtype = sharded_param.accumulator(UNSYNCED).stand_in.dtype
         grad = add_accumulated(grad, [key], [0], dtype)

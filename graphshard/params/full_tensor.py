@@ -19,6 +19,8 @@ from .param_spec import ParamSpec
 
 def spec_of(dtensor: DTensor) -> ParamSpec | None:
     """Return the spec of ``dtensor``, or None if its placements are not ours."""
+    if dtensor.device_mesh.ndim > 2:
+        return None
     sharded = dtensor.placements[-1] == Shard(0)
     spec = ParamSpec(dtensor.shape, MeshGroups(dtensor.device_mesh), shard=sharded)
     return spec if tuple(dtensor.placements) == spec.placements else None
@@ -55,14 +57,14 @@ def receive(
         like: meta tensor with its shape and dtype.
         spec: how to split the tensor, or None to send all of it to every rank.
     """
-    if spec is not None and spec.rows is not None:
+    if spec is not None and spec.rows is not None and groups.tp_mesh is None:
         return spec.dtensor(_scatter(full, like.dtype, spec))
     received = torch.empty(like.shape, dtype=like.dtype, device=groups.device)
     if full is not None:
         received.copy_(full.detach())
     if received.numel():
         dist.broadcast(as_bytes(received), group=process_group(groups.all_ranks), group_src=0)
-    return received.to("cpu") if spec is None else spec.dtensor(received)
+    return received.to("cpu") if spec is None else spec.dtensor(spec.padded_shard(received))
 
 
 def _scatter(full: torch.Tensor | None, dtype: torch.dtype, spec: ParamSpec) -> torch.Tensor:

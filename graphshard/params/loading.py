@@ -96,17 +96,17 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _shard_of(full: torch.Tensor, spec: ParamSpec) -> DTensor:
-    """Return a DTensor of this rank's rows of ``full``, on the device that holds the shard."""
+    """Return a DTensor of this rank's part of ``full``, on the device that holds the shard."""
     if spec.rows is None or spec.host_memory is not None or full.is_meta:
         return spec.dtensor(spec.padded_shard(full))
-    return spec.dtensor(spec.padded(full[spec.local_rows].to(spec.groups.device)))
+    return spec.dtensor(spec.padded(full[spec.part].to(spec.groups.device)))
 
 
 def _own_shard(value: DTensor, spec: ParamSpec, name: str) -> torch.Tensor:
     mesh = value.device_mesh
     if all(isinstance(placement, Replicate) for placement in value.placements):
         return local_tensor(value)  # the full tensor: this rank takes its rows from it
-    _check_origin(mesh, spec.mesh, name, _SAVE_MODEL)
+    _check_origin(mesh, spec, name, _SAVE_MODEL)
     if mesh is spec.mesh or value.placements != spec.placements or value.shape != spec.shape:
         return value
     # An unpickled DTensor: its mesh has the same ranks, but is a different object.
@@ -123,21 +123,23 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str
             continue
         for name, value in state.items():
             if isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements):
-                what, mesh = f"{name} of {sharded_param.fqn}", sharded_param.spec.mesh
-                _check_origin(value.device_mesh, mesh, what, _SAVE_OPTIMIZER)
+                what = f"{name} of {sharded_param.fqn}"
+                _check_origin(value.device_mesh, sharded_param.spec, what, _SAVE_OPTIMIZER)
 
 
-def _check_origin(saved: DeviceMesh, own: DeviceMesh, name: str, advice: str) -> None:
-    remedy = _REMEDY.format(advice)
+def _check_origin(saved: DeviceMesh, spec: ParamSpec, name: str, advice: str) -> None:
+    own, remedy = spec.mesh, _REMEDY.format(advice)
     their_ranks, ranks = saved.mesh.tolist(), own.mesh.tolist()
     if their_ranks != ranks:
         raise BackendError(
             f"{name!r} is a shard of a model over the ranks {their_ranks}, but this one is sharded "
             f"over {ranks}: {remedy}"
         )
-    # The last coordinate is the one over shards: replicas have equal rows.
     theirs, ours = saved.get_coordinate(), own.get_coordinate()
-    if theirs is not None and ours is not None and theirs[-1] != ours[-1]:
+    if theirs is None or ours is None:
+        return
+    num_replica_axes = spec.groups.mesh.ndim - 1  # replicas have equal rows
+    if theirs[num_replica_axes:] != ours[num_replica_axes:]:
         raise BackendError(
             f"{name!r} has the rows of the rank at {list(theirs)} of the mesh, but this rank is at "
             f"{list(ours)}: only one rank saved the file. Instead, {remedy}"

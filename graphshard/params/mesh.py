@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.distributed import group_timeout_s, is_registered, process_group
+from .._torch.dtensor import concatenated
 from .._torch.dynamo import at_recompile_limit
 from .._torch.frames import compiled_call, describe_code
 from ..ranks.call_log import CallLog, call_log_of
@@ -33,9 +34,21 @@ _created: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """Process group names of a mesh, which is 1D (shards) or 2D (replicas, shards)."""
+    """Names of the process groups of a mesh.
+
+    Attributes:
+        mesh: 1D mesh to shard over, or 2D mesh (replicas, shards).
+        tp_mesh: 1D mesh over which tensor parallelism has split parameters before; None: it has
+            not. The ranks of both train one model.
+    """
 
     mesh: DeviceMesh
+    tp_mesh: DeviceMesh | None = None
+
+    @cached_property
+    def whole_mesh(self) -> DeviceMesh:
+        """Mesh of all ranks that train the model: the axes of ``mesh``, then of ``tp_mesh``."""
+        return self.mesh if self.tp_mesh is None else concatenated(self.mesh, self.tp_mesh)
 
     @property
     def device(self) -> torch.device:
@@ -66,10 +79,18 @@ class MeshGroups:
         return self.mesh.get_group(0).group_name if several else None
 
     @cached_property
+    def data_ranks(self) -> str:
+        """Group of all ranks of ``mesh``, over which gradients are averaged."""
+        return self.shards if self.mesh.ndim == 1 else self._group_of_mesh(self.mesh)
+
+    @cached_property
     def all_ranks(self) -> str:
-        if self.mesh.ndim == 1:
-            return self.shards
-        return self._group_of(self.mesh.mesh.flatten().tolist())
+        """Group of all ranks that train the model: these agree, and raise together."""
+        return self.data_ranks if self.tp_mesh is None else self._group_of_mesh(self.whole_mesh)
+
+    @cached_property
+    def tp_ranks(self) -> str | None:
+        return None if self.tp_mesh is None else self.tp_mesh.get_group().group_name
 
     def regather_group(self, num_ranks: int) -> str:
         """Return the group of this rank and its neighbours that has ``num_ranks`` ranks."""
@@ -77,6 +98,9 @@ class MeshGroups:
             return self.shards
         rows = self.mesh.mesh.reshape(-1, num_ranks).tolist()  # num_ranks divides num_shards
         return self._group_of(next(ranks for ranks in rows if dist.get_rank() in ranks))
+
+    def _group_of_mesh(self, mesh: DeviceMesh) -> str:
+        return self._group_of(mesh.mesh.flatten().tolist())
 
     def _group_of(self, ranks: Sequence[int]) -> str:
         """Return the group of ``ranks``; the call that creates it is a collective over them."""
@@ -96,7 +120,7 @@ class MeshGroups:
 @contextmanager
 def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
     """Log the gather of one module's parameters that runs in this context."""
-    call_log, call = _call_log(groups), compiled_call()
+    call_log, call = call_log_of_mesh(groups), compiled_call()
     what = f"a gather of {fqns[0]!r} outside of a graph"
     if call.backend is None:  # a plain call: see [Note: logged collectives]
         call_log.run(what)
@@ -112,7 +136,7 @@ def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
 @contextmanager
 def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
     """Log the reduction of gradients that runs in this context."""
-    call_log = _call_log(groups)
+    call_log = call_log_of_mesh(groups)
     call_log.run(f"a reduction of gradients of {fqns[0]!r} outside of a graph")
     with call_log.raising_posted_error():
         yield
@@ -129,7 +153,7 @@ def agreed_exchange(
         is_new: whether to wait even if this rank has logged ``text`` before. If every rank passes
             True unless it repeats its last exchange of this kind, different exchanges never mix.
     """
-    call_log = _call_log(groups)
+    call_log = call_log_of_mesh(groups)
     if is_new:
         call_log.first_run(plan_id, text)
     else:
@@ -149,9 +173,11 @@ def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) ->
         pass
 
 
-def _call_log(groups: MeshGroups) -> CallLog:
+def call_log_of_mesh(groups: MeshGroups) -> CallLog:
+    """Return the call log of all ranks that train a model; every one of them must call this."""
     call_log = call_log_of(process_group(groups.all_ranks))
     # On an error, release ranks that are blocked in any group of the mesh.
-    for name in filter(None, (groups.shards, groups.replicas)):
+    names = (groups.shards, groups.replicas, groups.data_ranks, groups.tp_ranks)
+    for name in filter(None, names):
         call_log.release_also(process_group(name))
     return call_log

@@ -29,6 +29,7 @@ from .._torch.nn import buffers_of, parameters_of, replace_parameters
 from ..errors import BackendError
 from .mesh import MeshGroups
 from .module_class import plain_class
+from .param_spec import ParamSpec
 from .sharded_param import SHARDED_PARAM, mark_uninitialized, num_uninitialized, sharded_param_of
 from .state_dict import checked_module, mesh_groups_of
 from .stored import StoredTensor, read_stored
@@ -244,9 +245,7 @@ def _keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
     if sharded is None:
         param.detach().copy_(full)
         return
-    rows = sharded.spec.rows
-    local = local_tensor(sharded.dtensor)
-    local.copy_(full if rows is None else full[sharded.spec.local_rows])
+    local_tensor(sharded.dtensor).copy_(full[sharded.spec.part])
 
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:
@@ -303,13 +302,14 @@ def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups
         for name, param in root.named_parameters():
             sharded = sharded_param_of(param)
             assert sharded is not None, f"{name} is not sharded"
-            spec = sharded.spec
-            rows = None if spec.rows is None else spec.local_rows
             # One parameter's rows at a time; a whole tensor if they cannot be read separately.
-            local_tensor(sharded.dtensor).copy_(_rows_of(values[name], rows))
+            local_tensor(sharded.dtensor).copy_(_part_of(values[name], sharded.spec))
 
 
-def _rows_of(full: torch.Tensor, rows: slice | None) -> torch.Tensor:
-    if isinstance(full, StoredTensor):
-        return read_stored(full, rows)
-    return full if rows is None else full[rows]
+def _part_of(full: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+    if not isinstance(full, StoredTensor):
+        return full[spec.part]
+    if not spec.part:  # a scalar
+        return read_stored(full)
+    rows, *others = spec.part
+    return read_stored(full, rows)[(slice(None), *others)]

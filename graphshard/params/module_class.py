@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABCMeta
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, SupportsIndex, TypeAlias, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple, SupportsIndex, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from ..ops.marker_specs import ReplicateSpec, UnshardSpec
 from .eager import full_parameters
 from .grad_sync import ALL_REDUCES, SYNCS, module_flag, set_flags
 from .loading import prepare_loaded
-from .param_spec import ParamSpec
+from .param_spec import ParamSpec, TensorParallel
 from .pickling import Reduced, copyable_only
 from .save_pretrained import METHOD, has_save_pretrained, save_in_full
 from .sharded_param import (
@@ -53,11 +53,18 @@ from .sharded_param import (
 Marker: TypeAlias = UnshardSpec | ReplicateSpec
 
 
+class Reading(NamedTuple):
+    """How an accessor reads a parameter: a marker, then the DTensor of the result, if any."""
+
+    marker: Marker
+    tensor_parallel: TensorParallel | None
+
+
 class ShardedModule(NoticesReplacement):
     """Mixin, placed before the module's own class, that keeps shards and DTensors linked."""
 
     _graphshard_plain_class: ClassVar[type]
-    _graphshard_markers: ClassVar[Mapping[str, Marker]]  # keyed by parameter name
+    _graphshard_readings: ClassVar[Mapping[str, Reading]]  # keyed by parameter name
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if not _is_ours(cls):
@@ -107,16 +114,16 @@ class ShardedModule(NoticesReplacement):
     def _graphshard_before_loading(
         self, state_dict: dict[str, Any], prefix: str, assigns: bool
     ) -> None:
-        for name in type(self)._graphshard_markers:
+        for name in type(self)._graphshard_readings:
             sharded_param, key = owned_by(self, name), prefix + name
             if sharded_param is not None and key in state_dict:
                 state_dict[key] = prepare_loaded(state_dict[key], sharded_param, key, assigns)
 
     def _graphshard_refresh_accessors(self) -> None:
         cls = type(self)
-        markers = cls._graphshard_markers
+        readings = cls._graphshard_readings
         # The new ones reduce or accumulate gradients as currently requested.
-        _set_class(self, cls._graphshard_plain_class, markers, previous=markers)
+        _set_class(self, cls._graphshard_plain_class, readings, previous=readings)
 
 
 def _is_ours(cls: type) -> bool:
@@ -128,9 +135,9 @@ def install(
     module: nn.Module, sharded_params: Mapping[str, ShardedParam], model: ShardedModel
 ) -> None:
     """Add accessors and shards to ``module``, keeping those that it already has."""
-    previous: Mapping[str, Marker] = {}
+    previous: Mapping[str, Reading] = {}
     if isinstance(module, ShardedModule):
-        previous = type(module)._graphshard_markers
+        previous = type(module)._graphshard_readings
     module.__dict__.pop(FLAT_WEIGHTS, None)  # nn.RNNBase: becomes a property
     for name, sharded_param in sharded_params.items():
         sharded_param.add_owner(module, name)
@@ -139,14 +146,14 @@ def install(
 
 
 def _set_class(
-    module: nn.Module, plain: type, names: Iterable[str], previous: Mapping[str, Marker]
+    module: nn.Module, plain: type, names: Iterable[str], previous: Mapping[str, Reading]
 ) -> None:
     """Switch ``module`` to the class whose accessors match its sharded parameters."""
-    markers: dict[str, Marker] = {}
+    readings: dict[str, Reading] = {}
     for name in names:
         sharded_param = owned_by(module, name)
         if sharded_param is None:
-            markers[name] = previous[name]  # has lost its sharded parameter
+            readings[name] = previous[name]  # has lost its sharded parameter
             continue
         sharded_param.syncs = module_flag(module, SYNCS)
         sharded_param.all_reduces = module_flag(module, ALL_REDUCES)
@@ -158,8 +165,9 @@ def _set_class(
             if argument in tensors:
                 module.__dict__[attribute] = tensors[argument]
                 attributes[argument] = attribute
-        markers[name] = sharded_param.spec.marker(shard_attribute(name), **attributes)
-    module.__class__ = _sharded_class(plain, tuple(markers.items()))
+        marker = sharded_param.spec.marker(shard_attribute(name), **attributes)
+        readings[name] = Reading(marker, sharded_param.spec.tensor_parallel)
+    module.__class__ = _sharded_class(plain, tuple(readings.items()))
 
 
 def class_error(cls: type[nn.Module]) -> str | None:
@@ -180,15 +188,15 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 def had_sharded(module: nn.Module, name: str) -> bool:
     """Return whether ``name`` has been sharded in ``module``, even if it was replaced since."""
-    return isinstance(module, ShardedModule) and name in type(module)._graphshard_markers
+    return isinstance(module, ShardedModule) and name in type(module)._graphshard_readings
 
 
 @functools.cache
-def _sharded_class(cls: type, markers: tuple[tuple[str, Marker], ...]) -> type[ShardedModule]:
-    namespace: dict[str, object] = {name: _accessor(name, marker) for name, marker in markers}
+def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type[ShardedModule]:
+    namespace: dict[str, object] = {name: _accessor(name, reading) for name, reading in readings}
     # Keep the class name: libraries look at it (transformers picks the loss by it).
     namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
-    namespace.update(_graphshard_plain_class=cls, _graphshard_markers=dict(markers))
+    namespace.update(_graphshard_plain_class=cls, _graphshard_readings=dict(readings))
     if issubclass(cls, nn.RNNBase):
         namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
     if has_save_pretrained(cls):  # on the class, for copies of a model
@@ -201,9 +209,9 @@ def _sharded_class(cls: type, markers: tuple[tuple[str, Marker], ...]) -> type[S
 # --- accessors -----------------------------------------------------------------------------------
 
 
-def _accessor(name: str, marker: Marker) -> property:
+def _accessor(name: str, reading: Reading) -> property:
     """Return the property of a sharded class that reads its parameter ``name``."""
-    op = marker.op()
+    marker, op = reading.marker, reading.marker.op()
     shard = cast(str, marker.arguments()[0])
     attributes = tuple(getattr(marker, argument) for argument in marker.accumulators)
 
@@ -224,7 +232,25 @@ def _accessor(name: str, marker: Marker) -> property:
         getter, constants = get, (*constants, *attributes)
     _bake(getter, {"NAME": name, ("ATTRIBUTES",): attributes, ("CONSTANTS",): constants}, shard)
     run_as_python(getter)
+    if reading.tensor_parallel is not None:
+        return property(_as_dtensor(getter, reading.tensor_parallel))
     return property(getter)
+
+
+def _as_dtensor(getter: Callable[[Any], Any], parallel: TensorParallel) -> Callable[[Any], Any]:
+    mesh, placements, shape, stride = parallel
+
+    # The keyword arguments of ``TensorParallel.wrap``; its NamedTuple would cost Dynamo guards.
+    def get(self: Any) -> Any:
+        value = getter(self)
+        if not is_compiling():
+            return value  # a DTensor already, or None
+        return DTensor.from_local(
+            value, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    run_as_python(get)
+    return get
 
 
 def _bake(getter: Any, constants: Mapping[object, object], shard: str) -> None:
@@ -246,7 +272,7 @@ def _eager_value(module: ShardedModule, name: str) -> torch.Tensor | None:
     if param is None or model is None:
         return param
     # All parameters of the module are gathered together: see eager.py.
-    names = [n for n in type(module)._graphshard_markers if parameters.get(n) is not None]
+    names = [n for n in type(module)._graphshard_readings if parameters.get(n) is not None]
     full = full_parameters(module, names)
     if full is None:  # outside of any forward
         return param
@@ -265,7 +291,7 @@ def reattach(module: nn.Module) -> None:
 
 
 def _reattach(module: ShardedModule, empty: bool) -> None:
-    for name in type(module)._graphshard_markers:
+    for name in type(module)._graphshard_readings:
         param = parameters_of(module).get(name)
         if param is None:
             continue

@@ -5,6 +5,13 @@
 
 Rows are split like ``torch.chunk`` does, and padded to the same number on every rank: see
 [Note: padded shards] in ``graphshard.ops.markers``.
+
+A parameter that tensor parallelism has split before is a DTensor. Graphs gather and reduce this
+rank's part of it, here called the unsharded tensor, like a plain parameter of that shape:
+
+    full parameter ── tp_placements ──► unsharded tensor ── rows ──► padded shard
+                                        ▲
+    forward reads a DTensor of it ──────┘
 """
 
 from __future__ import annotations
@@ -13,18 +20,38 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .._torch.dtensor import dtensor_of
+from .._torch.dtensor import dtensor_of, local_tensor, rows_of_parts
 from ..ops.groups import padded_rows, rows_of_rank
 from ..ops.host_copy import to_host_memory
 from ..ops.marker_specs import AllReduceGradSpec, ReplicateSpec, UnshardSpec
 from ..ops.nodes import run
 from .mesh import MeshGroups
+
+
+class TensorParallel(NamedTuple):
+    """How forward reads a parameter as a DTensor: arguments of ``DTensor.from_local``."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def wrap(self, unsharded: torch.Tensor) -> DTensor:
+        """Return the DTensor of this rank's part; its gradient gets the same placements."""
+        return DTensor.from_local(
+            unsharded,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
 
 
 @dataclass(frozen=True)
@@ -42,7 +69,10 @@ class ParamSpec:
         shard: whether to split the parameter instead of replicating it.
         host_memory: kind of host memory that holds shards, ``PINNED`` or ``PAGEABLE`` of
             ``graphshard.ops.host_copy``, or None for device memory.
-        rows: number of rows that are split, or None if the parameter is replicated.
+        tp_placements: placements on ``groups.tp_mesh``, ``Shard`` or ``Replicate``, of the DTensor
+            that the parameter was before, or None for a plain parameter.
+        rows: number of rows of the unsharded tensor that are split, or None if the parameter is
+            replicated.
     """
 
     shape: torch.Size
@@ -54,12 +84,13 @@ class ParamSpec:
     float8_recipe: str | None = None
     shard: bool = True
     host_memory: str | None = None
+    tp_placements: tuple[Placement, ...] | None = None
     rows: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         # Scalars and empty parameters have no rows to split.
         splittable = self.shard and len(self.shape) > 0 and self.shape.numel() > 0
-        object.__setattr__(self, "rows", self.shape[0] if splittable else None)
+        object.__setattr__(self, "rows", self.unsharded_shape[0] if splittable else None)
         object.__setattr__(self, "host_memory", self.host_memory if splittable else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamSpec:
@@ -67,7 +98,32 @@ class ParamSpec:
 
     @property
     def mesh(self) -> DeviceMesh:
-        return self.groups.mesh
+        """Mesh of the DTensor that users see."""
+        return self.groups.mesh if self.tp_placements is None else self.groups.whole_mesh
+
+    @functools.cached_property
+    def tensor_parallel(self) -> TensorParallel | None:
+        if self.tp_placements is None:
+            return None
+        assert self.groups.tp_mesh is not None
+        stride = torch.empty(self.shape, device="meta").stride()
+        return TensorParallel(self.groups.tp_mesh, self.tp_placements, self.shape, stride)
+
+    @functools.cached_property
+    def tp_part(self) -> tuple[slice, ...]:
+        """Index of the unsharded tensor in the full parameter."""
+        index, tp_mesh = [slice(0, size) for size in self.shape], self.groups.tp_mesh
+        for placement in self.tp_placements or ():  # of the mesh's one axis
+            if isinstance(placement, Shard):
+                assert tp_mesh is not None
+                size, rank = self.shape[placement.dim], tp_mesh.get_local_rank()
+                index[placement.dim] = rows_of_rank(size, tp_mesh.size(), rank)
+        return tuple(index)
+
+    @functools.cached_property
+    def unsharded_shape(self) -> torch.Size:
+        """Shape that is gathered: the full one, or that of this rank's part of it."""
+        return torch.Size(part.stop - part.start for part in self.tp_part)
 
     @functools.cached_property
     def regather_group(self) -> str | None:
@@ -77,24 +133,27 @@ class ParamSpec:
 
     def group_names(self) -> set[str]:
         groups = self.groups  # all that its markers may use
-        names = (groups.shards, groups.replicas, groups.all_ranks, self.regather_group)
+        names = (groups.shards, groups.replicas, groups.data_ranks, self.regather_group)
         return {name for name in names if name is not None}
 
     @functools.cached_property
     def placements(self) -> tuple[Placement, ...]:
-        last = Replicate() if self.rows is None else Shard(0)
-        return (*[Replicate()] * (self.mesh.ndim - 1), last)
+        last: Placement = Replicate()
+        if self.rows is not None:
+            last = rows_of_parts(self.shape[0] // self.rows)
+        return (*[Replicate()] * (self.groups.mesh.ndim - 1), last, *(self.tp_placements or ()))
 
     @functools.cached_property
     def padded_shape(self) -> torch.Size:
         """Shape of the shard on every rank, ``[ceil(rows / num_shards), ...]``."""
+        shape = self.unsharded_shape
         if self.rows is None:
-            return self.shape
-        return torch.Size((padded_rows(self.rows, self.groups.num_shards), *self.shape[1:]))
+            return shape
+        return torch.Size((padded_rows(self.rows, self.groups.num_shards), *shape[1:]))
 
     @functools.cached_property
     def local_rows(self) -> slice:
-        """This rank's rows of the full parameter, without padding."""
+        """This rank's rows of the unsharded tensor, without padding."""
         assert self.rows is not None
         return rows_of_rank(self.rows, self.groups.num_shards, self.groups.shard_index)
 
@@ -102,15 +161,35 @@ class ParamSpec:
     def num_local_rows(self) -> int:
         return self.local_rows.stop - self.local_rows.start
 
+    @functools.cached_property
+    def part(self) -> tuple[slice, ...]:
+        """Index of this rank's part of the full parameter, without padding."""
+        if self.rows is None:
+            return self.tp_part
+        rows, *others = self.tp_part
+        own = self.local_rows
+        return (slice(rows.start + own.start, rows.start + own.stop), *others)
+
     # --- conversions of full tensors, padded shards and DTensors ---
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's rows of ``full`` to a padded shard, in host memory if offloaded."""
+        """Copy this rank's part of ``full``, padded and contiguous, to where it is kept."""
+        return self.padded_shard_of(self.unsharded(full))
+
+    def unsharded(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``full``, a plain tensor or a DTensor on the TP mesh, to shard."""
+        if isinstance(full, DTensor):  # communicates if it is placed otherwise, as some gradients
+            detached: Any = full.detach()
+            return local_tensor(detached.redistribute(placements=self.tp_placements))
+        return full.detach()[self.tp_part]
+
+    def padded_shard_of(self, unsharded: torch.Tensor) -> torch.Tensor:
+        """Copy this rank's rows of the unsharded tensor, like :meth:`padded_shard`."""
         if self.rows is None:
-            stays = full.device.type in ("meta", self.mesh.device_type)
-            device = full.device if stays else self.groups.device
-            return full.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-        return to_host_memory(self.padded(full.detach()[self.local_rows]), self.host_memory)
+            stays = unsharded.device.type in ("meta", self.mesh.device_type)
+            device = unsharded.device if stays else self.groups.device
+            return unsharded.to(device, copy=True, memory_format=torch.contiguous_format)
+        return to_host_memory(self.padded(unsharded[self.local_rows]), self.host_memory)
 
     def padded(self, local: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's rows, zero-padded to ``padded_shape``."""
@@ -134,7 +213,7 @@ class ParamSpec:
         if self.rows is None:
             return ReplicateSpec(
                 param=shard,
-                group=self.groups.all_ranks,
+                group=self.groups.data_ranks,
                 dtype=self.dtype,
                 reduce_dtype=self.reduce_dtype,
                 **accumulators,
@@ -154,7 +233,7 @@ class ParamSpec:
         )
 
     def unshard(self, shard: torch.Tensor) -> torch.Tensor:
-        """Gather the full parameter from a shard of ``padded_shape``, eagerly."""
+        """Gather the unsharded tensor from a shard of ``padded_shape``, eagerly."""
         full: torch.Tensor = self.marker(shard).call(run)
         return full
 
@@ -253,9 +332,9 @@ def padding_advice(itemsizes: Mapping[ParamSpec, int]) -> str:
     if not split:
         return ""
     held_bytes = sum(itemsize * spec.padded_shape.numel() for spec, itemsize in split.items())
-    full_bytes = sum(itemsize * spec.shape.numel() for spec, itemsize in split.items())
+    full_bytes = sum(itemsize * spec.unsharded_shape.numel() for spec, itemsize in split.items())
     groups = next(iter(split)).groups
-    shapes = {spec.fqn: spec.shape for spec in split}
+    shapes = {spec.fqn: spec.unsharded_shape for spec in split}
     padding = find_padding(shapes, groups.num_shards, held_bytes, full_bytes)
     return "" if padding is None else f"{padding}. {_remedy(padding, groups.mesh.size())}"
 

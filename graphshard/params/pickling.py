@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch.distributed import process_group
 from .._torch.frames import is_in_torch_save
@@ -103,7 +102,8 @@ class _SavedTogether:
         return call_log_of(group).can_agree()
 
 
-def require_collective_save(mesh: DeviceMesh) -> None:
-    """Make ``torch.save`` of shards over ``mesh`` raise unless all ranks call it."""
-    if not isinstance(mesh.__dict__.get(_ATTRIBUTE), _SavedTogether):
-        mesh.__dict__[_ATTRIBUTE] = _SavedTogether(MeshGroups(mesh))
+def require_collective_save(groups: MeshGroups) -> None:
+    """Make ``torch.save`` of shards over a mesh raise unless all ranks call it."""
+    for mesh in (groups.mesh, groups.whole_mesh):
+        if not isinstance(mesh.__dict__.get(_ATTRIBUTE), _SavedTogether):
+            mesh.__dict__[_ATTRIBUTE] = _SavedTogether(groups)

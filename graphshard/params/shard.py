@@ -32,18 +32,17 @@ from .._torch.autograd import (
     take_gradient,
 )
 from .._torch.distributed import process_group
-from .._torch.dtensor import on_data_assigned
+from .._torch.dtensor import local_tensor, on_data_assigned, set_local_tensor
 from .._torch.dynamo import run_with_callees_as_python
 from .._torch.nn import before_loading_optimizers, parameters_of, uncompiled
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
 from ..ranks.agree import first_text, raise_if_different
-from ..ranks.call_log import call_log_of
-from .checks import PlainParam, find_error, find_plain_params, instances_of
+from .checks import PlainParam, find_error, find_groups, find_plain_params, instances_of
 from .full_tensor import as_bytes, without_expanded_dims
 from .loading import check_optimizer_state
-from .mesh import MeshGroups, agreed_exchange, eager_reduction
+from .mesh import MeshGroups, agreed_exchange, call_log_of_mesh, eager_reduction
 from .mixed_precision import cast_at_boundary, find_cast_boundaries
 from .module_class import had_sharded, install, reattach
 from .param_spec import ParamSpec, padding_advice
@@ -66,8 +65,8 @@ ARGUMENTS = "arguments of graphshard"
 REQUIRES_GRAD, WITH_GRADIENT = " requires_grad", " with a gradient"
 
 
-class StaleParameter(nn.Parameter):
-    """Class of a parameter after its DTensor has replaced it: any use raises an error."""
+class _Stale:
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,6 +74,16 @@ class StaleParameter(nn.Parameter):
             "graphshard has replaced this parameter with a DTensor: call model.parameters() again "
             "after sharding"
         )
+
+
+class StaleParameter(_Stale, nn.Parameter):
+    """Class of a parameter after its DTensor has replaced it: any use raises an error."""
+
+
+class StaleDTensor(_Stale, DTensor):
+    """The same for a parameter that tensor parallelism had split."""
+
+    __slots__ = ()  # as many as DTensor has: Python switches only between equal layouts
 
 
 def shard_module(
@@ -91,13 +100,14 @@ def shard_module(
         BackendError: on every rank, if any module cannot be sharded, or modules or options differ.
     """
     has_replacements = take_replacements(root)
-    groups, plain_params = MeshGroups(mesh), find_plain_params(root, options.ignored_params)
+    plain_params = find_plain_params(root, options.ignored_params)
     if has_replacements and not plain_params:
         return
-    error = find_error(root, plain_params, mesh, options, allow_meta=allow_meta)
+    groups = find_groups(root, mesh, options.ignored_params)
+    error = find_error(root, plain_params, groups, options, allow_meta=allow_meta)
     _check_same_shards(root, plain_params, groups, options, error=error)
-    call_log_of(process_group(groups.all_ranks))  # start the watcher before any compile
-    require_collective_save(mesh)
+    call_log_of_mesh(groups)  # start the watcher before any compile
+    require_collective_save(groups)
     _warn_of_torchao(root)
     model = ShardedModel(type(root).__name__, options)
     with torch.no_grad(), torch.inference_mode(False):
@@ -120,7 +130,7 @@ def shard_module(
         substitute_backward_inputs(leaves_of, gradient_of)
         if not in_use:
             for param in sharded_params:
-                param.__class__ = StaleParameter
+                _make_stale(param)
     model.padding = padding_advice(
         {p.spec: p.shard.element_size() for p in sharded_params.values()}
     )
@@ -159,6 +169,8 @@ def _advice(name: str, ours: str, theirs: str) -> str:
 def _describe(tensor: torch.Tensor) -> str:
     """Return the properties of a parameter or buffer that must be equal on all ranks."""
     text = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if isinstance(tensor, DTensor):
+        text += f" {tensor.placements}"
     if tensor.requires_grad:
         text += REQUIRES_GRAD
     return text + WITH_GRADIENT if tensor.grad is not None else text
@@ -182,10 +194,11 @@ def _raise_if_used_unequal(
 
 
 def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:
-    local = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-    first = local.clone()
+    own = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    first = tensor.detach().clone(memory_format=torch.contiguous_format)
     broadcast_from_first_rank(first, groups)
-    return not torch.equal(local.view(torch.uint8), first.view(torch.uint8))  # also with NaNs
+    first = local_tensor(first) if isinstance(first, DTensor) else first
+    return not torch.equal(as_bytes(own.contiguous()), as_bytes(first))  # also with NaNs
 
 
 def _warn_of_torchao(root: nn.Module) -> None:
@@ -222,11 +235,13 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
 
 
 def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
-    """Overwrite ``tensor`` with the first rank's values."""
+    """Overwrite ``tensor`` with the first rank's values; a DTensor's are those of its TP rank."""
+    group = process_group(groups.all_ranks)
+    if isinstance(tensor, DTensor):
+        tensor, group = local_tensor(tensor), process_group(groups.data_ranks)
     if tensor.numel() == 0:
         return
     tensor = without_expanded_dims(tensor)
-    group = process_group(groups.all_ranks)
     values = tensor.detach().to(groups.device).contiguous()
     source = dist.get_global_rank(group, 0)
     # As bytes, which every backend supports.
@@ -253,9 +268,21 @@ def _shard_parameters(
         sharded_param = sharded_params[plain.param] = _shard_parameter(plain, model)
         if plain.param in used:
             _hand_over_grads(plain.param, sharded_param)
-        else:  # free the memory now: a running trace still refers to the object
-            plain.param.data = plain.param.data.new_empty(0)
+        else:
+            _free(plain.param)
     return sharded_params
+
+
+def _free(param: nn.Parameter) -> None:
+    # Now, not when the last reference ends: a running trace still refers to the object.
+    if isinstance(param, DTensor):
+        set_local_tensor(param, local_tensor(param).detach().new_empty(0))
+    else:
+        param.data = param.data.new_empty(0)
+
+
+def _make_stale(param: Any) -> None:
+    param.__class__ = StaleDTensor if isinstance(param, DTensor) else StaleParameter
 
 
 def _shard_parameter(plain: PlainParam, model: ShardedModel) -> ShardedParam:
@@ -290,12 +317,13 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
 
 
 def _accumulate_full_grad(sharded_param: ShardedParam, grad: torch.Tensor) -> None:
-    """Average a full gradient over all ranks, and accumulate this rank's rows of it."""
+    """Average a full gradient over all ranks, and accumulate this rank's part of it."""
     spec = sharded_param.spec
-    group = process_group(spec.groups.all_ranks)
-    mean = grad.detach().to(spec.groups.device).contiguous() / dist.get_world_size(group)
+    group = process_group(spec.groups.data_ranks)
+    own = spec.unsharded(grad)
+    mean = own.to(spec.groups.device).contiguous() / dist.get_world_size(group)
     dist.all_reduce(mean, group=group)
-    sharded_param.accumulate_grad(spec.padded_shard(mean))
+    sharded_param.accumulate_grad(spec.padded_shard_of(mean))
 
 
 def _install(
@@ -343,7 +371,8 @@ def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> 
 
 
 def _shard_state(value: object, spec: ParamSpec) -> object:
-    if isinstance(value, torch.Tensor) and value.shape == spec.shape and spec.rows is not None:
+    is_split = spec.rows is not None or spec.tp_placements is not None
+    if isinstance(value, torch.Tensor) and value.shape == spec.shape and is_split:
         return spec.dtensor(spec.padded_shard(value))
     return value  # not of the parameter's shape, such as ``step``
 

@@ -240,7 +240,7 @@ class ShardedParam:
         """Make the DTensor's gradient from this rank's padded gradient, and run its hooks on it."""
         param, factor = self.dtensor, self.model.gradient_divide_factor
         if factor is not None:  # padded_grad is an average over all ranks
-            padded_grad.mul_(self.spec.mesh.size() / factor)
+            padded_grad.mul_(self.spec.groups.mesh.size() / factor)
         grad: torch.Tensor = dtensor_like(self.spec.local_view(padded_grad), param)
         for hook in gradient_hooks(param):
             replaced = hook(grad)
@@ -293,7 +293,7 @@ class ShardedParam:
         known = self._accumulators.get(name)
         if known is not None and (known.stand_in.dtype, known.stand_in.device) == (dtype, device):
             return known
-        shape = self.spec.shape if name == UNSYNCED else self.spec.padded_shape
+        shape = self.spec.unsharded_shape if name == UNSYNCED else self.spec.padded_shape
         accumulator = self._accumulators[name] = Accumulator(shape, dtype, device)
         accumulator.stand_in.register_post_accumulate_grad_hook(
             functools.partial(self._on_accumulated, name)
@@ -467,8 +467,7 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
     if isinstance(value, DTensor):
         local = local_tensor(value.redistribute(placements=spec.placements))
     else:
-        local = value if spec.rows is None else value[spec.local_rows]
-        local = local.to(local_tensor(dtensor).device)
+        local = value[spec.part].to(local_tensor(dtensor).device)
     # A new shard: the old values stay valid for tensors that ``p.data`` returned before, and for a
     # forward whose backward has yet to run.
     replace_data(dtensor, spec.dtensor(local.clone() if spec.rows is None else spec.padded(local)))

@@ -37,6 +37,7 @@ from ..ranks.agree import raise_if_different
 from .full_tensor import gather, plain, receive, spec_of
 from .loading import Incoming
 from .mesh import MeshGroups, agree_on_gathering
+from .param_spec import ParamSpec
 from .sharded_param import sharded_param_of
 
 # A module's state dict; torch attaches module versions to it as ``_metadata``.
@@ -170,7 +171,7 @@ def mesh_groups_of(root: nn.Module) -> MeshGroups | None:
 def is_first_rank(groups: MeshGroups | None) -> bool:
     """Return whether this is the first rank of the mesh, or of all ranks without a mesh."""
     if groups is not None:
-        return int(groups.mesh.mesh.flatten()[0]) == dist.get_rank()
+        return int(groups.whole_mesh.mesh.flatten()[0]) == dist.get_rank()
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
@@ -228,7 +229,8 @@ def _gathered(values: Mapping[str, object], is_first: bool) -> dict[str, Any]:
 
 def _on_first_host(value: object, is_first: bool) -> object:
     if isinstance(value, DTensor):
-        return gather(value)  # a collective
+        full = gather(value)  # a collective
+        return full if is_first else None
     if not is_first:
         return None
     return plain(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
@@ -370,10 +372,17 @@ def _received(incoming: Incoming, param: nn.Parameter, present: object) -> torch
     """Receive a tensor of optimizer state of ``param``, split like the state that it replaces."""
     # An optimizer without state has nothing to replace: split like the parameter.
     likes = [x for x in (present, param) if isinstance(x, DTensor) and x.shape == incoming.shape]
-    received = incoming.receive(spec_of(likes[0]) if likes else None)
+    received = incoming.receive(_spec_like(likes[0], param) if likes else None)
     if isinstance(present, DTensor) and isinstance(received, DTensor):
         local = local_tensor(present)
         if is_traceable_wrapper_subclass(local):
             local.copy_(local_tensor(received))  # quantizes
             return present
     return received
+
+
+def _spec_like(like: DTensor, param: nn.Parameter) -> ParamSpec | None:
+    sharded_param = sharded_param_of(param)
+    if sharded_param is not None and sharded_param.spec.placements == like.placements:
+        return sharded_param.spec
+    return spec_of(like)

@@ -87,7 +87,9 @@ def compile_traced(
         BackendError: ranks compile graphs with different communication.
     """
     options = traced.inductor_options if settings.compiler == "inductor" else {}
-    facts = baked_in(traced.inputs, traced.marker_groups, settings.device, options)
+    facts = baked_in(
+        traced.inputs, traced.marker_groups, settings.device, options, traced.tp_groups
+    )
     settings = dataclasses.replace(settings, baked_in=facts, regathered=traced.regathered)
     run_stage(Stage.TRACED, traced.gm, settings.pass_context())
     settings, tried, context = choose_saving(traced, settings, consensus, writer)

@@ -197,8 +197,8 @@ class CompileSettings:
 # --- facts that a graph depends on but does not show ----------------------------------------------
 
 # Everything that a pass, the planner or torch reads while a graph is compiled. ``cache_key`` is the
-# key of our passes in AOTAutograd's and Inductor's caches, and names plan files. No graph contains
-# a rank's number: ops that need it read it at run time.
+# key of our passes in AOTAutograd's and Inductor's caches, and names plan files. Our ops read a
+# rank's number at run time; DTensor's code contains the rank's number in its TP group.
 #
 # read by                                what                             part of the key
 # ------------------------------------   ------------------------------   ------------------------
@@ -211,6 +211,7 @@ class CompileSettings:
 # lower, ops, describe, saving,          number of ranks and stride of    ``baked_in``: groups
 # float8, single_rank, cost              each group, by name
 # ops.groups (uses_all_to_all)           backend of each group            ``baked_in``: groups
+# DTensor                                TP groups, the rank in each      ``baked_in``: groups
 # float8 (unsupported products)          torch, the device, by name       ``baked_in``: machine
 # cost (symbolic sizes, as traced)       sizes of the inputs              ``baked_in``: inputs
 # cost (tf32), AOTAutograd's trace,      precision of matrix products,    ``baked_in``: modes
@@ -228,6 +229,7 @@ def baked_in(
     groups: Sequence[str],
     device: torch.device,
     inductor_options: Mapping[str, Any],
+    tp_groups: Sequence[str] = (),
 ) -> str:
     """Return the facts that graphs and plans depend on, one per line.
 
@@ -235,10 +237,12 @@ def baked_in(
         inputs: one example for each placeholder of the Dynamo graph.
         groups: names of all groups that the graph's markers may use.
         inductor_options: the user's options of ``torch.compile``.
+        tp_groups: names of the groups over which tensor parallelism splits parameters.
     """
     return "\n".join(
         [
             *(_describe_group(name) for name in groups),
+            *(f"{_describe_group(name)}, rank {process_group(name).rank()}" for name in tp_groups),
             f"machine: torch {torch.__version__}, {_device_name(device)}",
             f"inputs: {[_describe_input(value) for value in inputs]}",
             f"modes: {_modes()}",

@@ -26,6 +26,7 @@ class TracedGraph:
         shards: inputs that are shards of parameters.
         groups: names of the groups of all ranks, one per mesh; all their ranks compile this graph.
         marker_groups: names of all groups that the markers may use.
+        tp_groups: names of the groups over which tensor parallelism splits parameters.
         regathered: positions in ``fqns`` of the parameters whose ``overrides`` decide whether they
             are kept for backward.
     """
@@ -37,6 +38,7 @@ class TracedGraph:
     groups: Sequence[str]
     marker_groups: Sequence[str]
     inductor_options: Mapping[str, Any]
+    tp_groups: Sequence[str] = ()
     regathered: frozenset[int] = frozenset()
 
     def device_of_inputs(self) -> torch.device:

@@ -1,0 +1,53 @@
+"""Clip gradients by their total norm, also where parameters are on several meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Clip gradients in place by the norm of all of them together, and return that norm.
+
+    Takes the arguments of ``torch.nn.utils.clip_grad_norm_``, which fails if tensor parallelism has
+    split some parameters and left others whole. All ranks of the meshes have to call it.
+
+    Returns:
+        The total norm before clipping, as a plain tensor that is equal on all ranks.
+
+    Raises:
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for param in parameters:
+        if param.grad is not None:
+            mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(param)
+    norms = [_whole_norm(params, norm_type, foreach) for params in by_mesh.values()]
+    if not norms:
+        return torch.tensor(0.0)
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the total norm of the gradients is {norm.item()}: cannot clip them")
+    for params in by_mesh.values():
+        clip_grads_with_norm_(params, max_norm, norm, foreach)
+    return norm
+
+
+def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    grads = [param.grad for param in params if param.grad is not None]
+    norm: Any = get_total_norm(grads, norm_type, foreach=foreach)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

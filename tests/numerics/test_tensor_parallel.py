@@ -1,0 +1,284 @@
+"""Parameters that tensor parallelism has split, compared with FSDP2 and the same plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import graphshard
+from graphshard.errors import BackendError
+from graphshard.params.sharded_param import sharded_param_of
+from tests.multirank.test_errors import assert_refused
+from tests.numerics.compare import generator
+from tests.numerics.parallel import (
+    MLP,
+    Llama,
+    assert_like_fsdp2,
+    batches,
+    mesh_2d,
+    split,
+    train,
+    under_fsdp2,
+    under_graphshard,
+)
+from tests.ranks import on_ranks
+
+KINDS = [MLP, Llama]
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [(MLP, torch.optim.SGD), (MLP, torch.optim.AdamW), (Llama, torch.optim.AdamW)],
+)
+@on_ranks(4)
+def test_training_is_bitwise_that_of_fsdp2(kind: Any, optimizer: Any) -> None:
+    mesh = mesh_2d()
+    model, compiled = under_graphshard(kind, mesh)
+    eager = under_fsdp2(kind, mesh)
+    data = batches(kind, mesh)
+    ours, theirs = train(compiled, model, data, optimizer), train(eager, eager, data, optimizer)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other)
+    assert_like_fsdp2(dict(model.named_parameters()), dict(eager.named_parameters()))
+    assert_like_fsdp2(model.state_dict(), eager.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_training_with_inductor_is_close_to_fsdp2(kind: Any) -> None:
+    mesh = mesh_2d()
+    model, compiled = under_graphshard(kind, mesh, compiler="inductor")
+    eager = under_fsdp2(kind, mesh)
+    data = batches(kind, mesh)
+    ours, theirs = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other, tolerance=1e-5)
+    assert_like_fsdp2(model.state_dict(), eager.state_dict(), tolerance=1e-5)
+
+
+@on_ranks(4)
+def test_local_tensors_are_views_of_padded_shards() -> None:
+    mesh = mesh_2d()
+    model = graphshard.shard(split(MLP, mesh), mesh["dp"])
+    for name, param in model.named_parameters():
+        sharded_param = sharded_param_of(param)
+        assert sharded_param is not None and isinstance(param, DTensor)
+        assert param.to_local().data_ptr() == sharded_param.shard.data_ptr(), name
+        assert param.device_mesh.ndim == (1 if name.startswith(("norm", "out")) else 2), name
+
+
+@on_ranks(4)
+def test_optimizer_made_before_sharding_goes_on() -> None:
+    mesh = mesh_2d()
+    data = batches(MLP, mesh, 4)
+    model, eager = split(MLP, mesh), under_fsdp2(MLP, mesh)
+    optim = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    compiled = _compile(model, mesh)
+    theirs = torch.optim.SGD(eager.parameters(), lr=0.05, momentum=0.9)
+    for batch in data:
+        for call, optimizer in ((compiled, optim), (eager, theirs)):
+            optimizer.zero_grad()
+            call(batch).backward()
+            optimizer.step()
+    assert_like_fsdp2(dict(model.named_parameters()), dict(eager.named_parameters()))
+
+
+@on_ranks(4)
+def test_state_of_a_stepped_optimizer_is_sharded() -> None:
+    mesh = mesh_2d()
+    batch = MLP.batch(generator(0))  # the same on all ranks, whose parameters stay equal
+    model = split(MLP, mesh)
+    optim = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model(batch).backward()
+    optim.step()
+    before = {name: _full(p) for name, p in model.named_parameters()}
+    momentum = {n: _full(optim.state[p]["momentum_buffer"]) for n, p in model.named_parameters()}
+    grads = {name: _full(p.grad) for name, p in model.named_parameters()}
+    graphshard.shard(model, mesh["dp"], sync_module_states=False)
+    for name, param in model.named_parameters():
+        assert torch.equal(_full(param), before[name]), name
+        state = optim.state[param]["momentum_buffer"]
+        assert state.placements == param.placements and torch.equal(_full(state), momentum[name])
+        torch.testing.assert_close(_full(param.grad), grads[name])
+
+
+@pytest.mark.parametrize("break_graph", [False, True])
+@on_ranks(4)
+def test_eager_forward_is_close_to_fsdp2(break_graph: bool) -> None:
+    mesh = mesh_2d()
+    model, eager = split(Broken if break_graph else MLP, mesh), under_fsdp2(MLP, mesh)
+    graphshard.shard(model, mesh["dp"])
+    call = torch.compile(model, backend=_backend(mesh)) if break_graph else model
+    data = batches(MLP, mesh)
+    ours, theirs = train(call, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other, tolerance=1e-6)
+
+
+class Broken(MLP):
+    """An MLP with a graph break between its two split linears."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.up(self.norm(x)))
+        torch._dynamo.graph_break()
+        return self.out(x + self.down(y)).square().mean()
+
+
+def _backend(mesh: Any, **options: Any) -> Any:
+    return graphshard.backend(mesh["dp"], compiler="aot_eager", **options)
+
+
+def _compile(model: nn.Module, mesh: Any, **options: Any) -> Any:
+    return torch.compile(model, backend=_backend(mesh, **options), fullgraph=True)
+
+
+def _full(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+# Errors, before anything is changed.
+
+
+def _with_partial(mesh: DeviceMesh) -> nn.Module:
+    model = MLP()
+    value = DTensor.from_local(torch.ones(3, 6), mesh["tp"], [Partial()])
+    model.out.weight = nn.Parameter(value)
+    return model
+
+
+def _uneven(mesh: DeviceMesh) -> nn.Module:
+    model = MLP()
+    parallelize_module(model, mesh["tp"], {"out": ColwiseParallel()})
+    return model
+
+
+def _on_two_meshes(mesh: DeviceMesh) -> nn.Module:
+    model = MLP().parallelize(mesh["tp"])
+    value = distribute_tensor(model.out.weight.detach(), mesh["dp", "tp"], [Replicate()] * 2)
+    model.out.weight = nn.Parameter(value)
+    return model
+
+
+def _split(mesh: DeviceMesh) -> nn.Module:
+    return split(MLP, mesh)
+
+
+def _with_buffer(mesh: DeviceMesh) -> nn.Module:
+    model = MLP()
+    model.register_buffer("count", distribute_tensor(torch.ones(2), mesh["tp"], [Replicate()]))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "over", "match"),
+    [
+        (_with_partial, "dp", "'out.weight'.*only Shard and Replicate"),
+        (_uneven, "dp", "'out.weight'.*3 slices of dim 0"),
+        (_on_two_meshes, "dp", "'out.weight'.*(one axis|parallelize all)"),
+        (_with_buffer, "dp", "buffer 'count' is a DTensor"),
+        (_split, "tp", "'up.weight'.*overlaps"),
+        (_split, "all", "'up.weight'.*(overlaps|slices of one mesh)"),
+        (_split, "none", "'up.weight'.*slices of one mesh"),
+        (_split, "other", "'up.weight'.*slices of one mesh"),
+    ],
+)
+@on_ranks(4)
+def test_unsupported_parameters_are_refused(make: Any, over: str, match: str) -> None:
+    mesh = mesh_2d()
+    meshes = {"all": mesh, "none": None, "other": init_device_mesh("cpu", (4,))}
+    data_mesh = meshes[over] if over in meshes else mesh[over]
+    assert_refused(make(mesh), lambda model: graphshard.shard(model, data_mesh), match)
+
+
+@on_ranks(4)
+def test_fp8_of_split_parameters_is_refused() -> None:
+    mesh = mesh_2d()
+    policy = graphshard.Float8Policy(filter_fn=lambda fqn, shape: True)
+
+    def shard(model: nn.Module) -> None:
+        graphshard.shard(model, mesh["dp"], fp8=policy)
+
+    assert_refused(split(MLP, mesh), shard, "'(up|down).weight'.*fp8 of a DTensor")
+
+
+@on_ranks(4)
+def test_muon_refuses_split_parameters() -> None:
+    mesh = mesh_2d()
+    model, compiled = under_graphshard(MLP, mesh)
+    compiled(batches(MLP, mesh, 1)[0]).backward()
+    for name in ("up.weight", "down.weight"):
+        with pytest.raises(ValueError, match=f"Muon cannot step parameter '{name}'"):
+            graphshard.optim.Muon([model.get_parameter(name)], lr=0.1).step()
+
+
+@on_ranks(4)
+def test_parameters_of_before_are_stale() -> None:
+    mesh = mesh_2d()
+    model = split(MLP, mesh)
+    before = list(model.parameters())
+    graphshard.shard(model, mesh["dp"])
+    for param in before:
+        with pytest.raises(RuntimeError, match="graphshard has replaced this parameter"):
+            param.sum()
+
+
+# Gradient clipping.
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@on_ranks(4)
+def test_clipping_across_meshes(norm_type: float) -> None:
+    mesh = mesh_2d()
+    model, compiled = under_graphshard(MLP, mesh)
+    for _ in range(2):  # the second time, there is nothing to clip
+        model.zero_grad()
+        compiled(batches(MLP, mesh, 1)[0]).backward()
+        full = nn.ParameterList(torch.zeros(p.shape) for p in model.parameters())
+        for one, param in zip(full, model.parameters()):
+            one.grad = _full(param.grad)
+        for max_norm in (1e-2, 1e2):
+            ours = graphshard.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+            theirs = nn.utils.clip_grad_norm_(full, max_norm, norm_type)
+            torch.testing.assert_close(ours, theirs)
+            for one, param in zip(full, model.parameters()):
+                torch.testing.assert_close(_full(param.grad), one.grad)
+
+
+# Forwards that graphshard checks.
+
+
+@on_ranks(4)
+def test_compiled_function_of_a_model() -> None:
+    mesh = mesh_2d()
+    model, eager = split(MLP, mesh), under_fsdp2(MLP, mesh)
+    compiled = torch.compile(lambda x: model(x), backend=_backend(mesh), fullgraph=True)
+    data = batches(MLP, mesh)
+    ours, theirs = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other)
+
+
+class Scaling(MLP):
+    """An MLP that changes a split weight in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@on_ranks(4)
+def test_change_of_a_parameter_in_forward_is_refused(is_compiled: bool) -> None:
+    mesh = mesh_2d()
+    model = graphshard.shard(split(Scaling, mesh), mesh["dp"])
+    call = _compile(model, mesh) if is_compiled else model
+    with pytest.raises(BackendError, match=r"changes parameter 'up\.weight' in place"):
+        call(batches(MLP, mesh, 1)[0]).backward()

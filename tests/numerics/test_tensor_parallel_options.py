@@ -1,0 +1,224 @@
+"""Options and features of graphshard where tensor parallelism has split parameters.
+
+Where FSDP2 has the same feature, trainings are compared with it, otherwise with the default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from tests.numerics.compare import generator, whole
+from tests.numerics.parallel import (
+    MLP,
+    Llama,
+    assert_like_fsdp2,
+    batches,
+    mesh_2d,
+    split,
+    train,
+    under_fsdp2,
+    under_graphshard,
+)
+from tests.ranks import on_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _compare(
+    kind: Any,
+    ours: dict[str, Any],
+    theirs: dict[str, Any] | None = None,
+    *,
+    steps: int = 3,
+    tolerance: float = 0.0,
+) -> Any:
+    mesh = mesh_2d()
+    model, compiled = under_graphshard(kind, mesh, **ours)
+    eager = under_fsdp2(kind, mesh, **(theirs or {}))
+    data = batches(kind, mesh, steps)
+    histories = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(*histories, strict=True):
+        assert_like_fsdp2(mine, other, tolerance)
+    assert_like_fsdp2(model.state_dict(), eager.state_dict(), tolerance)
+    return model
+
+
+@on_ranks(4)
+def test_parameters_kept_unsharded() -> None:
+    _compare(Llama, {"reshard_after_forward": False}, {"reshard_after_forward": False})
+
+
+@pytest.mark.parametrize("kind", [MLP, Llama])
+@on_ranks(4)
+def test_mixed_precision(kind: Any) -> None:
+    _compare(kind, {"mp_policy": BF16}, {"mp_policy": BF16})
+
+
+@on_ranks(4)
+def test_offload() -> None:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    _compare(MLP, {"offload_policy": policy}, {"offload_policy": policy})
+
+
+@on_ranks(4)
+def test_replicated_parameters() -> None:
+    mesh = mesh_2d()
+    model, compiled = under_graphshard(MLP, mesh, overrides={"*": {"shard": False}})
+    eager = under_fsdp2(MLP, mesh)
+    data = batches(MLP, mesh)
+    ours, theirs = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        for name, value in other.items():
+            torch.testing.assert_close(whole(mine[name]), whole(value))
+    assert model.up.weight.placements == (Replicate(), Shard(0))
+
+
+@on_ranks(4)
+def test_accumulated_gradients() -> None:
+    mesh = mesh_2d()
+    model, compiled = under_graphshard(MLP, mesh)
+    eager = under_fsdp2(MLP, mesh)
+    optims = [torch.optim.SGD(eager.parameters(), 0.05)]
+    for step in range(2):
+        for micro, batch in enumerate(batches(MLP, mesh, 3)):
+            graphshard.set_requires_gradient_sync(model, micro == 2)
+            eager.set_requires_gradient_sync(micro == 2)
+            compiled(batch + step).backward()
+            eager(batch + step).backward()
+        if len(optims) == 1:
+            optims.append(torch.optim.SGD(model.parameters(), 0.05))
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+    assert_like_fsdp2(model.state_dict(), eager.state_dict(), 1e-6)
+
+
+@on_ranks(4)
+def test_gradient_divide_factor() -> None:
+    mesh = mesh_2d()
+    model, compiled = under_graphshard(MLP, mesh)
+    batch = batches(MLP, mesh, 1)[0]
+    compiled(batch).backward()
+    means = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    graphshard.set_gradient_divide_factor(model, 1.0)
+    compiled(batch).backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.to_local(), 2 * means[name])
+
+
+class Checkpointed(Llama):
+    """A Llama whose layers are recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.lm.model.layers:
+            layer.mlp.forward = _recomputing(layer.mlp)
+
+
+def _recomputing(module: nn.Module) -> Any:
+    forward = type(module).forward
+    return lambda x: checkpoint(lambda y: forward(module, y), x, use_reentrant=False)
+
+
+@on_ranks(4)
+def test_recomputed_layers() -> None:
+    mesh = mesh_2d()
+    model, compiled = under_graphshard(Checkpointed, mesh)
+    eager = under_fsdp2(Llama, mesh)
+    data = batches(Llama, mesh)
+    ours, theirs = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other, 1e-6)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@on_ranks(4)
+def test_unequal_and_changing_batches(dynamic: bool | None) -> None:
+    mesh = mesh_2d()
+    model = split(MLP, mesh)
+    backend = graphshard.backend(mesh["dp"], compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    eager = under_fsdp2(MLP, mesh)
+    dp_rank = mesh["dp"].get_local_rank()
+    data = [
+        torch.randn(3 + 2 * step + dp_rank, 6, generator=generator(step, dp_rank))
+        for step in range(4)
+    ]
+    ours, theirs = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other, 1e-6)
+
+
+@on_ranks(8, timeout_s=400)
+def test_replicas_of_split_parameters() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    data_mesh = mesh["replicate", "shard"]
+    rank = 2 * mesh["replicate"].get_local_rank() + mesh["shard"].get_local_rank()
+    data = [MLP.batch(generator(step, rank)) for step in range(2)]
+    model, eager = split(MLP, mesh), split(MLP, mesh)
+    fully_shard(eager, mesh=data_mesh)
+    backend = graphshard.backend(data_mesh, compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    ours, theirs = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other, 1e-6)
+    state = graphshard.full_state_dict(model)
+    for name, param in model.named_parameters():
+        full = whole(param)
+        assert dist.get_rank() or torch.equal(state[name], full), name
+    values = {name: whole(param) for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    graphshard.load_full_state_dict(model, state)
+    assert all(torch.equal(whole(p), values[name]) for name, p in model.named_parameters())
+
+
+@on_ranks(4)
+def test_backward_gathers_from_neighbours() -> None:
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    model, compiled = under_graphshard(MLP, mesh, reshard_after_forward=2)
+    eager = under_fsdp2(MLP, mesh)
+    data = batches(MLP, mesh)
+    ours, theirs = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other, 1e-6)
+
+
+@on_ranks(4)
+def test_frozen_and_reused_parameters() -> None:
+    mesh = mesh_2d()
+    model, eager = split(Reusing, mesh), split(Reusing, mesh)
+    fully_shard(eager, mesh=mesh["dp"])
+    compiled = torch.compile(
+        model, backend=graphshard.backend(mesh["dp"], compiler="aot_eager"), fullgraph=True
+    )
+    for batch in batches(Reusing, mesh):
+        for call, one in ((compiled, model), (eager, eager)):
+            call(batch).backward()
+            torch.optim.SGD((p for p in one.parameters() if p.requires_grad), 0.05).step()
+            one.zero_grad()
+    assert not model.up.bias.requires_grad
+    assert_like_fsdp2(model.state_dict(), eager.state_dict(), 1e-6)
+
+
+class Reusing(MLP):
+    """An MLP that uses its first linear twice, with a frozen bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up(2 * x).square().mean()
