@@ -102,20 +102,18 @@ def _load_and_save(path: Path, target: Path, kind: str, expected: dict[str, torc
     dcp.save(states, checkpoint_id=target)
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["save", "async_save"])
-def test_checkpoint_from_four_ranks_to_two_to_three(tmp_path: Path, in_background: bool) -> None:
+@pytest.mark.parametrize(
+    ("in_background", "by_two"),
+    [(False, "fsdp2"), (True, "graphshard")],
+    ids=["save, to FSDP2 and back", "async_save"],
+)
+def test_checkpoint_from_four_ranks_to_two_to_three(
+    tmp_path: Path, in_background: bool, by_two: str
+) -> None:
     of_four, of_two, of_three = (tmp_path / name for name in ("four", "two", "three"))
     values = ranks.run(4, _train_and_save, of_four, in_background)[0]
-    ranks.run(2, _load_and_save, of_four, of_two, "graphshard", values)
-    if not in_background:
-        ranks.run(3, _load_and_save, of_two, of_three, "graphshard", values)
-
-
-def test_checkpoint_to_fsdp2_and_back(tmp_path: Path) -> None:
-    ours, theirs, again = (tmp_path / name for name in ("ours", "theirs", "again"))
-    values = ranks.run(2, _train_and_save, ours, False)[0]
-    ranks.run(2, _load_and_save, ours, theirs, "fsdp2", values)
-    ranks.run(2, _load_and_save, theirs, again, "graphshard", values)
+    ranks.run(2, _load_and_save, of_four, of_two, by_two, values)
+    ranks.run(3, _load_and_save, of_two, of_three, "graphshard", values)
 
 
 class Killed(dcp.FileSystemWriter):

@@ -144,11 +144,23 @@ SETUPS: dict[str, tuple[Trainable, tuple[int, ...], State]] = {
 }
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-def test_plain_torch_loads_a_full_state_and_trains_on(setup: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=SETUPS)
+def setup(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def saved(setup: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the full states of a trained model, and its next losses."""
     kind, shape, options = SETUPS[setup]
-    ranks.run(torch.Size(shape).numel(), _save, kind, shape, options, tmp_path)
-    state, optim_state, losses = torch.load(tmp_path / "all.pt")
+    folder = tmp_path_factory.mktemp("saved")
+    ranks.run(torch.Size(shape).numel(), _save, kind, shape, options, folder)
+    return folder
+
+
+def test_plain_torch_loads_a_full_state_and_trains_on(setup: str, saved: Path) -> None:
+    kind, _, _ = SETUPS[setup]
+    state, optim_state, losses = torch.load(saved / "all.pt")
     plain = kind()
     plain.load_state_dict(state, strict=True)
     for name, value in plain.state_dict().items():
@@ -264,13 +276,11 @@ def _load(kind: Trainable, shape: tuple[int, ...], options: State, folder: Path)
     assert losses == pytest.approx(torch.load(folder / "all.pt")[2], rel=1e-4)
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-def test_first_rank_loads_for_all_ranks(setup: str, tmp_path: Path) -> None:
+def test_first_rank_loads_for_all_ranks(setup: str, saved: Path) -> None:
     kind, shape, options = SETUPS[setup]
-    ranks.run(torch.Size(shape).numel(), _save, kind, shape, options, tmp_path)
-    ranks.run(torch.Size(shape).numel(), _load, kind, shape, options, tmp_path)
+    ranks.run(torch.Size(shape).numel(), _load, kind, shape, options, saved)
     if setup == "HSDP":
-        ranks.run(2, _load, kind, (2,), options, tmp_path)
+        ranks.run(2, _load, kind, (2,), options, saved)
 
 
 def _every_kind() -> None:

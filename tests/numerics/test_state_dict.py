@@ -142,11 +142,10 @@ def _assert_same_step(model: nn.Module, reference: nn.Module, kind: Trainable) -
     assert_same(model, reference)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_checkpoint_of_four_ranks_loads_elsewhere(kind: Trainable, tmp_path: Path) -> None:
-    saved = ranks.run(4, _save_trained, kind, tmp_path)
-    for world_size, prepare in ((4, sharded), (2, sharded), (2, fsdp2), (1, plain)):
-        ranks.run(world_size, _load, kind, prepare, tmp_path, saved)
+def test_checkpoint_of_four_ranks_loads_elsewhere(tmp_path: Path) -> None:
+    saved = ranks.run(4, _save_trained, ConvNet, tmp_path)
+    for world_size, prepare in ((4, sharded), (2, sharded), (2, fsdp2), (2, plain)):
+        ranks.run(world_size, _load, ConvNet, prepare, tmp_path, saved)
 
 
 def _save_other(kind: Trainable, prepare: Prepare, path: Path) -> dict[str, torch.Tensor]:
@@ -155,10 +154,14 @@ def _save_other(kind: Trainable, prepare: Prepare, path: Path) -> dict[str, torc
     return _values(model)
 
 
-@pytest.mark.parametrize("prepare", [plain, fsdp2])
-def test_plain_and_fsdp2_checkpoints_load_into_shards(prepare: Prepare, tmp_path: Path) -> None:
-    saved = ranks.run(2, _save_other, GPT, prepare, tmp_path)
-    ranks.run(4, _load, GPT, sharded, tmp_path, saved)
+@pytest.mark.parametrize(
+    ("before", "after"), [(plain, sharded), (fsdp2, sharded), (sharded, plain), (sharded, fsdp2)]
+)
+def test_checkpoint_moves_between_kinds_of_models(
+    before: Prepare, after: Prepare, tmp_path: Path
+) -> None:
+    saved = ranks.run(2, _save_other, GPT, before, tmp_path)
+    ranks.run(4, _load, GPT, after, tmp_path, saved)
 
 
 def _save_with_optimizer(path: Path) -> list[float]:
@@ -224,26 +227,6 @@ def test_optimizer_state_dict_loads_into_another_optimizer() -> None:
     _train_on(compiled, other)
 
 
-def _save_while_training(path: Path) -> dict[str, torch.Tensor]:
-    """Train on while a checkpoint is written; return the values at the start of the save."""
-    model, compiled, optimizer = _train(GPT)
-    saved = _values(model)
-    state = {"model": model.state_dict()}
-    # A thread plans the checkpoint with other ranks during training, so it needs its own group.
-    writing = dcp.async_save(state, checkpoint_id=path, process_group=dist.new_group())
-    _train_on(compiled, optimizer)
-    writing.result()
-    changed = _values(model)
-    assert not any(torch.equal(changed[name], value) for name, value in saved.items())
-    return saved
-
-
-def test_async_checkpoint_has_the_values_at_its_start(tmp_path: Path) -> None:
-    # In new processes, since DCP keeps a thread alive.
-    saved = ranks.run_fresh(3, _save_while_training, tmp_path)
-    ranks.run(2, _load, GPT, sharded, tmp_path, saved)
-
-
 def _on_mesh(shape: tuple[int, ...]) -> nn.Module:
     return graphshard.shard(GPT(), init_device_mesh("cpu", shape))
 
@@ -251,8 +234,9 @@ def _on_mesh(shape: tuple[int, ...]) -> nn.Module:
 def _save_on_mesh(shape: tuple[int, ...], path: Path) -> dict[str, torch.Tensor]:
     model = _on_mesh(shape)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    backend = graphshard.backend(compiler="aot_eager")
-    _train_on(torch.compile(model, backend=backend, fullgraph=True), optimizer)
+    for param in model.parameters():
+        param.grad = param.detach() * 3
+    optimizer.step()
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
     dcp.save(states, checkpoint_id=path)
     return _whole_states(model, optimizer)
