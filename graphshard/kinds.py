@@ -28,9 +28,8 @@ class TransferKind(_Kind):
     ``cost.devices`` and ``cost.measure`` unless another kind has the same), and a case in
     ``pipeline.verify``, ``ranks.plan_consensus``, ``show.table``, ``show.trace``,
     ``check.analysis`` and ``forecast``. In ``planning``: its bytes (``live_bytes``), its place in
-    a chain of buckets (``plan``), and its differences from a reduction, because ``search``,
-    ``bucketing``, ``simulate`` and ``place_buckets`` treat all but all-gathers like reductions.
-    ``tests/plan/test_kinds.py`` finds most tables that lack a kind.
+    a chain of buckets (``plan``), its copies (``simulate``) and its queue (``search``,
+    ``bucketing``). ``tests/plan/test_kinds.py`` finds most tables that lack a kind.
     """
 
     # gloo's reduce-scatter uses the op ``all_to_all_single`` (``ops.collectives.EXCHANGE``); no new
@@ -44,6 +43,26 @@ class TransferKind(_Kind):
     COPY_TO_DEVICE = "copy_to_device"  # of shards before their gather, or of offloaded activations
     COPY_TO_HOST = "copy_to_host"  # of reduced shards, or of activations
 
+    @property
+    def is_reduction(self) -> bool:
+        """Whether it combines the values of several ranks."""
+        return self in _REDUCTIONS
+
+    @property
+    def is_fetch(self) -> bool:
+        """Whether it brings data to the device ahead of a use: due then, and freed after the last.
+
+        The data of other kinds is ready at some step and leaves the graph's memory.
+        """
+        return self in _FETCHES
+
 
 # The kinds that involve no other rank.
 HOST_COPIES = (TransferKind.COPY_TO_DEVICE, TransferKind.COPY_TO_HOST)
+_FETCHES = (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
+_REDUCTIONS = (
+    TransferKind.REDUCE_SCATTER,
+    TransferKind.ALL_REDUCE,
+    TransferKind.ALL_REDUCE_MAX,
+    TransferKind.ALL_REDUCE_SHARDS,
+)

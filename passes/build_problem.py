@@ -21,7 +21,7 @@ from torch import fx
 from graphshard._torch.tensors import tree_leaves
 from graphshard.cost.fusion import GraphValues, UnmaterializedValues
 from graphshard.cost.model import CostModel
-from graphshard.kinds import GraphKind, TransferKind
+from graphshard.kinds import GraphKind
 from graphshard.ops import markers
 from graphshard.ops.groups import keeps_send_copies
 from graphshard.ops.marker_specs import ReloadSpec, UnshardSpec
@@ -158,7 +158,7 @@ def _freed_early(
     spans = (
         Span(max(last_run, borders[t.last]) + 1, borders[t.last + 1], t.num_bytes)
         for t, last_run in zip(transfers, last_runs)
-        if t.kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
+        if t.kind.is_fetch
     )
     return sum_spans(spans, borders[-1])
 

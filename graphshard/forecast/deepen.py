@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from operator import add
 from typing import TypeVar
 
-from ..kinds import TransferKind
 from ..planning.plan import PlanParam, Problem, Transfer
 from .trace import HeldMemory, StepGraph, TracedStep
 
@@ -226,7 +225,7 @@ class _Segment:
             return step + added if step >= border else step
 
         # A gradient completed just before the segment is ready at its first step, and stays there.
-        ready = moved(transfer.ready, self.start + (not _gathers(transfer)))
+        ready = moved(transfer.ready, self.start + (not transfer.kind.is_fetch))
         due = ready if transfer.due == transfer.ready else moved(transfer.due, self.start)
         last = moved(transfer.last, self.start)
         return dataclasses.replace(
@@ -249,7 +248,7 @@ class _Segment:
                 return step
             return step + (copy if step < end else periods - 1) * self.length
 
-        offset = int(not _gathers(transfer))
+        offset = int(not transfer.kind.is_fetch)
         ready = moved(transfer.ready, self.start + offset, stop + offset)
         due = ready if transfer.due == transfer.ready else moved(transfer.due, self.start, stop)
         last = moved(transfer.last, self.start, stop)
@@ -345,15 +344,11 @@ def _segment_transfers(transfers: Sequence[Transfer], start: int, length: int) -
     own = [
         i
         for i, t in enumerate(transfers)
-        if (start <= t.due < stop if _gathers(t) else start < t.ready <= stop)
+        if (start <= t.due < stop if t.kind.is_fetch else start < t.ready <= stop)
     ]
     if own and own[-1] - own[0] + 1 != len(own):
         return None
     return range(own[0], own[-1] + 1) if own else None
-
-
-def _gathers(transfer: Transfer) -> bool:
-    return transfer.kind == TransferKind.ALL_GATHER
 
 
 def _growths(short: Sequence[int], longer: Sequence[int], start: int, stop: int) -> tuple[int, int]:

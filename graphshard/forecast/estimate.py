@@ -305,7 +305,7 @@ def other_graph_bytes(graphs: Sequence[PlannedGraph]) -> list[OtherGraphBytes]:
 
 
 def _reduced_bytes(graph: PlannedGraph) -> int:
-    reductions = (t for t in graph.problem.transfers if t.kind != TransferKind.ALL_GATHER)
+    reductions = (t for t in graph.problem.transfers if t.kind.is_reduction)
     return sum(t.shard_bytes for t in reductions if not t.host)
 
 
@@ -326,8 +326,8 @@ def bytes_by_kind(graph: PlannedGraph) -> dict[str, list[int]]:
     problem = graph.problem
     other = fixed_by_point(problem)
     nothing = with_fixed_bytes(problem, [0] * len(other))
-    gathers = [bucket for bucket in graph.buckets if _gathers(bucket)]
-    reductions = [bucket for bucket in graph.buckets if not _gathers(bucket)]
+    gathers = [bucket for bucket in graph.buckets if bucket.kind.is_fetch]
+    reductions = [bucket for bucket in graph.buckets if not bucket.kind.is_fetch]
     reducing = alive_by_point(nothing, reductions)
     reduced = sum_spans(
         (
@@ -346,7 +346,3 @@ def bytes_by_kind(graph: PlannedGraph) -> dict[str, list[int]]:
         "reducing": list(map(operator.sub, reducing, gradients)),
         "gradients": gradients,
     }
-
-
-def _gathers(bucket: Bucket) -> bool:
-    return bucket.kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)

@@ -208,7 +208,7 @@ def _powers_of_two(stop: int) -> list[int]:
 def _key(problem: Problem, i: int) -> tuple[str, ...]:
     """Return a key that is equal for transfers that may share a bucket."""
     transfer = problem.transfers[i]
-    if transfer.kind == TransferKind.ALL_GATHER:
+    if not transfer.kind.is_reduction:
         return transfer.kind, transfer.group, str(transfer.host)
     if transfer.due < problem.num_steps:  # used in the graph: must not wait for other transfers
         return (f"{i}",)
@@ -219,7 +219,7 @@ def _key(problem: Problem, i: int) -> tuple[str, ...]:
 def _is_small(transfer: Transfer, cost_model: TransferCostModel) -> bool:
     """Return whether copying a tensor into a shared buffer costs less than a separate buffer."""
     # A gradient that is cast is copied anyway, and its shard is a slice of the buffer.
-    if transfer.casts and transfer.kind != TransferKind.ALL_GATHER:
+    if transfer.casts and transfer.kind.is_reduction:
         return True
     copy_us = cost_model.copy_us(transfer.num_bytes) - cost_model.copy_us(0)
     return copy_us <= cost_model.buffer_us(transfer.world, transfer.stride)

@@ -147,8 +147,11 @@ def footprint(problem: Problem, bucket: Bucket) -> Footprint:
         return Footprint(bucket.num_bytes, after_wait=-bucket.num_bytes)
     part_of = {
         TransferKind.ALL_GATHER: _gather_footprint,
+        TransferKind.REDUCE_SCATTER: _reduction_footprint,
+        TransferKind.ALL_REDUCE: _reduction_footprint,
+        TransferKind.ALL_REDUCE_MAX: _reduction_footprint,
         TransferKind.ALL_REDUCE_SHARDS: _average_footprint,
-    }.get(bucket.kind, _reduction_footprint)
+    }[bucket.kind]
     buffers = [[problem.transfers[i] for i in buffer] for buffer in bucket.buffers]
     return Footprint(*map(sum, zip(*map(part_of, buffers))))
 
@@ -203,7 +206,7 @@ def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None
     """Add to ``changes`` those that are the same in every schedule."""
     for t in transfers:
         # A full parameter is freed after its last use; a gradient takes memory once it is ready.
-        if t.kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE):
+        if t.kind.is_fetch:
             changes.add(launches(t.last + 1), -t.num_bytes)
         elif t.kind == TransferKind.COPY_TO_HOST:
             changes.add(launches(t.ready), t.num_bytes)
@@ -269,7 +272,7 @@ def least_by_point(problem: Problem) -> list[int]:
     """Return the bytes at each point in time with the smallest, shortest-lived buckets."""
     buckets = []
     for i, t in enumerate(problem.transfers):
-        step = t.due if t.kind == TransferKind.ALL_GATHER else t.ready
+        step = t.due if t.kind.is_fetch else t.ready
         buckets.append(bucket_of(problem, ((i,),), launch=step, wait=step))
     averages = filter(None, (replica_bucket(bucket, problem.transfers) for bucket in buckets))
     return alive_by_point(problem, [*buckets, *averages])

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..errors import BackendError
-from ..kinds import TransferKind
 from .bucketing import Queue, gathers_by_due
 from .live_bytes import smallest_peak
 from .memory_budget import ScheduleLimits
@@ -148,7 +147,7 @@ def _score(schedule: CandidateSchedule) -> Score:
 
 def _reductions_by_ready(problem: Problem) -> list[int]:
     transfers = problem.transfers
-    reductions = [i for i, t in enumerate(transfers) if t.kind != TransferKind.ALL_GATHER]
+    reductions = [i for i, t in enumerate(transfers) if t.kind.is_reduction]
     return sorted(reductions, key=lambda i: transfers[i].ready)
 
 
@@ -204,7 +203,7 @@ def _fits(transfers: Sequence[Transfer]) -> bool:
 
 def _small_key(problem: Problem, transfer: Transfer) -> tuple[str, ...] | None:
     """Return a key that is equal for transfers that may share a bucket, or None for no sharing."""
-    used_in_graph = transfer.kind != TransferKind.ALL_GATHER and transfer.due < problem.num_steps
+    used_in_graph = transfer.kind.is_reduction and transfer.due < problem.num_steps
     if used_in_graph or transfer.num_bytes > SMALL_BYTES:
         return None
     return transfer.kind, transfer.group, transfer.replicas, transfer.dtype, str(transfer.host)
@@ -212,7 +211,7 @@ def _small_key(problem: Problem, transfer: Transfer) -> tuple[str, ...] | None:
 
 def _bucket(problem: Problem, members: list[int]) -> Bucket:
     transfers = [problem.transfers[i] for i in members]
-    if transfers[0].kind == TransferKind.ALL_GATHER:
+    if transfers[0].kind.is_fetch:
         step = min(t.due for t in transfers)
     else:
         step = max(t.ready for t in transfers)

@@ -25,8 +25,6 @@ _KIND_ORDER = (
     TransferKind.ALL_REDUCE_MAX,
     *HOST_COPIES,
 )
-# Kinds that an earlier launch would hide; a later wait would hide the others.
-_FETCHES = (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
 MAX_LISTED_EXPOSED = 10
 MAX_LISTED_BUCKETS = 24  # unless all are requested
 
@@ -228,10 +226,10 @@ def _collective_ms(dump: Dump, i: int) -> float:
 def exposed_reason(dump: Dump, i: int) -> str:
     """Return the reason that compute waits for bucket ``i``, from the timeline and the limits."""
     bucket, problem = dump.plan.buckets[i], dump.plan.problem
-    gathers = bucket.kind in _FETCHES
-    if gathers and not sum(problem.compute_us[: bucket.wait]):
+    fetches = bucket.kind.is_fetch  # an earlier launch would hide it; others, a later wait
+    if fetches and not sum(problem.compute_us[: bucket.wait]):
         return "first: no compute before it"
-    if not gathers and not sum(problem.compute_us[bucket.launch :]):
+    if not fetches and not sum(problem.compute_us[bucket.launch :]):
         return "last: no compute after it"
     collective = dump.slots[COLLECTIVE, i]
     launched_us = dump.slots[COPY_IN, i].end_us
@@ -242,14 +240,14 @@ def exposed_reason(dump: Dump, i: int) -> str:
     limit = _blocking_limit(dump, bucket)
     if limit is not None:
         return limit
-    return f"compute {'before' if gathers else 'after'} it is too short"
+    return f"compute {'before' if fetches else 'after'} it is too short"
 
 
 def _blocking_limit(dump: Dump, bucket: Bucket) -> str | None:
     """Return the limit that stops ``bucket`` from staying in flight one step longer, if any."""
     problem, memory = dump.plan.problem, dump.free_memory
     taken = footprint(problem, bucket)
-    if bucket.kind in _FETCHES:
+    if bucket.kind.is_fetch:
         return memory.limit_before(taken, bucket.launch) if bucket.launch > 0 else None
     return memory.limit_after(taken, bucket.wait) if bucket.wait < problem.num_steps else None
 

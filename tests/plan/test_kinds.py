@@ -22,6 +22,11 @@ def test_every_kind_is_in_every_table(kind: TransferKind) -> None:
     assert CostModel(HARDWARE["H100"]).collective_us(kind, 1 << 20, world=8) > 0
 
 
+@pytest.mark.parametrize("kind", TransferKind)
+def test_every_kind_is_a_reduction_a_fetch_or_a_copy_to_the_host(kind: TransferKind) -> None:
+    assert [kind.is_reduction, kind.is_fetch, kind == TransferKind.COPY_TO_HOST].count(True) == 1
+
+
 def test_the_verifier_knows_the_launch_op_of_every_kind() -> None:
     # These are launched by the op of ALL_REDUCE, the maximum with other arguments.
     variants = {TransferKind.ALL_REDUCE_MAX, TransferKind.ALL_REDUCE_SHARDS}
