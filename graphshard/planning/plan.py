@@ -208,20 +208,38 @@ class BucketEvent(NamedTuple):
 def events_by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[list[BucketEvent]]:
     """Return the launches and waits before each step; the last list is at the graph's end.
 
-    In each list launches come before waits, both in the order of ``buckets``. One exception: if
-    another bucket continues this one (see ``next_in_chain``), the wait comes right before that
-    bucket's launch.
+    They are in the order of ``sorted_events``.
     """
     events: list[list[BucketEvent]] = [[] for _ in range(num_steps + 1)]
-    successors = next_in_chain(buckets)
-    predecessors = {successor: i for i, successor in successors.items()}
-    for i, bucket in enumerate(buckets):
-        if i in predecessors:
-            events[bucket.launch].append(BucketEvent(predecessors[i], is_wait=True))
-        events[bucket.launch].append(BucketEvent(i, is_wait=False))
-    for i, bucket in enumerate(buckets):
-        if i not in successors:
-            events[bucket.wait].append(BucketEvent(i, is_wait=True))
+    launches, waits = [bucket.launch for bucket in buckets], [bucket.wait for bucket in buckets]
+    for step, _, _, is_launch, i in sorted_events(launches, waits, next_in_chain(buckets)):
+        events[step].append(BucketEvent(i, is_wait=not is_launch))
+    return events
+
+
+def sorted_events(
+    launches: Sequence[int], waits: Sequence[int], successors: Mapping[int, int]
+) -> list[tuple[int, bool, int, bool, int]]:
+    """Return the launches and waits of all buckets in order.
+
+    Before each step, launches come before waits, both in the order of the buckets. One exception:
+    if another bucket continues this one, the wait comes right before that bucket's launch.
+
+    Args:
+        launches: launch step of each bucket.
+        waits: wait step of each bucket; with a successor, the launch step of that one.
+        successors: result of ``next_in_chain``.
+
+    Returns:
+        For each event: step, two keys that only sort, whether it is a launch, and the bucket.
+    """
+    events = [(launch, False, i, True, i) for i, launch in enumerate(launches)]
+    for i, wait in enumerate(waits):
+        if i in successors:
+            events.append((wait, False, successors[i], False, i))
+        else:
+            events.append((wait, True, i, False, i))
+    events.sort()
     return events
 
 

@@ -24,7 +24,14 @@ from typing import NamedTuple, Protocol
 
 from ..kinds import HOST_COPIES, TransferKind
 from .live_bytes import alive_bytes, in_flight_bytes
-from .plan import Bucket, Problem, events_by_step, is_copied_in, next_in_chain
+from .plan import (
+    Bucket,
+    Problem,
+    events_by_step,
+    is_copied_in,
+    next_in_chain,
+    sorted_events,
+)
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 LANES = (COMPUTE, COMMUNICATION, *HOST_COPIES)
@@ -294,23 +301,13 @@ def sweep(
         launches: launch step of each bucket, ascending, in the order of ``waits`` and ``costs``.
         successors: result of ``plan.next_in_chain``.
     """
-    # Sorting these tuples gives the order of ``plan.events_by_step``: by step, launches before
-    # waits, by position. The wait for a bucket with a successor comes right before the launch of
-    # that successor.
-    events = [(launch, False, i, True, i) for i, launch in enumerate(launches)]
-    for i, wait in enumerate(waits):
-        if i in successors:
-            events.append((wait, False, successors[i], False, i))
-        else:
-            events.append((wait, True, i, False, i))
-    events.sort()
     end_us, exposed_us = [0.0] * len(launches), [0.0] * len(launches)
     lanes: defaultdict[str, Lane] = defaultdict(Lane)
     # Steps run back to back, except for the work added before them. The compute lane need not run
     # step by step: its delay is the sum of the work added so far.
     added_us = [0.0] * len(start_us)
     late_us = 0.0
-    for step, _, _, is_launch, i in events:
+    for step, _, _, is_launch, i in sorted_events(launches, waits, successors):
         now_us = start_us[step] + late_us
         if is_launch:
             us, lane_us, _, lane, _ = costs[i]
