@@ -111,15 +111,14 @@ def argument_names(op: object) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
-def size_hint(size: int | torch.SymInt, fallback: int = 4096) -> int:
+def size_hint(size: int | torch.SymInt) -> int:
     """Return the value of a size, or of an expression of sizes, during tracing; adds no guard.
 
-    Args:
-        fallback: value to return for a data-dependent size.
+    The value of a data-dependent size is 4096.
     """
     names = ("optimization_hint", "size_hint")  # 2.13, 2.11
     ask = next(getattr(symbolic_shapes, name) for name in names if hasattr(symbolic_shapes, name))
-    return int(ask(size, fallback))
+    return int(ask(size, 4096))
 
 
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -54,8 +54,7 @@ class CompiledKernel:
     """A kernel compiled for a GPU."""
 
     name: str
-    error: str = ""  # reason that it cannot be loaded
-    shared_bytes: int = 0  # of a thread block, in the configuration that needs most
+    error: str  # reason that it cannot be loaded
 
 
 def compile_kernels(
@@ -73,7 +72,7 @@ def _compile(name: str, source: str, device: DeviceProperties) -> CompiledKernel
     limit = device.shared_memory_per_block_optin
     shared = max(configuration.shared for configuration in configurations)
     too_much = f"needs {shared} bytes of shared memory, but {device.name} has {limit}"
-    return CompiledKernel(name, too_much if shared > limit else "", shared)
+    return CompiledKernel(name, too_much if shared > limit else "")
 
 
 def _for_device(source: str, device: DeviceProperties) -> str:

@@ -18,6 +18,8 @@ from .recipe import Recipe
 from .trace import Inputs, TracedStep
 from .workload import Workload, module_workload, recomputed_layers
 
+_MAX_EXPOSED = 8  # collectives that a forecast lists
+
 
 def plan(
     model: nn.Module,
@@ -155,7 +157,7 @@ def make_forecast(
     )
 
 
-def _exposed(dumps: Sequence[Dump], most: int = 8) -> list[Exposed]:
+def _exposed(dumps: Sequence[Dump]) -> list[Exposed]:
     exposed = [
         Exposed(
             f"{dump.plan.graph} {bucket.kind} of {dump.bucket_label(bucket)}",
@@ -166,4 +168,4 @@ def _exposed(dumps: Sequence[Dump], most: int = 8) -> list[Exposed]:
         for i, (bucket, us) in enumerate(zip(dump.plan.buckets, dump.timeline.exposed_us))
         if is_notable(us)
     ]
-    return sorted(exposed, key=lambda one: -one.us)[:most]
+    return sorted(exposed, key=lambda one: -one.us)[:_MAX_EXPOSED]

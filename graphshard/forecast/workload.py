@@ -92,14 +92,14 @@ def _script_workload(script: str, function: str) -> Workload:
     return Workload(f"{script}:{function}", make, tokens, unit)
 
 
-def module_workload(model: nn.Module, inputs: Inputs, name: str | None = None) -> Workload:
+def module_workload(model: nn.Module, inputs: Inputs) -> Workload:
     """Return the workload of a module, which is not modified."""
     tokens, unit = count_tokens(inputs)
 
     def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
         return model, inputs
 
-    return Workload(name or type(model).__name__, make, tokens, unit)
+    return Workload(type(model).__name__, make, tokens, unit)
 
 
 def count_tokens(inputs: Inputs) -> tuple[int, str]:

@@ -96,9 +96,7 @@ def _copies_to_host(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucket]
         _copy_of_shards(problem, bucket, TransferKind.COPY_TO_HOST, bucket.wait)
         for i, bucket in enumerate(buckets)
         # If an all-reduce over replicas follows, the shards are copied after that.
-        if bucket.kind.is_reduction
-        and _is_on_host(problem, bucket)
-        and i not in successors
+        if bucket.kind.is_reduction and _is_on_host(problem, bucket) and i not in successors
     ]
     for i, t in enumerate(problem.transfers):
         if t.kind == TransferKind.COPY_TO_HOST:

@@ -325,10 +325,6 @@ class Plan:
     def num_bytes(self, kind: TransferKind) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind == kind)
 
-    def params_of(self, bucket: Bucket) -> list[PlanParam]:
-        positions = [self.problem.transfers[i].param for i in bucket.transfers]
-        return [self.params[i] for i in positions if i is not None]
-
     def wire_dtypes(self, bucket: Bucket) -> tuple[str, ...]:
         """Return the distinct wire dtypes in ``bucket``, such as "bfloat16"."""
         # Transfers of one gather may differ. A buffer with mixed dtypes, or with a dtype that a

@@ -14,10 +14,8 @@ like NCCL on the stream of a group. Host copies have a lane for each direction:
 
 from __future__ import annotations
 
-import math
-import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -111,26 +109,6 @@ class Scenario(NamedTuple):
 AS_PREDICTED = Scenario()
 
 
-class Noise(NamedTuple):
-    """Random factors on predicted times, one for each step and each bucket.
-
-    Attributes:
-        spread: standard deviation of a factor's logarithm; 0.2 is about 20 %.
-    """
-
-    seed: int = 0
-    spread: float = 0.0
-
-    def factors(self) -> Iterator[float]:
-        """Yield factors without end; their median is 1."""
-        drawn = random.Random(self.seed)
-        while True:
-            yield math.exp(drawn.gauss(0.0, self.spread))
-
-
-NO_NOISE = Noise()
-
-
 @dataclass(frozen=True)
 class Slot:
     """One piece of work on a lane; times count from the start of the graph.
@@ -181,16 +159,10 @@ class Timeline:
 
 
 def simulate(
-    problem: Problem,
-    buckets: Sequence[Bucket],
-    cost_model: TransferCostModel,
-    noise: Noise = NO_NOISE,
+    problem: Problem, buckets: Sequence[Bucket], cost_model: TransferCostModel
 ) -> Timeline:
     """Return the predicted timeline of ``problem`` with ``buckets``, which are in launch order."""
-    factors = noise.factors()
-    compute_us = [us * factor for us, factor in zip(problem.compute_us, factors)]
-    predicted = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
-    costs = [c._replace(lane_us=c.lane_us * factor) for c, factor in zip(predicted, factors)]
+    costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
     run = _Run()
     collectives: dict[int, Slot] = {}
     exposed_us = [0.0] * len(buckets)
@@ -204,7 +176,7 @@ def simulate(
                 copy_in = run.add(COMPUTE, COPY_IN, i, cost.copy_in_us)
                 collectives[i] = run.add(cost.lane, COLLECTIVE, i, cost.lane_us, after=copy_in)
         if step < problem.num_steps:
-            run.add(COMPUTE, STEP, step, compute_us[step])
+            run.add(COMPUTE, STEP, step, problem.compute_us[step])
     hidden_us = [
         max(0.0, collectives[i].duration_us - exposed) for i, exposed in enumerate(exposed_us)
     ]

@@ -31,6 +31,7 @@ from graphshard.check.step import Recording
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.plan import Plan
 from tests.cuda.cases import DEVICE, Case, Outcome, Planted
+from tests.plan.dumps import fqns_of
 
 
 def is_skipped(obstacle: str, environment: Mapping[str, str]) -> bool:
@@ -103,7 +104,7 @@ def test_host_waits_only_for_gradients(case: Case) -> None:
         bucket
         for plan in recording.plans
         for bucket in plan.buckets
-        if bucket.kind == TransferKind.COPY_TO_HOST and plan.params_of(bucket)
+        if bucket.kind == TransferKind.COPY_TO_HOST and fqns_of(plan, bucket)
     ]
     counts = count(recording.actions, recording.calls)
     assert counts.host_waits == len(copies) and not counts.blocking

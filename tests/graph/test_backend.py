@@ -17,6 +17,7 @@ from graphshard.pipeline import run_passes
 from graphshard.planning.plan import Plan
 from tests.graph.conftest import WORLD_SIZE
 from tests.models import GPT, MLP
+from tests.plan.dumps import fqns_of
 
 
 def _backend(mesh: DeviceMesh, compiler: str = "aot_eager") -> graphshard.Backend:
@@ -25,7 +26,7 @@ def _backend(mesh: DeviceMesh, compiler: str = "aot_eager") -> graphshard.Backen
 
 def _fqns(plan: Plan, kind: str) -> list[str]:
     buckets = [bucket for bucket in plan.buckets if bucket.kind == kind]
-    return sorted(p.fqn for bucket in buckets for p in plan.params_of(bucket))
+    return sorted(fqn for bucket in buckets for fqn in fqns_of(plan, bucket))
 
 
 def _padded_bytes(model: nn.Module) -> int:

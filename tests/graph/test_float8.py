@@ -28,6 +28,7 @@ from graphshard.passes.float8 import gather_float8
 from graphshard.planning.plan import Plan
 from tests.graph.builder import Builder, count, run, targets
 from tests.numerics.compare import NEEDS_FP8
+from tests.plan.dumps import fqns_of
 
 pytestmark = NEEDS_FP8
 DIM, BATCH = 64, 32
@@ -98,7 +99,7 @@ def test_one_all_reduce_finds_the_scales_of_all_weights(
     assert backward.count(TransferKind.ALL_REDUCE_MAX) == 0
     assert _in_fp8(backward) == WEIGHTS - {forward.params[i].fqn for i in forward.kept}
     launches = [bucket.kind for bucket in forward.buckets]
-    in_fp8 = [any(p.fqn in WEIGHTS for p in forward.params_of(b)) for b in forward.buckets]
+    in_fp8 = [not WEIGHTS.isdisjoint(fqns_of(forward, b)) for b in forward.buckets]
     assert launches.index(TransferKind.ALL_REDUCE_MAX) < in_fp8.index(True)
 
 
@@ -242,17 +243,12 @@ def test_one_kernel_prepares_the_fp8_shards_of_a_bucket(mesh: DeviceMesh) -> Non
         body = code[code.index("def call(") :]
         kernels = [args.split(", ") for args in re.findall(r"cpp_fused\w*\((.*?)\)", body)]
         buckets = [b for b in plan.buckets if b.kind == TransferKind.ALL_GATHER]
-        in_fp8 = (
-            {plan.params.index(p) for b in buckets for p in plan.params_of(b)} if buckets else set()
-        )
-        shards = {
-            f"primals_{plan.params[i].input + 1}" for i in in_fp8 if plan.params[i].fqn in WEIGHTS
-        }
+        gathered = {fqn for b in buckets for fqn in fqns_of(plan, b)}
+        in_fp8 = [p for p in plan.params if p.fqn in WEIGHTS & gathered]
+        shards = {f"primals_{param.input + 1}" for param in in_fp8}
         readers = [shards & set(args) for args in kernels if shards & set(args)]
         assert sum(map(len, readers)) == len(shards) > 1  # each shard is read once
-        assert len(readers) == sum(
-            any(p.fqn in WEIGHTS for p in plan.params_of(b)) for b in buckets
-        )
+        assert len(readers) == sum(not WEIGHTS.isdisjoint(fqns_of(plan, b)) for b in buckets)
         for call in re.findall(r"copy_in\.default\(\[(.*?)\]", body):
             assert not shards & set(call.split(", "))
 

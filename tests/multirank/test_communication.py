@@ -23,6 +23,7 @@ from tests.models import GPT, MLP, ConvNet, Trainable
 from tests.numerics.compare import Twins, compile_sharded, draw, train
 from tests.numerics.test_breaks import DisabledFirst
 from tests.numerics.test_parameters import EqualGradients, Frozen, Reused, Tiny, Unused
+from tests.plan.dumps import fqns_of
 
 Sent = list[tuple[str, int]]
 """(kind, bytes) of each collective, in order."""
@@ -40,7 +41,7 @@ class Step:
         """Return the parameters in collectives of a kind, sorted, one entry per transfer."""
         plan = self.plans[backward]
         buckets = [bucket for bucket in plan.buckets if bucket.kind == kind]
-        return sorted(p.fqn for bucket in buckets for p in plan.params_of(bucket))
+        return sorted(fqn for bucket in buckets for fqn in fqns_of(plan, bucket))
 
     def bytes(self, kind: str, backward: bool) -> int:
         sent = self.backward if backward else self.forward

@@ -32,6 +32,7 @@ from tests.numerics.compare import (
     whole,
     world_mesh,
 )
+from tests.plan.dumps import fqns_of
 from tests.ranks import on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -256,10 +257,10 @@ def _override() -> tuple[list[str], list[str]]:
     assert all(p.grad.dtype == FP32 for p in model.parameters())
     forward, backward = backend.plans
     again = [
-        p.fqn
+        fqn
         for b in backward.buckets
         if b.kind == TransferKind.ALL_GATHER
-        for p in backward.params_of(b)
+        for fqn in fqns_of(backward, b)
     ]
     return sorted(forward.params[i].fqn for i in forward.kept), again
 

@@ -45,6 +45,12 @@ def bucket(kind: str, buffers: Sequence[tuple[int, ...]], size: int, at: tuple[i
     return Bucket(kind, tuple(buffers), size, "g", WORLD, *at)
 
 
+def fqns_of(plan: Plan, bucket: Bucket) -> list[str]:
+    """Return the names of the parameters in a bucket, one entry per transfer."""
+    transfers = [plan.problem.transfers[i] for i in bucket.transfers]
+    return [plan.fqn_of(transfer) for transfer in transfers if transfer.param is not None]
+
+
 def dump(
     asked: Problem,
     buckets: Sequence[Bucket],

@@ -19,7 +19,6 @@ from graphshard.planning.simulate import (
     COMPUTE,
     STEP,
     Lane,
-    Noise,
     bucket_cost,
     clock,
     simulate,
@@ -105,15 +104,3 @@ def test_a_lane_can_run_backward_in_time() -> None:
     lane = Lane(-math.inf)
     assert -lane.run(10.0, -100.0) == 90.0
     assert -lane.run(10.0, -95.0) == 80.0
-
-
-@given(problems(), lines)
-def test_noise_changes_only_steps_and_collectives(graph: Problem, line: Line) -> None:
-    buckets = find_schedule(graph, line, ScheduleLimits())
-    exact = simulate(graph, buckets, line)
-    noisy = simulate(graph, buckets, line, Noise(seed=1, spread=0.3))
-    assert simulate(graph, buckets, line, Noise(seed=1)) == exact
-    assert simulate(graph, buckets, line, Noise(seed=1, spread=0.3)) == noisy
-    for one, other in zip(exact.slots, noisy.slots, strict=True):
-        varies = one.kind in (STEP, COLLECTIVE) and one.duration_us > 0
-        assert (one.duration_us != other.duration_us) == varies
