@@ -115,10 +115,10 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
     num_shards = span.world if kind in (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER) else 1
     transfer = dataclasses.replace(
         transfer,
-        num_bytes=size_hint(shard.numel()) * num_shards * sent.dtype.itemsize,
-        dtype=str(sent.dtype),
+        num_bytes=size_hint(shard.numel()) * num_shards * sent.wire_dtype.itemsize,
+        dtype=str(sent.wire_dtype),
         shard_bytes=num_bytes(shard),
-        casts=sent.tensor.dtype != sent.dtype,
+        casts=sent.tensor.dtype != sent.wire_dtype,
         group=spec.group,
         world=span.world,
         stride=span.stride,

@@ -38,7 +38,7 @@ def _use_shard(marker: fx.Node, spec: UnshardSpec) -> None:
     if is_alone(spec.group) and has_all_rows and spec.device is None and spec.scales is None:
         tag = {"recompute": marker.meta["recompute"]} if "recompute" in marker.meta else {}
         emit = Emitter(marker.graph, marker.meta, **tag)
-        _replace(marker, as_dtype(emit, spec.shard, spec.collective_input().dtype), emit)
+        _replace(marker, as_dtype(emit, spec.shard, spec.collective_input().wire_dtype), emit)
         spec.shard.meta[WHOLE_SHARD] = True  # type: ignore[union-attr]  # a node, in a graph
 
 
@@ -47,7 +47,7 @@ def _use_gradient(marker: fx.Node, spec: ReduceGradSpec) -> None:
     alone = all(is_alone(group) for group in (spec.group, spec.replica_group) if group)
     if alone and spec.host_memory is None and spec.partial is None:
         sent, emit = spec.collective_input(), Emitter(marker.graph, marker.meta)
-        reduced = as_dtype(emit, spec.grad, sent.dtype)
+        reduced = as_dtype(emit, spec.grad, sent.wire_dtype)
         _replace(marker, as_dtype(emit, reduced, sent.result_dtype), emit)
 
 

@@ -16,7 +16,7 @@ from .library import define, dtype_named, fake, implement
 # rest of a graph, and slices of one buffer have different offsets, which would keep equal layers
 # from sharing kernels.
 copy_in = define(
-    "copy_in(Tensor[] tensors, int[] rows, str[] dtypes, int[] counts, str[] wire_dtypes,"
+    "copy_in(Tensor[] tensors, int[] rows, str[] wire_dtypes, int[] counts, str[] buffer_dtypes,"
     " int world) -> Tensor[]"
 )
 copy_out = define("copy_out(Tensor buffer, int[] sizes, int world) -> Tensor[]")
@@ -29,21 +29,21 @@ add_accumulated = define(
 def _copy_in(
     tensors: list[torch.Tensor],
     rows: list[int],
-    dtypes: list[str],
-    counts: list[int],
     wire_dtypes: list[str],
+    counts: list[int],
+    buffer_dtypes: list[str],
     world: int,
 ) -> list[torch.Tensor]:
     """Cast, pad and pack tensors: the first ``counts[0]`` into the first buffer, and so on.
 
     Args:
         rows: number of rows of each tensor to send to each rank, or 0 for a tensor without rows.
-        wire_dtypes: dtype of each buffer, or uint8 if its tensors travel as bytes.
+        buffer_dtypes: dtype of each buffer, or uint8 if its tensors travel as bytes.
         world: number of ranks that receive a part of each buffer, or 1 for a gather.
     """
-    buffers = _copy_in_fake(tensors, rows, dtypes, counts, wire_dtypes, world)
+    buffers = _copy_in_fake(tensors, rows, wire_dtypes, counts, buffer_dtypes, world)
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-    transfers = zip(tensors, rows, dtypes, strict=True)
+    transfers = zip(tensors, rows, wire_dtypes, strict=True)
     for buffer, count in zip(buffers, counts):
         own = [sent for sent in itertools.islice(transfers, count) if sent[0].numel()]
         if _is_chunk_cat(buffer, own, world):
@@ -84,8 +84,8 @@ def _parts(
             yield part[num_full, :rest], flat[flat.numel() - rest :]
 
 
-def _flattened(tensor: torch.Tensor, dtype: torch.dtype, wire_dtype: torch.dtype) -> torch.Tensor:
-    if wire_dtype == dtype:
+def _flattened(tensor: torch.Tensor, dtype: torch.dtype, buffer_dtype: torch.dtype) -> torch.Tensor:
+    if buffer_dtype == dtype:
         return tensor.reshape(-1)  # the copy casts it
     return tensor.to(dtype).reshape(-1).view(torch.uint8)
 
@@ -99,21 +99,21 @@ def _num_sent_per_rank(flat: torch.Tensor, tensor: torch.Tensor, num_rows: int) 
 def _copy_in_fake(
     tensors: list[torch.Tensor],
     rows: list[int],
-    dtypes: list[str],
-    counts: list[int],
     wire_dtypes: list[str],
+    counts: list[int],
+    buffer_dtypes: list[str],
     world: int,
 ) -> list[torch.Tensor]:
     buffers = []
-    transfers = zip(tensors, rows, dtypes, strict=True)
-    for count, name in zip(counts, wire_dtypes, strict=True):
-        wire_dtype = dtype_named(name)
+    transfers = zip(tensors, rows, wire_dtypes, strict=True)
+    for count, name in zip(counts, buffer_dtypes, strict=True):
+        buffer_dtype = dtype_named(name)
         num_bytes = sum(
             _num_sent_per_rank(tensor, tensor, num_rows) * dtype_named(dtype).itemsize
             for tensor, num_rows, dtype in itertools.islice(transfers, count)
         )
-        size = world * num_bytes // wire_dtype.itemsize
-        buffers.append(tensors[0].new_empty(size, dtype=wire_dtype))
+        size = world * num_bytes // buffer_dtype.itemsize
+        buffers.append(tensors[0].new_empty(size, dtype=buffer_dtype))
     return buffers
 
 

@@ -31,7 +31,7 @@ _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
 EXCHANGE = _c10d.all_to_all_single.default
 # Dtypes that every backend accepts; tensors of other dtypes travel as bytes.
-WIRE_DTYPES = frozenset(
+PORTABLE_DTYPES = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
     | {torch.int8, torch.int32, torch.int64}
 )
@@ -43,10 +43,10 @@ class CollectiveInput(NamedTuple):
     Attributes:
         source: padded shard, or full gradient.
         rows: number of rows of a full parameter or of a gradient's padded shard; 0 if replicated.
-        dtype: wire dtype, which is also the dtype of a gathered result.
+        wire_dtype: dtype that travels, which is also the dtype of a gathered result.
         result_dtype: dtype of a reduced result, or of a source with scales before it is scaled.
         scales: scales of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded
-            shards]``, applied to sources before the cast to ``dtype``; None without scaling.
+            shards]``, applied to sources before the cast to ``wire_dtype``; None without scaling.
         scale_index: position of this tensor's scale in ``scales``.
         partial: key of an accumulator whose total is added to the reduced shard before the average
             over replicas, or None.
@@ -54,7 +54,7 @@ class CollectiveInput(NamedTuple):
 
     source: Value
     rows: int
-    dtype: torch.dtype
+    wire_dtype: torch.dtype
     result_dtype: torch.dtype
     scales: Values | None = None
     scale_index: int = 0
@@ -69,12 +69,14 @@ class CollectiveInput(NamedTuple):
 BufferInputs: TypeAlias = Sequence[CollectiveInput]  # transfers that share one buffer
 
 
-def wire_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
-    """Return the dtype of a packed buffer."""
-    dtypes = {sent.dtype for sent in inputs}
+def buffer_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
+    """Return the dtype of a packed buffer: the wire dtype of its tensors, or uint8 for bytes."""
+    dtypes = {sent.wire_dtype for sent in inputs}
     # Only gathered tensors may differ in dtype. Dtypes that a backend may refuse travel as bytes.
-    as_bytes = kind == TransferKind.ALL_GATHER and (len(dtypes) > 1 or not dtypes <= WIRE_DTYPES)
-    return torch.uint8 if as_bytes else inputs[0].dtype
+    as_bytes = kind == TransferKind.ALL_GATHER and (
+        len(dtypes) > 1 or not dtypes <= PORTABLE_DTYPES
+    )
+    return torch.uint8 if as_bytes else inputs[0].wire_dtype
 
 
 def launch_bucket(
@@ -90,9 +92,9 @@ def launch_bucket(
             copy_in,
             [sent.source for sent in all_inputs],
             [_rows_per_rank(kind, sent) for sent in all_inputs],
-            [dtype_name(sent.dtype) for sent in all_inputs],
+            [dtype_name(sent.wire_dtype) for sent in all_inputs],
             [len(buffers[i]) for i in copied],
-            [dtype_name(wire_dtype(kind, buffers[i])) for i in copied],
+            [dtype_name(buffer_dtype(kind, buffers[i])) for i in copied],
             world if kind == TransferKind.REDUCE_SCATTER else 1,
         )
         packed |= {i: call(operator.getitem, results, k) for k, i in enumerate(copied)}
@@ -111,7 +113,7 @@ def _scaled(call: Call, sent: CollectiveInput, group: str) -> CollectiveInput:
     if value_of(scale).numel() > 1:
         scale = call(own_rows, scale, group)
     wide = as_dtype(call, sent.source, sent.result_dtype)
-    return sent._replace(source=cast(call, wide, scale, sent.dtype, 1), scales=None)
+    return sent._replace(source=cast(call, wide, scale, sent.wire_dtype, 1), scales=None)
 
 
 def _packed_without_copy_in(call: Call, kind: TransferKind, inputs: BufferInputs) -> Any:
@@ -121,7 +123,7 @@ def _packed_without_copy_in(call: Call, kind: TransferKind, inputs: BufferInputs
     if len(inputs) > 1:
         flat = [call(_aten.view.default, sent.source, [-1]) for sent in inputs]
         source = call(_aten.cat.default, flat)
-    return _viewed_as(call, source, wire_dtype(kind, inputs))
+    return _viewed_as(call, source, buffer_dtype(kind, inputs))
 
 
 def _is_float8(inputs: BufferInputs) -> bool:
@@ -138,7 +140,7 @@ def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> boo
     """Return whether a tensor alone in its buffer must be cast, padded or made contiguous."""
     tensor = sent.tensor
     padded = kind == TransferKind.REDUCE_SCATTER and tensor.shape[0] != sent.rows * world
-    casts = wire_dtype(kind, [sent]) != tensor.dtype
+    casts = buffer_dtype(kind, [sent]) != tensor.dtype
     return padded or casts or not tensor.is_contiguous()
 
 
@@ -265,14 +267,14 @@ def results_in_buffer(
 ) -> list[Any]:
     """Return the full parameters or reduced shards in a buffer that ``wait_buffer`` returned."""
     if kind == TransferKind.ALL_GATHER:
-        return _gathered(call, inputs, _viewed_as(call, buffer, wire_dtype(kind, inputs)), world)
+        return _gathered(call, inputs, _viewed_as(call, buffer, buffer_dtype(kind, inputs)), world)
     return _reduced(call, kind, inputs, buffer)
 
 
 def _gathered(call: Call, inputs: BufferInputs, buffer: Value, world: int) -> list[Any]:
     """Return the full ``[rows, ...]`` of each padded shard ``[ceil(rows / world), ...]``."""
-    wire = wire_dtype(TransferKind.ALL_GATHER, inputs)
-    shapes = [_gathered_shape(sent, wire, world) for sent in inputs]
+    packed = buffer_dtype(TransferKind.ALL_GATHER, inputs)
+    shapes = [_gathered_shape(sent, packed, world) for sent in inputs]
     parts = [buffer]
     if len(inputs) > 1:
         sizes = [shape.numel() // world for shape in shapes]
@@ -280,23 +282,23 @@ def _gathered(call: Call, inputs: BufferInputs, buffer: Value, world: int) -> li
         parts = [call(operator.getitem, copies, i) for i in range(len(inputs))]
     results = []
     for part, sent, shape in zip(parts, inputs, shapes):
-        full = _from_wire(call, _viewed(call, part, shape), sent.dtype, wire)
+        full = _unpacked(call, _viewed(call, part, shape), sent.wire_dtype, packed)
         if sent.tensor.shape[0] * world != sent.rows:  # cut off the padding
             full = call(_aten.slice.Tensor, full, 0, 0, sent.rows)
         results.append(full)
     return results
 
 
-def _gathered_shape(sent: CollectiveInput, wire: torch.dtype, world: int) -> torch.Size:
+def _gathered_shape(sent: CollectiveInput, packed: torch.dtype, world: int) -> torch.Size:
     """Return ``[world * padded rows, ...]``, plus a last dimension ``itemsize`` for bytes."""
     rows, *others = sent.tensor.shape
-    size = sent.dtype.itemsize
-    as_bytes = wire != sent.dtype and size > 1
+    size = sent.wire_dtype.itemsize
+    as_bytes = packed != sent.wire_dtype and size > 1
     return torch.Size([world * rows, *others, *([size] if as_bytes else [])])
 
 
-def _from_wire(call: Call, full: Value, dtype: torch.dtype, wire: torch.dtype) -> Any:
-    if wire == dtype:
+def _unpacked(call: Call, full: Value, dtype: torch.dtype, packed: torch.dtype) -> Any:
+    if packed == dtype:
         return full
     if dtype is torch.bool:  # Inductor's C++ cannot view bytes as bool
         return call(convert, full, torch.bool)

@@ -154,7 +154,7 @@ class UnshardSpec(MarkerSpec):
         return CollectiveInput(
             source=self.shard,
             rows=self.rows,
-            dtype=used if self.scales is None else E4M3,
+            wire_dtype=used if self.scales is None else E4M3,
             result_dtype=used,
             scales=self.scales,
             scale_index=self.scale_index,
@@ -222,7 +222,7 @@ class ReduceGradSpec(MarkerSpec):
         return CollectiveInput(
             source=self.grad,
             rows=self.padded_rows,
-            dtype=used_dtype(grad, self.reduce_dtype),
+            wire_dtype=used_dtype(grad, self.reduce_dtype),
             result_dtype=self.result_dtype or grad.dtype,
             partial=self.partial,
         )
@@ -271,7 +271,7 @@ class AllReduceGradSpec(MarkerSpec):
             source=self.grad,
             rows=0,
             # Some backends can only sum in an all-reduce, and float16 overflows early.
-            dtype=torch.float32 if dtype == torch.float16 else dtype,
+            wire_dtype=torch.float32 if dtype == torch.float16 else dtype,
             result_dtype=self.result_dtype or grad.dtype,
         )
 
@@ -287,7 +287,7 @@ class MaxOverRanksSpec(MarkerSpec):
 
     def collective_input(self) -> CollectiveInput:
         dtype = value_of(self.amax).dtype
-        return CollectiveInput(source=self.amax, rows=0, dtype=dtype, result_dtype=dtype)
+        return CollectiveInput(source=self.amax, rows=0, wire_dtype=dtype, result_dtype=dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -138,7 +138,7 @@ def _unshard(*args: Any) -> torch.Tensor:
 def _unshard_fake(*args: Any) -> torch.Tensor:
     spec = UnshardSpec(*args)
     shard = value_of(spec.shard)
-    dtype = spec.collective_input().dtype
+    dtype = spec.collective_input().wire_dtype
     return shard.new_empty((spec.rows, *shard.shape[1:]), dtype=dtype, device=spec.device)
 
 

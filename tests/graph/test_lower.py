@@ -104,7 +104,7 @@ def test_every_dtype_can_be_gathered(group: str, dtype: torch.dtype) -> None:
     value = output(gm.graph).meta["val"]
     assert (value.dtype, value.shape) == (dtype, (13, 3))
     (gather,) = (node for node in gm.graph.nodes if node.target is GATHER)
-    assert gather.meta["val"].dtype in collectives.WIRE_DTYPES
+    assert gather.meta["val"].dtype in collectives.PORTABLE_DTYPES
 
 
 def test_gradients_have_the_number_of_their_input(group: str) -> None:

@@ -32,7 +32,7 @@ def _gathered(alone: bool, first: int) -> list[Tensor]:
     group, world = world_mesh().get_group().group_name, dist.get_world_size()
     kind = TransferKind.ALL_GATHER
     sent = [
-        CollectiveInput(source=s, rows=2 * world, dtype=s.dtype, result_dtype=s.dtype)
+        CollectiveInput(source=s, rows=2 * world, wire_dtype=s.dtype, result_dtype=s.dtype)
         for s in _shards(dist.get_rank())
     ]
     sent = [*sent[first:], *sent[:first]]
