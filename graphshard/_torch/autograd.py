@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from .dynamo import run_with_callees_as_python
+from .patches import patch
 
 
 def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
@@ -246,5 +247,5 @@ def substitute_backward_inputs(
         )
 
     # The modules that ``torch.compiler`` also patches during tracing (torch/compiler/__init__.py).
-    torch.autograd.graph._engine_run_backward = run_backward  # type: ignore[assignment]
-    torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment]
+    for module in ("torch.autograd.graph", "torch.autograd"):
+        patch(f"{module}._engine_run_backward", lambda _: run_backward)

@@ -5,14 +5,16 @@ Relies on torch/distributed/tensor/_api.py and _dtensor_spec.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from .patches import patch
 
 
 def local_tensor(dtensor: DTensor) -> torch.Tensor:
@@ -77,6 +79,7 @@ def replace_data(dtensor: DTensor, new: DTensor) -> None:
     dtensor._local_tensor = new._local_tensor
 
 
+@functools.cache  # registering ``act`` again has no effect
 def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
     """Call ``act(dtensor, value)`` on ``dtensor.data = value``; assign as usual if it is False."""
 
@@ -86,8 +89,7 @@ def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
         if not act(dtensor, value):
             _set_data(dtensor, value)
 
-    DTensor.data = property(_data.__get__, assign)  # type: ignore[assignment]
+    patch("torch.distributed.tensor.DTensor.data", lambda data: property(data.__get__, assign))
 
 
-_data: Any = torch.Tensor.data
-_set_data = _data.__set__
+_set_data: Callable[[DTensor, object], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]

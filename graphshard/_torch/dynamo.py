@@ -30,6 +30,7 @@ from torch._dynamo.utils import counters
 from torch._guards import ChainedSource, CompileContext, Guard, Source
 
 from .frames import is_resumed
+from .patches import patch
 
 __all__ = ["ShortenTraceback", "Source"]
 
@@ -165,7 +166,8 @@ def on_lookup(name: str, act: Callable[[], None]) -> None:
     # ``torch.compile`` uses nothing else of a named backend before the first compilation, which may
     # never come (``lookup_backend`` in torch/_dynamo/backends/registry.py).
     if not isinstance(registry._COMPILER_FNS, _Noticing):
-        registry._COMPILER_FNS = _Noticing(registry._COMPILER_FNS)
+        patch("torch._dynamo.backends.registry._COMPILER_FNS", _Noticing)
+    assert isinstance(registry._COMPILER_FNS, _Noticing)
     registry._COMPILER_FNS.actions[name] = act
 
 

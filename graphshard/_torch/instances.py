@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules import module as registration
 from torch.optim import Optimizer
 
+from .patches import patch
+
 _T = TypeVar("_T")
 
 # Keyed by id, because a user's module may not be hashable.
@@ -40,8 +42,7 @@ def _noting(method: Any) -> Any:
     return note
 
 
-# Called by __init__ and by __setstate__, so copies are covered, too.
-Optimizer._patch_step_function = _noting(Optimizer._patch_step_function)  # type: ignore[method-assign]
+patch("torch.optim.optimizer.Optimizer._patch_step_function", _noting)
 # A module is recorded once it holds a parameter or a submodule.
 registration.register_module_parameter_registration_hook(_note_module)
 registration.register_module_module_registration_hook(_note_module)

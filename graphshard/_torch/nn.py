@@ -17,6 +17,8 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.optim import Optimizer
 
+from .patches import patch
+
 __all__ = ["apply_to_tensors", "unflatten_state_dict"]
 
 FLAT_WEIGHTS = "_flat_weights"  # attribute of ``nn.RNNBase``, a second list of its parameters
@@ -139,12 +141,13 @@ def _before_loading(
 @functools.cache  # registering ``act`` again has no effect
 def before_loading_optimizers(act: Callable[[Optimizer, dict[str, Any]], None]) -> None:
     """Call ``act(optimizer, state_dict)`` before any optimizer loads a state dict."""
-    # Torch has no global hook: ``register_load_state_dict_pre_hook`` is per optimizer.
-    load_state_dict = Optimizer.load_state_dict
 
-    @functools.wraps(load_state_dict)
-    def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        act(self, state_dict)
-        load_state_dict(self, state_dict)
+    def wrap(load_state_dict: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(load_state_dict)
+        def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
+            act(self, state_dict)
+            load_state_dict(self, state_dict)
 
-    Optimizer.load_state_dict = load  # type: ignore[method-assign]
+        return load
+
+    patch("torch.optim.optimizer.Optimizer.load_state_dict", wrap)
