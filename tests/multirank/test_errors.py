@@ -314,33 +314,24 @@ def test_fault_on_one_rank_is_an_error_on_all() -> None:
 
 # Invalid options, which are refused without a process group.
 
-BAD_OPTIONS: list[tuple[str, Any]] = [
-    ("mesh", "cpu"),
-    ("mesh", 2),
-    ("reshard_after_forward", 0),
-    ("reshard_after_forward", -2),
-    ("reshard_after_forward", "yes"),
-    ("reshard_after_forward", None),
-    ("mp_policy", torch.bfloat16),
-    ("offload_policy", "cpu"),
-    ("offload_policy", True),
-    ("ignored_params", ["up.weight"]),
-    ("ignored_params", [torch.zeros(3)]),
-    ("ignored_params", nn.Parameter(torch.zeros(3))),
-    ("ignored_params", 3),
-    ("overrides", {"*.norm": {"shard": 0}}),
-    ("fp8", True),
-    ("schedule", "fast"),
-    ("compiler", "nvcc"),
-    ("compiler", None),
-    ("dump", 3),
-    ("dump", ""),
-    ("sync_module_states", "no"),
-    ("sync_module_states", None),
-]
+BAD_OPTIONS: dict[str, list[Any]] = {
+    "mesh": ["cpu", 2],
+    "reshard_after_forward": [0, -2, "yes", None],
+    "mp_policy": [torch.bfloat16],
+    "offload_policy": ["cpu", True],
+    "ignored_params": [["up.weight"], [torch.zeros(3)], nn.Parameter(torch.zeros(3)), 3],
+    "overrides": [{"*.norm": {"shard": 0}}],
+    "fp8": [True],
+    "schedule": ["fast"],
+    "compiler": ["nvcc", None],
+    "dump": [3, ""],
+    "sync_module_states": ["no", None],
+}
 
 
-@pytest.mark.parametrize(("name", "value"), BAD_OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD_OPTIONS.items() for value in values]
+)
 def test_invalid_option_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ERRORS, match=name):
         graphshard.backend(**{name: value})
