@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -81,7 +82,7 @@ class Backend:
         self.options = options
         self._graphs: list[CompiledGraph] = []
         self._padding: dict[str, None] = {}  # padding advice of each compiled model
-        self._num_compiles = 0  # includes failed ones: their dumps keep their numbers
+        self._compile_numbers = itertools.count()  # failed ones count: their dumps stay
         self._consensus = PlanConsensus()
         self.forward_check = ForwardCheck(options)
         self._made_at_s = time.time()
@@ -132,12 +133,10 @@ class Backend:
             inductor_options=inductor_options,
             regathered=self.options.with_own_reshard(fqns),
         )
-        settings = CompileSettings(
-            self.options.compiler,
-            self.options.schedule,
-            device=specs[0].groups.device if specs else traced.device_of_inputs(),
-        )
-        compiled = self._build(traced, settings)
+        device = specs[0].groups.device if specs else traced.device_of_inputs()
+        settings = CompileSettings(self.options.compiler, self.options.schedule, device=device)
+        writer = self._next_dump_writer(traced.groups)
+        compiled = compile_traced(traced, settings, self._consensus, writer)
         is_cast = any(spec.dtype is not None for spec in specs)
         run = refusing_stale_forwards(compiled.run) if sharded else compiled.run
         run = freed_on_reset(advising(run) if is_cast else run)
@@ -151,11 +150,6 @@ class Backend:
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
         return run
 
-    def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:
-        writer = self._dump_writer(traced.groups)
-        self._num_compiles += 1
-        return compile_traced(traced, settings, self._consensus, writer)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         # Lightning copies the arguments of torch.compile, but plans and ignored parameters must
         # not be copied.
@@ -165,8 +159,7 @@ class Backend:
     def __name__(self) -> str:
         # torch.compile reads it when it is given a module: see [Note: first forward] in
         # graphshard/params/first_forward.py.
-        request = compile_request()
-        if request is not None:
+        if (request := compile_request()) is not None:
             self.given_to_compile(request)
         return "graphshard"
 
@@ -209,8 +202,7 @@ class Backend:
         """Return the predicted fraction of step time in which compute waits for communication.
 
         Every forward and backward graph compiled so far counts once; without any, this returns 0.
-        The prediction is for the hardware in ``schedule``, or for the device's entry in the table
-        of hardware.
+        The prediction is for ``schedule.hardware``.
         """
         return exposure([dump for graph in self._graphs for dump in graph.dumps()])
 
@@ -224,14 +216,14 @@ class Backend:
         tried = dict.fromkeys(graph.tried for graph in self._graphs if graph.tried)
         return "\n\n\n".join([tables, *tried, *filter(None, self._padding)])
 
-    def _dump_writer(self, groups: Sequence[str]) -> DumpWriter:
+    def _next_dump_writer(self, groups: Sequence[str]) -> DumpWriter:
         # Only the first of all ranks that have the graph writes files.
         mesh, rank = self.options.mesh, dist.get_rank() if dist.is_initialized() else 0
         first_rank = 0 if mesh is None else int(mesh.mesh.min())
         if groups:
             first_rank = min(dist.get_process_group_ranks(process_group(groups[0])))
         folder = self.options.dump if rank == first_rank else None
-        return DumpWriter(folder, self._num_compiles, since_s=self._made_at_s)
+        return DumpWriter(folder, next(self._compile_numbers), since_s=self._made_at_s)
 
     def _shard_plain_inputs(
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall
@@ -282,9 +274,8 @@ def backend(
             and of inputs and outputs of the compiled module. Sharded parameters and their gradients
             keep their dtype.
         offload_policy: FSDP2's class. ``CPUOffloadPolicy()`` keeps shards and gradients, and
-            therefore the optimizer state, in host memory, which is pinned by default. The graph
-            copies shards to the device ahead of their gathers, and reduced gradients back.
-            Replicated parameters stay on the device.
+            therefore the optimizer state, in host memory, which is pinned by default. Replicated
+            parameters stay on the device.
         ignored_params: parameters that are neither sharded nor reduced.
         overrides: ``{fqn glob: {argument: value}}``, which sets ``mp_policy``, ``offload_policy``,
             ``fp8``, ``reshard_after_forward`` or ``shard`` for the matching parameters. If several
@@ -292,13 +283,11 @@ def backend(
             it, and its ``mp_policy`` casts inputs and outputs of the outermost modules that it
             matches. ``"shard": False`` replicates a parameter and all-reduces its gradient, as DDP
             does; it never travels in fp8.
-        fp8: policy for linears that compute in fp8, with their weights gathered in fp8. Defaults to
-            no fp8.
+        fp8: policy for linears that compute and are gathered in fp8. Defaults to no fp8.
         schedule: limits and options of the schedule. Defaults to ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
         dump: folder for the plans, traces, tables and FX code of every compiled graph, and a page
-            that shows them all, ``index.html``; see ``graphshard.show.dump_folder``. It is created
-            if missing. Backends cannot share a folder.
+            that shows them all, ``index.html``; created if missing. Backends cannot share it.
         sync_module_states: whether to copy the parameters and buffers of the mesh's first rank to
             all other ranks before sharding.
 
@@ -359,16 +348,24 @@ def from_string(
 
 
 def _shard_before_trace(_: object) -> None:
-    # If a function or method is compiled, and Dynamo left a module's call to Python, the root is
-    # the module that the function calls, or that has the method: the code that Dynamo can compile
-    # of such a call may have no parameter.
-    on_compile_error(advise)
+    # The root of a compiled function is the module whose call Dynamo left to Python: the code that
+    # Dynamo can compile of such a call may have no parameter.
+    on_compile_error(_after_compile_error)
     if is_capturing():
         return
     call = compiled_call()
     root = call.root()
     if root is not None and (its_backend := _backend_of(call)) is not None:
         its_backend.shard_compiled(root, call)
+
+
+def _after_compile_error(error: BaseException) -> None:
+    advise(error)
+    call = compiled_call()
+    by_name = call.backend is from_string
+    failed = _named.get(hashable(call.options)) if by_name else call.backend
+    if isinstance(failed, Backend):
+        stop_watching(failed)  # it need not warn that it has sharded nothing
 
 
 def _backend_of(call: CompiledCall) -> Backend | None:
@@ -378,8 +375,7 @@ def _backend_of(call: CompiledCall) -> Backend | None:
 
 
 def _given_by_name() -> None:
-    request = compile_request()
-    if request is not None:
+    if (request := compile_request()) is not None:
         _backend_for(request.options).given_to_compile(request)
 
 
@@ -389,7 +385,6 @@ def _is_read_full(value: DTensor) -> bool:
 
 on_compile_start(_shard_before_trace)
 on_lookup("graphshard", _given_by_name)  # torch.compile(..., backend="graphshard")
-
 
 # Backends that were requested by name, keyed by their options.
 _named: dict[Hashable, Backend] = {}

@@ -367,6 +367,20 @@ def test_unused_backend_warns_once() -> None:
 
 
 @on_ranks(2)
+def test_backend_whose_compile_raised_does_not_warn() -> None:
+    param = nn.Parameter(torch.ones(7))
+    backend = _backend()
+    compiled = torch.compile(lambda x: (x * param).sum(), backend=backend)
+    with pytest.raises(RuntimeError, match="belongs to no module"):
+        compiled(torch.ones(7))
+    model = MLP()
+    with graphshard_warnings() as texts:
+        _step(model, model)
+    assert not texts, texts
+    del backend
+
+
+@on_ranks(2)
 def test_optimizer_step_compiles_without_break() -> None:
     backend, model = _backend(), MLP()
     optimizer = sgd(model)
