@@ -14,7 +14,7 @@ ranks with different values would pair the gathers of different parameters. They
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,18 +132,20 @@ def _use_input(read: fx.Node) -> None:
 
 def use_dense_gradients(gm: fx.GraphModule, context: PassContext) -> None:
     """Replace ``sparse=True`` of embeddings, whose gradients could not be reduced, in place."""
+    # A placeholder of a body may also be a full parameter, and then has the storage of its read.
+    inputs = set(map(traced_storage, gm.graph.find_nodes(op="placeholder")))
     for part in graph_modules(gm):
         for node in part.graph.nodes:
             if node.target in _SPARSE_POSITIONS:
-                _use_dense(node)
+                _use_dense(node, inputs)
 
 
-def _use_dense(node: fx.Node) -> None:
+def _use_dense(node: fx.Node, inputs: Container[int | None]) -> None:
     weight_position, position = _SPARSE_POSITIONS[node.target]  # type: ignore[index]  # a function
     has_weight = len(node.args) > weight_position
     weight: Any = node.args[weight_position] if has_weight else node.kwargs["weight"]
-    if weight.op == "placeholder":  # not sharded: nothing reduces its gradient
-        return
+    if weight.op == "placeholder" and traced_storage(weight) in inputs:
+        return  # not sharded: nothing reduces its gradient
     # The values are the same: a dense gradient has the zero rows as well.
     if len(node.args) > position:
         node.update_arg(position, False)

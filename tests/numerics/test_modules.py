@@ -281,12 +281,36 @@ class Tables(nn.Module):
         return torch.randint(7, (2, 3), generator=rng)
 
 
+class TablesInBranches(nn.Module):
+    """Embeddings that branches look up: a module, and a weight that is read before."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Embedding(7, DIM, sparse=sparse) for _ in range(2))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        last = self.last.weight
+        x = torch.cond(
+            ids.sum() > 18,
+            lambda ids: self.first(ids),
+            lambda ids: F.embedding(ids, last, sparse=self.last.sparse),
+            (ids,),
+        )
+        return self.head(x).square().mean()
+
+    batch = staticmethod(Tables.batch)
+
+
+@pytest.mark.parametrize("tables", [Tables, TablesInBranches])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @on_ranks(2)
-def test_sparse_gradients_become_dense(compiler: str) -> None:
-    sparse, dense = Tables(True), Tables(False)
+def test_sparse_gradients_become_dense(
+    tables: type[Tables] | type[TablesInBranches], compiler: str
+) -> None:
+    sparse, dense = tables(True), tables(False)
     dense.load_state_dict(sparse.state_dict())
-    Twins(sparse, dense, fullgraph=False, compiler=compiler).train(Tables.batch)
+    Twins(sparse, dense, fullgraph=False, compiler=compiler).train(tables.batch)
 
 
 @on_ranks(2)
