@@ -5,7 +5,7 @@ call; implementations and passes read arguments back into a spec:
 
     schema            UnshardSpec.schema()    "unshard(Tensor shard, int rows, ..) -> Tensor"
     call              UnshardSpec(shard=.., rows=..).call(run)
-    implementation    def _unshard(*args): spec = UnshardSpec(*args)
+    implementation    UnshardSpec(*args)
     node of a graph   UnshardSpec.of_node(node)
 
 Tensors in a spec are real tensors, fake tensors or graph nodes. Process groups are given by name.

@@ -18,7 +18,8 @@ them to functional collectives. In eager parts of a model they run directly, by 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -76,6 +77,7 @@ KIND_OF_MARKER: dict[OpOverload, TransferKind] = {
     reload_activation: TransferKind.COPY_TO_DEVICE,
 }
 
+_Spec = TypeVar("_Spec", bound=MarkerSpec)
 _Dtype = torch.dtype | None
 _Tensor = torch.Tensor | None
 
@@ -90,7 +92,7 @@ def read(node: fx.Node) -> MarkerSpec:
     return SPECS[node.target].of_node(node)  # type: ignore[index]  # targets are ops or names
 
 
-def change(node: fx.Node, **fields: Any) -> None:
+def change(node: fx.Node, **fields: object) -> None:
     """Change fields of a marker's spec in a graph, in place."""
     spec = dataclasses.replace(read(node), **fields)
     node.args = spec.arguments()
@@ -98,6 +100,15 @@ def change(node: fx.Node, **fields: Any) -> None:
     with fake_mode_of(values):
         node.meta["val"] = spec.op()(*values)
     node.meta.pop("tensor_meta", None)
+
+
+def _implement(cls: type[_Spec]) -> Callable[[Callable[[_Spec], torch.Tensor]], None]:
+    """Register the decorated function, which takes a spec, as the kernel of the spec's op."""
+    return lambda function: implement(cls.op())(lambda *args: function(cls(*args)))
+
+
+def _fake(cls: type[_Spec]) -> Callable[[Callable[[_Spec], torch.Tensor]], None]:
+    return lambda function: fake(cls.op())(lambda *args: function(cls(*args)))
 
 
 def _communicate(
@@ -124,9 +135,8 @@ def _communicate(
 # ``rows`` are padding, which a view cuts off; the padding of a gradient is zero.
 
 
-@implement(unshard)
-def _unshard(*args: Any) -> torch.Tensor:
-    spec = UnshardSpec(*args)
+@_implement(UnshardSpec)
+def _unshard(spec: UnshardSpec) -> torch.Tensor:
     sent = spec.collective_input()
     if spec.device is not None:
         (shard,) = collectives.copy_and_wait(run, [spec.shard], spec.device)
@@ -134,17 +144,15 @@ def _unshard(*args: Any) -> torch.Tensor:
     return _communicate(TransferKind.ALL_GATHER, sent, spec.group)
 
 
-@fake(unshard)
-def _unshard_fake(*args: Any) -> torch.Tensor:
-    spec = UnshardSpec(*args)
+@_fake(UnshardSpec)
+def _unshard_fake(spec: UnshardSpec) -> torch.Tensor:
     shard = value_of(spec.shard)
     dtype = spec.collective_input().wire_dtype
     return shard.new_empty((spec.rows, *shard.shape[1:]), dtype=dtype, device=spec.device)
 
 
-@implement(reduce_grad)
-def _reduce_grad(*args: Any) -> torch.Tensor:
-    spec = ReduceGradSpec(*args)
+@_implement(ReduceGradSpec)
+def _reduce_grad(spec: ReduceGradSpec) -> torch.Tensor:
     sent = spec.collective_input()
     reduced = _communicate(TransferKind.REDUCE_SCATTER, sent, spec.group, spec.replica_group)
     if spec.host_memory is None:
@@ -153,9 +161,8 @@ def _reduce_grad(*args: Any) -> torch.Tensor:
     return copied
 
 
-@fake(reduce_grad)
-def _reduce_grad_fake(*args: Any) -> torch.Tensor:
-    spec = ReduceGradSpec(*args)
+@_fake(ReduceGradSpec)
+def _reduce_grad_fake(spec: ReduceGradSpec) -> torch.Tensor:
     grad = value_of(spec.grad)
     return grad.new_empty(
         (spec.padded_rows, *grad.shape[1:]),
@@ -164,66 +171,58 @@ def _reduce_grad_fake(*args: Any) -> torch.Tensor:
     )
 
 
-@implement(replicate)
-def _replicate(*args: Any) -> torch.Tensor:
-    spec = ReplicateSpec(*args)
+@_implement(ReplicateSpec)
+def _replicate(spec: ReplicateSpec) -> torch.Tensor:
     param = value_of(spec.param)
     return param.to(used_dtype(param, spec.dtype), copy=True)
 
 
-@fake(replicate)
-def _replicate_fake(*args: Any) -> torch.Tensor:
-    spec = ReplicateSpec(*args)
+@_fake(ReplicateSpec)
+def _replicate_fake(spec: ReplicateSpec) -> torch.Tensor:
     param = value_of(spec.param)
     return param.new_empty(param.shape, dtype=used_dtype(param, spec.dtype))
 
 
-@implement(all_reduce_grad)
-def _all_reduce_grad(*args: Any) -> torch.Tensor:
-    spec = AllReduceGradSpec(*args)
+@_implement(AllReduceGradSpec)
+def _all_reduce_grad(spec: AllReduceGradSpec) -> torch.Tensor:
     return _communicate(TransferKind.ALL_REDUCE, spec.collective_input(), spec.group)
 
 
-@fake(all_reduce_grad)
-def _all_reduce_grad_fake(*args: Any) -> torch.Tensor:
-    spec = AllReduceGradSpec(*args)
+@_fake(AllReduceGradSpec)
+def _all_reduce_grad_fake(spec: AllReduceGradSpec) -> torch.Tensor:
     grad = value_of(spec.grad)
     return grad.new_empty(grad.shape, dtype=spec.result_dtype or grad.dtype)
 
 
-@implement(max_over_ranks)
-def _max_over_ranks(*args: Any) -> torch.Tensor:
-    spec = MaxOverRanksSpec(*args)
+@_implement(MaxOverRanksSpec)
+def _max_over_ranks(spec: MaxOverRanksSpec) -> torch.Tensor:
     return _communicate(TransferKind.ALL_REDUCE_MAX, spec.collective_input(), spec.group)
 
 
-@fake(max_over_ranks)
-def _max_over_ranks_fake(*args: Any) -> torch.Tensor:
-    return torch.empty_like(value_of(MaxOverRanksSpec(*args).amax))
+@_fake(MaxOverRanksSpec)
+def _max_over_ranks_fake(spec: MaxOverRanksSpec) -> torch.Tensor:
+    return torch.empty_like(value_of(spec.amax))
 
 
-@implement(offload_activation)
-def _offload_activation(*args: Any) -> torch.Tensor:
-    spec = OffloadSpec(*args)
+@_implement(OffloadSpec)
+def _offload_activation(spec: OffloadSpec) -> torch.Tensor:
     (copied,) = collectives.copy_and_wait(run, [spec.activation], spec.host_memory)
     return copied
 
 
-@fake(offload_activation)
-def _offload_activation_fake(*args: Any) -> torch.Tensor:
-    return torch.empty_like(value_of(OffloadSpec(*args).activation), device="cpu")
+@_fake(OffloadSpec)
+def _offload_activation_fake(spec: OffloadSpec) -> torch.Tensor:
+    return torch.empty_like(value_of(spec.activation), device="cpu")
 
 
-@implement(reload_activation)
-def _reload_activation(*args: Any) -> torch.Tensor:
-    spec = ReloadSpec(*args)
+@_implement(ReloadSpec)
+def _reload_activation(spec: ReloadSpec) -> torch.Tensor:
     (copied,) = collectives.copy_and_wait(run, [spec.offloaded], spec.device)
     return copied
 
 
-@fake(reload_activation)
-def _reload_activation_fake(*args: Any) -> torch.Tensor:
-    spec = ReloadSpec(*args)
+@_fake(ReloadSpec)
+def _reload_activation_fake(spec: ReloadSpec) -> torch.Tensor:
     return torch.empty_like(value_of(spec.offloaded), device=spec.device)
 
 
