@@ -150,7 +150,7 @@ class Backend:
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
         return run
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+    def __deepcopy__(self, memo: object) -> Backend:
         # Lightning copies the arguments of torch.compile, but plans and ignored parameters must
         # not be copied.
         return self
@@ -338,7 +338,7 @@ def from_string(
     *,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
-) -> Any:
+) -> Runnable:
     """Compile a graph for ``torch.compile(model, backend="graphshard", options={...})``.
 
     ``options`` are the arguments of :func:`backend`; equal options share one backend.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -14,8 +14,11 @@ from torch import nn
 from ._torch.nn import uncompiled
 from ._torch.tensors import tree_leaves
 
+_T = TypeVar("_T")
+Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]  # positional or keyword arguments of a step
 
-def load_function(script: str, function: str) -> Any:
+
+def load_function(script: str, function: str) -> Callable[..., object]:
     """Run a script and return one of its functions.
 
     Raises:
@@ -36,7 +39,7 @@ def load_function(script: str, function: str) -> Any:
     return value
 
 
-def unpack(function: str, returned: object) -> tuple[nn.Module, Any, dict[str, Any]]:
+def unpack(function: str, returned: object) -> tuple[nn.Module, Inputs, dict[str, Any]]:
     """Return the model, the inputs of a step and the options that ``function`` has returned.
 
     Raises:
@@ -68,7 +71,12 @@ def unpack(function: str, returned: object) -> tuple[nn.Module, Any, dict[str, A
     return model, inputs, dict(options)
 
 
-def loss_of(outputs: Any) -> torch.Tensor:
+def call_model(model: Callable[..., _T], inputs: Inputs) -> _T:
+    """Call a model, compiled or not, with the inputs of a step."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+
+
+def loss_of(outputs: object) -> torch.Tensor:
     """Return the loss among a model's outputs: ``loss``, or else the sum of the first tensor.
 
     Raises:

@@ -28,10 +28,10 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,13 @@ from .._torch.no_gpu.operators import (
     written_in,
 )
 from .._torch.no_gpu.stand_ins import Hooks
-from .._torch.tensors import OpOverload, argument_names, base_name, is_traceable_wrapper_subclass
+from .._torch.tensors import (
+    HigherOrderOperator,
+    OpOverload,
+    argument_names,
+    base_name,
+    is_traceable_wrapper_subclass,
+)
 from ..ops import host_copy
 from ..ops.library import implementation_of
 from .actions import (
@@ -62,6 +68,8 @@ from .actions import (
     WaitEvent,
     Work,
 )
+
+Operator: TypeAlias = OpOverload | HigherOrderOperator
 
 COMPUTE = "compute"  # the stream that is current when training begins
 
@@ -229,7 +237,7 @@ class Recorder(Hooks):
 
     # --- operators -----------------------------------------------------------------------------
 
-    def operator(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def operator(self, op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
         self._free()
         special = _SPECIAL.get(str(op))
         if special is not None:
@@ -257,9 +265,9 @@ class Recorder(Hooks):
 
     def _compute(
         self,
-        op: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        op: Operator,
+        args: Sequence[object],
+        kwargs: dict[str, object],
         inputs: list[torch.Tensor],
         outputs: list[torch.Tensor],
     ) -> None:
@@ -290,7 +298,7 @@ class Recorder(Hooks):
         pinned = self._pinned.get(WeakStorage(tensor).address)
         return pinned is not None and not pinned.is_gone()
 
-    def _launch(self, name: str, args: Sequence[Any], outputs: Any) -> None:
+    def _launch(self, name: str, args: Sequence[object], outputs: object) -> None:
         """Record a collective on its group's stream, which first waits for the current stream."""
         inputs, results = list(tensors_in(args)), list(tensors_in([outputs]))
         for tensor in (*inputs, *results):
@@ -313,13 +321,13 @@ class Recorder(Hooks):
         launch = _InFlight(self._call, number, wait)
         self._in_flight.setdefault(self._block(result), []).append(launch)
 
-    def _wait(self, op: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def _wait(self, op: Operator, tensor: torch.Tensor) -> torch.Tensor:
         for launch in self._in_flight.pop(self._block(tensor), ()):
             launch.call.wait(launch.number)
             launch.wait()
         return tensor
 
-    def _own(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _own(self, op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
         """Run an operator of graphshard, and record the operators that it calls."""
         if op in (host_copy.copy_to_device, host_copy.copy_to_host):
             self._call.launch(RecordedLaunch(str(op), ""))
@@ -330,10 +338,10 @@ class Recorder(Hooks):
         """Make the next wait for ``tensor`` wait for ``work``, the most recent launch."""
         self._add_in_flight(tensor, len(self._call.launches) - 1, work.wait)
 
-    def _record_stream(self, op: Any, tensor: torch.Tensor, stream: torch.Stream) -> None:
+    def _record_stream(self, op: Operator, tensor: torch.Tensor, stream: torch.Stream) -> None:
         self.actions.append(RecordStream(self._block(tensor), stream_name(stream.stream_id)))
 
-    def _synchronize(self, op: Any, *device: Any) -> None:
+    def _synchronize(self, op: Operator, *device: object) -> None:
         self.synchronized()
 
     def _record(self, stream: str) -> int:
@@ -345,7 +353,7 @@ class Recorder(Hooks):
         self.actions.append(WaitEvent(self._record(first), second))
 
 
-_SPECIAL: dict[str, Callable[..., Any]] = {
+_SPECIAL: dict[str, Callable[..., object]] = {
     "_c10d_functional.wait_tensor.default": Recorder._wait,
     "aten.record_stream.default": Recorder._record_stream,
     "streams.synchronize_device.default": Recorder._synchronize,
@@ -365,7 +373,13 @@ class _Operators(DispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if any(map(is_traceable_wrapper_subclass, tensors_in([args, kwargs]))):
             return NotImplemented  # a DTensor then runs the operator on its local shard
         return self._recorder.operator(func, args, kwargs or {})
@@ -381,7 +395,7 @@ def current_stream() -> str:
     return stream_name(torch.accelerator.current_stream("cuda:0").stream_id)
 
 
-def _is_non_blocking(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _is_non_blocking(op: Operator, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     names = argument_names(op)
     if "non_blocking" not in names:
         return False

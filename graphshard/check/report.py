@@ -20,7 +20,7 @@ from .._torch.no_gpu.stand_ins import (
 )
 from ..dynamo_backend import backend
 from ..options.schedule_policy import SchedulePolicy
-from ..scripts import load_function, unpack
+from ..scripts import Inputs, load_function, unpack
 from .analysis import (
     count,
     find_plan,
@@ -90,7 +90,7 @@ def check(recorder: Recorder, target: Target) -> Report:
     make = load_function(target.script, target.function)
     options: dict[str, Any] = {}
 
-    def make_model() -> tuple[nn.Module, Any]:
+    def make_model() -> tuple[nn.Module, Inputs]:
         model, inputs, chosen = unpack(target.function, make())
         _check_names(target.function, chosen)
         options.update({"schedule": SchedulePolicy(hardware=target.device), **chosen})

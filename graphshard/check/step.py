@@ -22,7 +22,7 @@ from .._torch.distributed import fake_ranks
 from .._torch.tensors import new_fake_mode, tree_leaves
 from ..dynamo_backend import backend, shard
 from ..planning.plan import Plan
-from ..scripts import loss_of
+from ..scripts import Inputs, call_model, loss_of
 from .actions import Action, GraphCall
 from .recorder import Recorder
 
@@ -32,19 +32,15 @@ from .recorder import Recorder
 NUM_STEPS = 3
 
 # Returns a model and the inputs of a step: a tuple, or a dictionary of keyword arguments.
-MakeModel = Callable[[], tuple[nn.Module, Any]]
+MakeModel = Callable[[], tuple[nn.Module, Inputs]]
 
 # Runs one step, given the model, the compiled model and the inputs.
-Step = Callable[[nn.Module, Callable[..., Any], Any], None]
+Step = Callable[[nn.Module, Callable[..., object], Inputs], None]
 
 
-def forward_backward(model: nn.Module, compiled: Callable[..., Any], inputs: Any) -> None:
+def forward_backward(model: nn.Module, compiled: Callable[..., object], inputs: Inputs) -> None:
     """Compute the gradients of one batch."""
-    loss_of(_call(compiled, inputs)).backward()
-
-
-def _call(model: Callable[..., Any], inputs: Any) -> Any:
-    return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    loss_of(call_model(compiled, inputs)).backward()
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def record_steps(
         options = {**options, "sync_module_states": False}
         ours = backend(mesh, **options)
         with fake:
-            ours.forward_check.trace_plain(model, lambda: _call(model, inputs))
+            ours.forward_check.trace_plain(model, lambda: call_model(model, inputs))
         # Outside of the fake mode, because ranks exchange parameter names in real tensors.
         shard(model, mesh, **options)
         compiled = torch.compile(model, backend=ours, dynamic=dynamic)
@@ -129,10 +125,10 @@ def simulated_mesh(cluster: SimulatedRank) -> Iterator[DeviceMesh]:
 
 def train(
     recorder: Recorder,
-    fake: AbstractContextManager[Any],
+    fake: AbstractContextManager[object],
     model: nn.Module,
-    compiled: Callable[..., Any],
-    inputs: Any,
+    compiled: Callable[..., object],
+    inputs: Inputs,
     step: Step = forward_backward,
 ) -> None:
     """Train for ``NUM_STEPS`` under a fake mode, recording the last step."""
@@ -148,7 +144,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
 
 
-def _kept(model: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _kept(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     held = [*model.parameters(), *model.buffers(), *tree_leaves([inputs, optimizer.state_dict()])]
     for tensor in held:
         if isinstance(tensor, Tensor):

@@ -180,7 +180,7 @@ def _dtype_name(value: torch.Tensor) -> str:
     return "float8" if name.startswith("float8") else name
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
+def shape_of(value: object) -> tuple[int, ...]:
     """Return the shape of a tensor or of the first of several; symbolic sizes become hints."""
     while isinstance(value, (list, tuple)):
         value = next((item for item in value if item is not None), None)

@@ -182,7 +182,7 @@ def _bytes_of_value(node: fx.Node) -> float:
     return _num_bytes(node.meta.get("val"))
 
 
-def _num_bytes(value: Any) -> float:
+def _num_bytes(value: object) -> float:
     if isinstance(value, torch.Tensor):
         return math.prod(shape_of(value)) * value.dtype.itemsize
     if isinstance(value, (list, tuple)):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from tabulate import tabulate
 
@@ -22,6 +22,8 @@ from .workload import Workload
 
 WIDTHS = 2**0.5  # ratio of successive widths to try
 SMALLEST = 1 / 64  # smallest width to try if nothing fits, as a fraction of the model's width
+
+_N = TypeVar("_N", int, float)
 
 HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
 
@@ -43,7 +45,7 @@ class LargestFit:
     step_us: float
     memory_bytes: int
 
-    def row(self) -> list[Any]:
+    def row(self) -> list[str | float]:
         # The columns of ``HEADERS``.
         billions, step_ms, gigabytes = self.num_params / 1e9, self.step_us / 1e3, self.memory_bytes
         return [self.grown, self.strategy, self.what, billions, step_ms, gigabytes / GB]
@@ -179,7 +181,7 @@ class _Grower:
         yield from self._growing("samples", self._with_batch, 1, 2)
 
     def _growing(
-        self, grown: str, make: Callable[[Any], tuple[str, TracedStep]], start: Any, ratio: Any
+        self, grown: str, make: Callable[[_N], tuple[str, TracedStep]], start: _N, ratio: _N
     ) -> Iterator[LargestFit]:
         """Multiply a number by ``ratio`` until no strategy fits; yield the last fit of each."""
         best: dict[str, LargestFit] = {}

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..kinds import GraphKind
+from ..scripts import Inputs
 from ..show.dump import Dump
 from ..show.table import exposed_reason, is_notable
 from .cluster import Cluster
@@ -15,7 +16,7 @@ from .derive import Progress, trace_step
 from .forecast import Exposed, Forecast
 from .planned_step import find_bottleneck, find_changes, plan_step
 from .recipe import Recipe
-from .trace import Inputs, TracedStep
+from .trace import TracedStep
 from .workload import Workload, module_workload, recomputed_layers
 
 _MAX_EXPOSED = 8  # collectives that a forecast lists

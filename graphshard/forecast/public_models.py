@@ -6,10 +6,8 @@ Hugging Face Hub.
 
 from __future__ import annotations
 
-from typing import Any
-
 # ``model_type`` of a transformers configuration, and arguments of the configuration class.
-PublicModel = tuple[str, dict[str, Any]]
+PublicModel = tuple[str, dict[str, object]]
 
 
 def _decoder(
@@ -19,7 +17,7 @@ def _decoder(
     layers: int,
     heads: tuple[int, int],
     vocab: int,
-    **more: Any,
+    **more: object,
 ) -> PublicModel:
     # ``heads``: numbers of query heads and of key-value heads.
     sizes = {

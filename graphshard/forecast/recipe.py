@@ -123,7 +123,7 @@ class Recipe:
             return Ranks(num_gpus // self.num_ranks, self.num_ranks)
         return Ranks(1, num_gpus)
 
-    def _arguments(self) -> Iterator[tuple[str, Any, str]]:
+    def _arguments(self) -> Iterator[tuple[str, object, str]]:
         """Yield arguments of ``graphshard.backend``: name, value, and Python code of the value."""
         if self.kind == "zero2":
             yield "reshard_after_forward", False, "False"

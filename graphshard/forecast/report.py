@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..show.page import BytesData, GraphData, TableData, graph_data, page, page_data
 from .estimate import PlannedGraph, bytes_by_kind, other_graph_bytes, outside_of_graphs
@@ -56,7 +55,7 @@ def _graph(forecast: Forecast, number: int, graph: PlannedGraph) -> GraphData:
     return data
 
 
-def text_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> TableData:
+def text_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> TableData:
     """Return a table of strings; columns after the first are numeric if all their cells are."""
     cells = [[str(cell) for cell in row] for row in rows]
     numbers = [

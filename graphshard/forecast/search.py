@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tabulate import tabulate
 
@@ -65,7 +64,7 @@ class PlannedRecipe:
     fits: bool
     traced: TracedStep | None = field(default=None, repr=False, compare=False)
 
-    def row(self) -> list[Any]:
+    def row(self) -> list[str | float]:
         # The columns of ``HEADERS``.
         recipe = self.recipe
         return [

@@ -36,9 +36,8 @@ from ..pipeline.run_passes import read_problems
 from ..pipeline.settings import CompileSettings
 from ..pipeline.traced_graph import TracedGraph
 from ..planning.plan import PlanParam, Problem
-from ..scripts import loss_of
+from ..scripts import Inputs, call_model, loss_of
 
-Inputs = tuple[Any, ...] | Mapping[str, Any]  # positional or keyword arguments of a step
 # Returns a model, which is copied, and the inputs of one microbatch on one rank. Called with meta
 # as the default device.
 MakeModel = Callable[[], tuple[nn.Module, Inputs]]
@@ -162,7 +161,7 @@ def trace(
 
 def _without_values(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
     """Copy a model and its inputs, with new tensors that have no values."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, torch.Tensor] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         empty = _empty_like(tensor)
         if isinstance(tensor, nn.Parameter):
@@ -179,11 +178,10 @@ def _empty_like(value: Any) -> Any:
     return empty.requires_grad_(value.requires_grad)
 
 
-def _run(compiled: Callable[..., Any], inputs: Inputs) -> None:
+def _run(compiled: Callable[..., object], inputs: Inputs) -> None:
     """Compile forward and backward of one microbatch."""
     try:
-        outputs = compiled(**inputs) if isinstance(inputs, Mapping) else compiled(*inputs)
-        loss_of(outputs).backward()
+        loss_of(call_model(compiled, inputs)).backward()
     except Exception as error:
         if (reason := _data_dependence(error)) is not None:
             raise UntraceableError(

@@ -16,9 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .._torch.tensors import tree_leaves
-from ..scripts import load_function, unpack
+from ..scripts import Inputs, load_function, unpack
 from .public_models import PUBLIC_MODELS
-from .trace import Inputs
 
 
 class BatchShape(NamedTuple):
@@ -213,8 +212,8 @@ def find_config(model: str) -> Any:
         raise ValueError(f"{model}: cannot build this configuration: {reason}") from error
 
 
-def _parse_sizes(text: str) -> dict[str, Any]:
-    sizes: dict[str, Any] = {}
+def _parse_sizes(text: str) -> dict[str, object]:
+    sizes: dict[str, object] = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
         if not equals:
@@ -223,7 +222,7 @@ def _parse_sizes(text: str) -> dict[str, Any]:
     return sizes
 
 
-def _number(text: str) -> Any:
+def _number(text: str) -> float | bool | str:
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -334,5 +333,5 @@ def _register_attention() -> None:
     AttentionMaskInterface.register(_ATTENTION, _no_mask)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def _no_mask(*args: object, **kwargs: object) -> None:
     return None

@@ -16,7 +16,7 @@ from .._torch.tensors import OpOverload, base_name
 _NAMESPACE = "graphshard"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _Function = TypeVar("_Function", bound=Callable[..., object])
-_implementations: dict[OpOverload, Callable[..., Any]] = {}
+_implementations: dict[OpOverload, Callable[..., object]] = {}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -58,7 +58,7 @@ def implement(
     return register
 
 
-def implementation_of(op: OpOverload) -> Callable[..., Any]:
+def implementation_of(op: OpOverload) -> Callable[..., object]:
     """Return the function that runs ``op`` on real tensors, whatever their device."""
     return _implementations[op]
 

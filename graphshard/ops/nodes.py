@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -119,7 +119,7 @@ class Emitter:
         extra: entries for the ``meta`` of every inserted node.
     """
 
-    def __init__(self, graph: fx.Graph, origin: dict[str, Any], **extra: Any) -> None:
+    def __init__(self, graph: fx.Graph, origin: Mapping[str, object], **extra: object) -> None:
         self._graph = graph
         self._mode = fake_mode_of(node.meta.get("val") for node in graph.nodes)
         self._meta = {**{k: v for k, v in origin.items() if k in _ORIGIN}, **extra}

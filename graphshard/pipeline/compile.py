@@ -248,7 +248,7 @@ class Lowering(CustomGraphPass):
     def uuid(self) -> bytes | None:
         return self.settings.pass_uuid()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {}  # cache keys contain the uuid instead
 
 

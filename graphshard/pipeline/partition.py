@@ -61,5 +61,5 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> bytes | None:
         return self._settings.pass_uuid()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {}  # cache keys contain the uuid instead
