@@ -1,6 +1,6 @@
 """Modules and optimizers: parameters, hooks, calls that replace parameters, loading.
 
-Relies on torch/nn/modules/module.py and rnn.py, torch/optim/optimizer.py,
+Relies on torch/nn/modules/module.py and rnn.py, torch/optim/optimizer.py and _muon.py,
 torch/distributed/utils.py and torch/distributed/checkpoint/_nested_dict.py.
 """
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.optim import Optimizer
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from .patches import patch
 
@@ -151,3 +152,20 @@ def before_loading_optimizers(act: Callable[[Optimizer, dict[str, Any]], None]) 
         return load
 
     patch("torch.optim.optimizer.Optimizer.load_state_dict", wrap)
+
+
+def orthogonalized(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """Return a bfloat16 matrix with singular values moved towards one by Newton-Schulz steps.
+
+    Raises:
+        ValueError: there are not three coefficients, or more than 99 steps.
+    """
+    # Cloned: torch's function divides a bfloat16 argument in place.
+    return _zeropower_via_newtonschulz(matrix.clone(), coefficients, steps, eps)
+
+
+def adjusted_lr(lr: Any, adjust_lr_fn: str | None, shape: torch.Size) -> Any:
+    """Return Muon's learning rate for a matrix of ``shape``."""
+    return _adjust_lr(lr, adjust_lr_fn, shape)

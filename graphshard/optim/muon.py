@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch.dtensor import local_tensor
-from .._torch.muon import adjusted_lr, orthogonalized
+from .._torch.nn import adjusted_lr, orthogonalized
 from ..params.full_tensor import spec_of
 from ..params.mesh import MeshGroups, agreed_exchange
 from ..params.sharded_param import sharded_param_of
