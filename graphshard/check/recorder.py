@@ -28,18 +28,20 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .._torch.no_gpu.operators import (
     DispatchMode,
+    Operator,
     WeakStorage,
     is_allocation,
+    is_non_blocking,
     is_view,
     num_kernels,
     run_on_streams,
@@ -47,13 +49,7 @@ from .._torch.no_gpu.operators import (
     written_in,
 )
 from .._torch.no_gpu.stand_ins import Hooks
-from .._torch.tensors import (
-    HigherOrderOperator,
-    OpOverload,
-    argument_names,
-    base_name,
-    is_traceable_wrapper_subclass,
-)
+from .._torch.tensors import OpOverload, base_name, is_traceable_wrapper_subclass
 from ..ops import host_copy
 from ..ops.library import implementation_of
 from .actions import (
@@ -68,8 +64,6 @@ from .actions import (
     WaitEvent,
     Work,
 )
-
-Operator: TypeAlias = OpOverload | HigherOrderOperator
 
 COMPUTE = "compute"  # the stream that is current when training begins
 
@@ -281,7 +275,7 @@ class Recorder(Hooks):
         if not on_device:
             self.work(str(op), inputs, outputs, HOST)
         elif on_host and isinstance(op, OpOverload):  # higher-order ops have only RNG states there
-            is_async = _is_non_blocking(op, args, kwargs)
+            is_async = is_non_blocking(op, args, kwargs)
             if is_async and base_name(op) == "_to_copy":
                 # Its result is pinned (aten/src/ATen/native/TensorConversions.cpp).
                 for tensor in outputs:
@@ -373,13 +367,7 @@ class _Operators(DispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: object,
-        args: Sequence[object] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass, tensors_in([args, kwargs]))):
             return NotImplemented  # a DTensor then runs the operator on its local shard
         return self._recorder.operator(func, args, kwargs or {})
@@ -393,14 +381,6 @@ def stream_name(number: int) -> str:
 def current_stream() -> str:
     """Return the name of this thread's current stream."""
     return stream_name(torch.accelerator.current_stream("cuda:0").stream_id)
-
-
-def _is_non_blocking(op: Operator, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    names = argument_names(op)
-    if "non_blocking" not in names:
-        return False
-    position = names.index("non_blocking")
-    return bool(args[position] if position < len(args) else kwargs.get("non_blocking"))
 
 
 @functools.cache

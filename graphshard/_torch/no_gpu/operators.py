@@ -8,18 +8,21 @@ aten/src/ATen/native/cuda.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..tensors import base_name
+from ..tensors import argument_names, base_name
 
 __all__ = ["DispatchMode"]
+
+Operator: TypeAlias = OpOverload | HigherOrderOperator
 
 _ALLOCATIONS = frozenset(
     ["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"]
@@ -88,6 +91,15 @@ def written_in(
         if described.alias_info is not None and described.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(described.name)
             yield from tensors_in([given])
+
+
+def is_non_blocking(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Return whether an operator is called with ``non_blocking=True``."""
+    names = argument_names(op)
+    if "non_blocking" not in names:
+        return False
+    position = names.index("non_blocking")
+    return bool(args[position] if position < len(args) else kwargs.get("non_blocking"))
 
 
 def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
