@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import fx
 
+from graphshard._torch.aot_graphs import outputs_of
 from graphshard._torch.tensors import fake_mode_of, returns_nothing
 from graphshard.ops import markers
 from graphshard.ops.bucket_copy import copy_out
-from graphshard.ops.nodes import is_view, outputs_of, root_of
+from graphshard.ops.nodes import is_view, root_of
 from graphshard.passes.contract import PassContext
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard._torch.aot_graphs import mutated_inputs
+from graphshard._torch.aot_graphs import mutated_inputs, outputs_of
 from graphshard._torch.tensors import size_hint
 from graphshard.kinds import GraphKind
 from graphshard.ops import markers
@@ -35,7 +35,6 @@ from graphshard.ops.nodes import (
     HELD_BYTES,
     Emitter,
     num_bytes,
-    outputs_of,
     root_of,
     users_through_views,
     value_of,

@@ -21,6 +21,7 @@ from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
 )
 from torch._functorch._aot_autograd.subclass_utils import unwrap_tensor_subclasses
+from torch.fx.node import Argument
 
 _PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)_\d+")
 
@@ -76,7 +77,7 @@ def number_inputs(forward: fx.Graph, backward: fx.Graph) -> None:
         node.meta[_INPUT] = numbers[node.target]
     of_description = {node.meta.get("desc"): i for node, i in original_inputs(forward).items()}
     descriptions = backward.output_node().meta.get("desc", ())
-    for gradient, description in zip(_outputs(backward), descriptions):
+    for gradient, description in zip(outputs_of(backward), descriptions):
         if isinstance(gradient, fx.Node) and isinstance(description, GradAOTOutput):
             gradient.meta[_INPUT] = of_description[description.grad_of]
 
@@ -84,11 +85,12 @@ def number_inputs(forward: fx.Graph, backward: fx.Graph) -> None:
 def inputs_of_gradients(backward: fx.Graph) -> dict[fx.Node, int]:
     """Return, for each gradient that a backward graph outputs, the number of its input."""
     # For a tensor subclass that requires no gradient, backward returns a single None.
-    outputs = enumerate(_outputs(backward))
+    outputs = enumerate(outputs_of(backward))
     return {n: n.meta.get(_INPUT, i) for i, n in outputs if isinstance(n, fx.Node)}
 
 
-def _outputs(graph: fx.Graph) -> Sequence[object]:
+def outputs_of(graph: fx.Graph) -> Sequence[Argument]:
+    """Return the values that a graph returns, in order; not all of them are nodes."""
     outputs: Any = graph.output_node().args[0]
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 

@@ -157,6 +157,11 @@ def find_hardware(name: str) -> Hardware:
     )
 
 
+def load_hardware(name: str) -> Hardware:
+    """Return the hardware in a file that ``calibrate`` wrote, or else `find_hardware`."""
+    return Hardware.load(Path(name)) if Path(name).is_file() else find_hardware(name)
+
+
 class DeviceMatch(NamedTuple):
     """The table entry to use for a device, and a warning if it is ``DEFAULT``."""
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
-from ..cost.devices import MEMORY_BYTES, find_hardware, with_network
+from ..cost.devices import MEMORY_BYTES, load_hardware, with_network
 from ..cost.hardware import Hardware
 
 
@@ -56,7 +55,7 @@ def cluster(
     Raises:
         ValueError: the device is unknown, or another argument is invalid.
     """
-    hardware = _hardware(device) if isinstance(device, str) else device
+    hardware = load_hardware(device) if isinstance(device, str) else device
     if not (isinstance(gpus, int) and gpus > 0):
         raise ValueError(f"gpus={gpus!r}: must be a positive integer")
     if nodes is not None:
@@ -66,10 +65,6 @@ def cluster(
     if link is not None:
         hardware = _with_link(hardware, link)
     return Cluster(hardware, gpus, _memory_bytes(hardware, memory_gb))
-
-
-def _hardware(device: str) -> Hardware:
-    return Hardware.load(Path(device)) if Path(device).is_file() else find_hardware(device)
 
 
 def _with_node_size(hardware: Hardware, num_gpus: int) -> Hardware:

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
-from torch.fx.node import Argument
 
 from .._torch.tensors import fake_mode_of, size_hint
 
@@ -90,12 +89,6 @@ def users_through_views(node: fx.Node) -> list[fx.Node]:
 def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """Return a graph that Dynamo traced and all of its subgraphs, such as checkpointed parts."""
     return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
-
-
-def outputs_of(graph: fx.Graph) -> Sequence[Argument]:
-    """Return the values that a graph returns, in order; not all of them are nodes."""
-    outputs: Any = graph.output_node().args[0]
-    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
 # ``call(op, *args)`` runs ``op`` on tensors, or inserts it into a graph for nodes.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import fx
 
-from ..cost.devices import find_hardware, find_hardware_or_default
-from ..cost.hardware import Hardware
+from ..cost.devices import find_hardware, find_hardware_or_default, load_hardware
 from ..cost.model import CostModel
 from ..planning.memory_budget import ScheduleLimits
 from ..planning.plan import Bucket, Problem
@@ -103,7 +101,7 @@ class SchedulePolicy:
                 f"schedule.node_cost={self.node_cost!r}: must be a function of an fx.Node, or None"
             )
         if self.hardware != "auto":
-            _hardware(self.hardware)
+            load_hardware(self.hardware)
 
     def plan_buckets(
         self, problem: Problem, cost_model: CostModel, *, refine: bool = True
@@ -123,7 +121,7 @@ class SchedulePolicy:
 
     def cost_model(self, device: torch.device) -> CostModel:
         if self.hardware != "auto":
-            hardware = _hardware(self.hardware)
+            hardware = load_hardware(self.hardware)
         elif device.type == "cuda":
             hardware, _ = find_hardware_or_default(torch.cuda.get_device_name(device))
         else:
@@ -143,7 +141,3 @@ def _is_number(value: object) -> bool:
 
 def _bytes(size: float | None, unit: float) -> int | None:
     return None if size is None else int(size * unit)
-
-
-def _hardware(name: str) -> Hardware:
-    return Hardware.load(Path(name)) if Path(name).is_file() else find_hardware(name)
