@@ -238,7 +238,7 @@ class Recorder(Hooks):
             return special(self, op, *args, **kwargs)
         if str(op).startswith("streams."):  # from user code, traced into the graph
             return run_on_streams(op, args, kwargs)
-        if str(op).startswith("graphshard."):
+        if isinstance(op, OpOverload) and op.namespace == "graphshard":
             return self._own(op, args, kwargs)
         outputs = op(*args, **kwargs)
         if str(op).startswith("_c10d_functional."):
@@ -321,7 +321,7 @@ class Recorder(Hooks):
             launch.wait()
         return tensor
 
-    def _own(self, op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
+    def _own(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> object:
         """Run an operator of graphshard, and record the operators that it calls."""
         if op in (host_copy.copy_to_device, host_copy.copy_to_host):
             self._call.launch(RecordedLaunch(str(op), ""))

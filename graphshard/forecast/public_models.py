@@ -6,8 +6,10 @@ Hugging Face Hub.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 # ``model_type`` of a transformers configuration, and arguments of the configuration class.
-PublicModel = tuple[str, dict[str, object]]
+PublicModel = tuple[str, Mapping[str, object]]
 
 
 def _decoder(

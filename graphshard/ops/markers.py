@@ -102,12 +102,12 @@ def change(node: fx.Node, **fields: object) -> None:
     node.meta.pop("tensor_meta", None)
 
 
-def _implement(cls: type[_Spec]) -> Callable[[Callable[[_Spec], torch.Tensor]], None]:
+def _implement(cls: type[_Spec]) -> Callable[[Callable[[_Spec], torch.Tensor]], object]:
     """Register the decorated function, which takes a spec, as the kernel of the spec's op."""
     return lambda function: implement(cls.op())(lambda *args: function(cls(*args)))
 
 
-def _fake(cls: type[_Spec]) -> Callable[[Callable[[_Spec], torch.Tensor]], None]:
+def _fake(cls: type[_Spec]) -> Callable[[Callable[[_Spec], torch.Tensor]], object]:
     return lambda function: fake(cls.op())(lambda *args: function(cls(*args)))
 
 
