@@ -61,6 +61,9 @@ ENTRIES = {
     "torch._dynamo.variables.builder.VariableBuilder._type_dispatch_impl": (
         "Traces a DTensor in a module's _parameters as its full parameter."
     ),
+    "torch._dynamo.variables.base.VariableTrackerMeta.all_subclasses": (
+        "Dynamo lists all classes of variables, including that of traced parameters."
+    ),
     "torch._inductor.lowering.lowerings": (
         "Makes host copies asynchronous launches. Only for our own operators."
     ),
