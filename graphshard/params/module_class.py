@@ -241,14 +241,21 @@ def _as_dtensor(getter: Callable[[Any], Any], parallel: TensorParallel) -> Calla
     mesh, placements, shape, stride = parallel
 
     # The keyword arguments of ``TensorParallel.wrap``; its NamedTuple would cost Dynamo guards.
-    def get(self: Any) -> Any:
-        value = getter(self)
-        if not is_compiling():
-            return value  # a DTensor already, or None
+    def wrap(value: Any) -> DTensor:
         return DTensor.from_local(
             value, mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
+    def get(self: Any) -> Any:
+        value = getter(self)
+        if not is_compiling():
+            return value  # a DTensor already, or None
+        if torch.is_grad_enabled():
+            return wrap(value)
+        with torch.enable_grad():  # what is read under no_grad may be used outside of it
+            return wrap(value)
+
+    run_as_python(wrap)
     run_as_python(get)
     return get
 

@@ -282,3 +282,28 @@ def test_change_of_a_parameter_in_forward_is_refused(is_compiled: bool) -> None:
     call = _compile(model, mesh) if is_compiled else model
     with pytest.raises(BackendError, match=r"changes parameter 'up\.weight' in place"):
         call(batches(MLP, mesh, 1)[0]).backward()
+
+
+class ReadingEarly(MLP):
+    """An MLP that reads a split weight under `no_grad`, and uses it outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight = self.up.weight
+        split_x = DTensor.from_local(x, weight.device_mesh, [Replicate()])
+        return super().forward(x) + F.linear(split_x, weight).square().sum().full_tensor()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@on_ranks(4)
+def test_parameter_read_under_no_grad_gets_a_gradient(is_compiled: bool) -> None:
+    mesh = mesh_2d()
+    model, eager = split(ReadingEarly, mesh), under_fsdp2(ReadingEarly, mesh)
+    graphshard.shard(model, mesh["dp"])
+    call = _compile(model, mesh) if is_compiled else model
+    data = batches(MLP, mesh, 2)
+    ours, theirs = train(call, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other, 1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(call(data[0]), eager(data[0]))
