@@ -73,6 +73,7 @@ def test_everything_baked_into_a_graph_changes_the_key(group: str) -> None:
         baked_in([x.double(), 5], [group], cpu, {}),
         baked_in([x.clone().requires_grad_(), 5], [group], cpu, {}),
         baked_in([x, 5], [group], cpu, {"max_autotune": True}),
+        baked_in([x, 5], [group], cpu, {}, [group]),
     ]
     for mode in (_autocast, _half_autocast, torch.no_grad, torch.inference_mode, _memory_budget):
         with mode():

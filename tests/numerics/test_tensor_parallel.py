@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
 from graphshard.errors import BackendError
 from graphshard.params.sharded_param import sharded_param_of
+from tests import ranks
 from tests.multirank.test_errors import assert_refused
 from tests.numerics.compare import generator
 from tests.numerics.parallel import (
@@ -307,3 +309,45 @@ def test_parameter_read_under_no_grad_gets_a_gradient(is_compiled: bool) -> None
         assert_like_fsdp2(mine, other, 1e-6)
     with torch.no_grad():
         torch.testing.assert_close(call(data[0]), eager(data[0]))
+
+
+# Compiled code of DTensors contains the rank's number along tp.
+
+
+class Embedding(nn.Module):
+    """An embedding whose rows are split, so that each rank masks other tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(22, 8), nn.Linear(8, 22)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(self.embedding(ids)), ids)
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randint(22, (9,), generator=rng)
+
+    def parallelize(self, tp: DeviceMesh) -> Embedding:
+        rows = RowwiseParallel(input_layouts=Replicate())
+        columns = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(self, tp, {"embedding": rows, "out": columns})
+        return self
+
+
+def _train_with_inductor() -> int:
+    """Return how many graphs came from the cache."""
+    mesh = mesh_2d(dp=1)
+    model, compiled = under_graphshard(Embedding, mesh, compiler="inductor")
+    eager = under_fsdp2(Embedding, mesh)
+    data = batches(Embedding, mesh)
+    ours, theirs = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other, 1e-5)
+    return int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+
+
+def test_code_from_the_cache_is_that_of_the_rank(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    assert ranks.run_fresh(2, _train_with_inductor, env=env) == [0, 0]
+    assert ranks.run_fresh(2, _train_with_inductor, env=env) == [2, 2]
