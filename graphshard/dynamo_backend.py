@@ -151,9 +151,7 @@ class Backend:
         return run
 
     def __deepcopy__(self, memo: object) -> Backend:
-        # Lightning copies the arguments of torch.compile, but plans and ignored parameters must
-        # not be copied.
-        return self
+        return self  # Lightning copies the arguments of torch.compile; plans must not be copied
 
     @property
     def __name__(self) -> str:
@@ -288,8 +286,7 @@ def backend(
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
         dump: folder for the plans, traces, tables and FX code of every compiled graph, and a page
             that shows them all, ``index.html``; created if missing. Backends cannot share it.
-        sync_module_states: whether to copy the parameters and buffers of the mesh's first rank to
-            all other ranks before sharding.
+        sync_module_states: whether all ranks first copy the first rank's parameters and buffers.
 
     Raises:
         ValueError: an argument is invalid. At the first call, on every rank and before anything is
@@ -319,16 +316,14 @@ def shard(
     ``model.to_empty(device=...)`` and initialize it. Only shards are ever allocated.
 
     Raises:
-        ValueError: same as :func:`backend`, before anything is changed; or ``model`` is not a
-            module.
+        ValueError: same as :func:`backend`, before anything is changed; or ``model`` is no module.
     """
     arguments = dict(locals())
     root = arguments.pop("model")
     if not isinstance(root, nn.Module):
         raise BackendError(f"model is a {type(root).__name__}: pass the module to be sharded")
     options = Options.from_arguments(arguments)
-    mesh = mesh_for(options, root.parameters())
-    shard_module(root, mesh, options, in_use=False, allow_meta=True)
+    shard_module(root, mesh_for(options, root.parameters()), options, in_use=False, allow_meta=True)
     return root
 
 
@@ -392,12 +387,11 @@ _named: dict[Hashable, Backend] = {}
 
 def _backend_for(options: Mapping[str, Any]) -> Backend:
     known = inspect.signature(backend).parameters
-    for name in options:
-        if name not in known:
-            raise BackendError(
-                f"options has {name!r}, which is not an argument of graphshard.backend: choose "
-                f"from {list(known)}"
-            )
+    if unknown := [name for name in options if name not in known]:
+        raise BackendError(
+            f"options has {unknown[0]!r}, which is not an argument of graphshard.backend: choose "
+            f"from {list(known)}"
+        )
     key = hashable(options)
     if key not in _named:
         _named[key] = backend(**options)
