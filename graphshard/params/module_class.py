@@ -191,6 +191,8 @@ def had_sharded(module: nn.Module, name: str) -> bool:
     return isinstance(module, ShardedModule) and name in type(module)._graphshard_readings
 
 
+# Never emptied: a model built after its twin was freed then reuses the twin's compiled graphs,
+# which Dynamo guards by class.
 @functools.cache
 def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type[ShardedModule]:
     namespace: dict[str, object] = {name: _accessor(name, reading) for name, reading in readings}
