@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -12,38 +11,42 @@ import pytest
 
 from benchmarks.common import FSDP2_BLOCKS, GRAPHSHARD
 from benchmarks.gpu_trace import Kernel, split
-from benchmarks.race import Racer
+from benchmarks.race import Racer, main
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--device cpu --layers 1 --dim 64 --hidden 64 --vocab 64 --tokens 32 --steps 2 --rounds 1"
 
 
-def _race(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.race", *SMALL.split(), "--links", "0.1,10"]
-    return subprocess.run(
-        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
+def _race(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    monkeypatch.chdir(ROOT)  # from which the children import benchmarks
+    monkeypatch.setattr(sys, "argv", ["race", *SMALL.split(), "--links", "0.1,10", *options])
+    main()
 
 
-def test_a_race_on_the_cpu(tmp_path: Path) -> None:
-    done = _race("--variants", FSDP2_BLOCKS, GRAPHSHARD, "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("| ")]
+def test_a_race_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _race(monkeypatch, "--variants", FSDP2_BLOCKS, GRAPHSHARD, "--out", str(tmp_path))
+    out = capsys.readouterr().out
+    rows = [line.split("|") for line in out.splitlines() if line.startswith("| ")]
     variants = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in rows[1:]}
     assert list(variants) == [FSDP2_BLOCKS, GRAPHSHARD]
     for links, step_ms, *_, first_s in variants.values():
         assert links == "0.1 ms and 10 GB/s" and float(step_ms) > 0 and float(first_s) > 0
-    last = done.stdout.rstrip().splitlines()[-1]
+    last = out.rstrip().splitlines()[-1]
     said = re.fullmatch(r"race: (\S+) of FSDP2, compiled blocks over 0.1 ms and 10 GB/s", last)
     assert said and float(said[1]) == pytest.approx(float(variants[GRAPHSHARD][2]), abs=0.0006)
     with tarfile.open(tmp_path / "race.tar.gz") as packed:
         assert "race/graphshard-0.1-10/plan-0-forward.json" in packed.getnames()
 
 
-def test_a_process_that_raises_ends_the_race() -> None:
-    done = _race("--variants", GRAPHSHARD, "--dim", "65")  # a head of this size has no equal halves
-    assert done.returncode == 1 and not done.stdout.rstrip().endswith("|")
-    assert "Traceback" in done.stderr and "no answer" in done.stderr.splitlines()[-1]
+def test_a_process_that_raises_ends_the_race(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="no answer"):
+        _race(monkeypatch, "--variants", GRAPHSHARD, "--dim", "65")  # its heads have no halves
+    out, errors = capfd.readouterr()
+    assert not out.rstrip().endswith("|") and "Traceback" in errors
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def _padding_bytes(one: Problem, other: Problem) -> list[int]:
 
 
 def test_at_world_equals_a_trace_for_that_number_of_ranks() -> None:
-    sizes = LlamaSizes(dim=64, layers=2, heads=4, kv_heads=2, hidden=96, recompute=True, vocab=100)
+    sizes = LlamaSizes(dim=64, layers=1, heads=4, kv_heads=2, hidden=96, recompute=True, vocab=100)
     wide, narrow = trace(sizes, 8, 16), trace(sizes, 6, 16)
     assert [plan.graph for plan in wide] == [GraphKind.FORWARD, GraphKind.BACKWARD]
     for one, other in zip(wide, narrow, strict=True):

@@ -282,15 +282,12 @@ def test_another_process_finds_the_same_schedule() -> None:
     graph = problem([50.0] * 6, transfers)
     text = Plan((), graph, ()).to_json()
     assert json.loads(text)["problem"]["steps"]
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", _SCRIPT],
-            input=text,
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "."},
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert printed[0] == printed[1] == f"{find_schedule(graph, Line(), ScheduleLimits())}\n"
+    printed = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "1", "PYTHONPATH": "."},  # this process has another, random seed
+    ).stdout
+    assert printed == f"{find_schedule(graph, Line(), ScheduleLimits())}\n"
