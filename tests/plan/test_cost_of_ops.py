@@ -139,5 +139,5 @@ def test_an_error_in_the_memory_estimate_does_not_stop_a_compile(
     graph = Graph()
     graph.graph.output(graph(aten.exp.default, graph(aten.exp.default, graph.input(10))))
     values = fusion.GraphValues(graph.graph)
-    with pytest.warns(UserWarning, match="which values .* no such dimension"):
+    with pytest.warns(UserWarning, match="unmaterialized values .* no such dimension"):
         assert model.CostModel(MACHINE).unmaterialized(values) == fusion.UnmaterializedValues()
