@@ -47,11 +47,11 @@ class Profiled:
     plans: tuple[Plan, ...]
 
 
-def _model(device: str) -> tuple[DeepMLP, Tensor]:
+def _model(device: str, layers_on_cpu: int = 4) -> tuple[DeepMLP, Tensor]:
     """Return the same model and batch at every call."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    dim, layers = (2048 if device == "cuda" else 32), 8
+    dim, layers = (2048, 8) if device == "cuda" else (32, layers_on_cpu)
     model = DeepMLP(dim, layers)
     return model.to(device), torch.randn(16 * dim, dim).to(device)
 
@@ -150,8 +150,8 @@ def error_of_regions(device: str) -> tuple[int, float]:
     Returns:
         The number of calls of compiled regions, and the relative error of the losses.
     """
-    without = _losses(device)
-    model, x = _model(device)
+    without = _losses(device, 8)
+    model, x = _model(device, 8)
     ours = _backend(device, schedule=graphshard.SchedulePolicy(regions=True))
     losses = _train(model, torch.compile(model, backend=ours), x)
     return sum(plan.regions.num_calls for plan in ours.plans), relative_error(losses, without)
@@ -188,8 +188,8 @@ def devices_of_an_offloaded_model(device: str) -> tuple[set[str], set[str]]:
     return {p.device.type for p in params}, {b.device.type for b in buffers}
 
 
-def _losses(device: str) -> Tensor:
-    model, x = _model(device)
+def _losses(device: str, layers_on_cpu: int = 4) -> Tensor:
+    model, x = _model(device, layers_on_cpu)
     return _train(model, torch.compile(model, backend=_backend(device)), x)
 
 
