@@ -28,26 +28,31 @@ class Experts(nn.Module):
 
 def _warned(
     num_experts: int, mesh_shape: tuple[int, ...] = (4,), dim: int = DIM, **options: Any
-) -> tuple[list[str], str]:
-    """Train for two steps; return this rank's warnings and the last line of the summary."""
-    backend = graphshard.backend(
-        init_device_mesh("cpu", mesh_shape), compiler="aot_eager", **options
-    )
+) -> list[str]:
+    """Shard a model; return this rank's warnings."""
+    mesh, model = init_device_mesh("cpu", mesh_shape), Experts(num_experts, dim)
     with graphshard_warnings() as texts:
-        compiled = torch.compile(Experts(num_experts, dim), backend=backend, fullgraph=True)
+        graphshard.shard(model, mesh, **options)
+    return texts
+
+
+def _trained(num_experts: int) -> tuple[list[str], str]:
+    """Train for two steps; return this rank's warnings and the last line of the summary."""
+    backend = graphshard.backend(init_device_mesh("cpu", (4,)), compiler="aot_eager")
+    with graphshard_warnings() as texts:
+        compiled = torch.compile(Experts(num_experts, DIM), backend=backend, fullgraph=True)
         for _ in range(2):
-            compiled(torch.ones(2, dim)).backward()
+            compiled(torch.ones(2, DIM)).backward()
     return texts, backend.summary().splitlines()[-1]
 
 
-def _all_cases() -> dict[str, tuple[list[str], str]]:
-    overrides = {"up": {"shard": False}}
+def _all_cases() -> dict[str, list[str]]:
     return {
         "two rows": _warned(2),
         "three rows": _warned(3),
         "one row": _warned(1),
         "HSDP": _warned(2, (2, 2)),
-        "replicated": _warned(1, overrides=overrides),
+        "replicated": _warned(1, overrides={"up": {"shard": False}}),
         "small": _warned(2, dim=32),
         "even": _warned(4),
     }
@@ -62,13 +67,21 @@ REMEDIES = {
 
 def test_first_rank_warns_about_large_padding() -> None:
     first, *others = ranks.run(4, _all_cases)
-    for name, (texts, last_line) in first.items():
-        for other in others:
-            assert other[name] == ([], last_line), name
+    for name, texts in first.items():
+        assert not any(other[name] for other in others), name
         if name in REMEDIES:
             (text,) = texts
-            assert text == f"graphshard: {last_line}" and REMEDIES[name] in text
+            assert text.startswith("graphshard: ") and REMEDIES[name] in text
         else:
-            assert not texts and "fewer rows" not in last_line, name
-    assert "up has fewer rows (2) than the 4 ranks that share them" in first["two rows"][1]
-    assert "4 MB of parameters, 2 times the even share of 2 MB" in first["two rows"][1]
+            assert not texts, name
+    (text,) = first["two rows"]
+    assert "up has fewer rows (2) than the 4 ranks that share them" in text
+    assert "4 MB of parameters, 2 times the even share of 2 MB" in text
+
+
+def test_summary_tells_of_padding_after_one_warning() -> None:
+    (texts, last_line), *others = ranks.run(4, _trained, 2)
+    assert "up has fewer rows (2)" in last_line and texts == [f"graphshard: {last_line}"]
+    assert others == [([], last_line)] * 3
+    for texts, last_line in ranks.run(4, _trained, 4):
+        assert not texts and "fewer rows" not in last_line

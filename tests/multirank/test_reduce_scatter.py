@@ -19,7 +19,7 @@ from graphshard.cost.devices import HARDWARE
 from graphshard.kinds import TransferKind
 from graphshard.show import Dump
 from tests import ranks, recording
-from tests.models import GPT
+from tests.models import MLP
 from tests.numerics.compare import TOLERANCE, generator, relative_error, world_mesh
 
 EXCHANGE, SCATTER = "_c10d_functional.all_to_all_single", "_c10d_functional.reduce_scatter_tensor"
@@ -29,8 +29,8 @@ def _gradients(compiler: str, hardware: Path, folder: Path) -> list[Tensor]:
     policy = graphshard.SchedulePolicy(hardware=str(hardware))
     backend = graphshard.backend(world_mesh(), compiler=compiler, schedule=policy, dump=folder)
     torch.manual_seed(0)
-    model = GPT()
-    torch.compile(model, backend=backend)(GPT.batch(generator(dist.get_rank()))).backward()
+    model = MLP()
+    torch.compile(model, backend=backend)(MLP.batch(generator(dist.get_rank()))).backward()
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
