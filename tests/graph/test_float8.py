@@ -7,13 +7,13 @@ shards of a bucket, and plans say why a weight is not in fp8.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._inductor.utils import run_and_get_code
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +27,7 @@ from graphshard.ops.nodes import REASON
 from graphshard.passes.float8 import gather_float8
 from graphshard.planning.plan import Plan
 from tests.graph.builder import Builder, count, run, targets
+from tests.graph.conftest import WORLD_SIZE
 from tests.numerics.compare import NEEDS_FP8
 from tests.plan.dumps import fqns_of
 
@@ -232,27 +233,6 @@ def _linear(group: str, rows: int, columns: int, dtype: torch.dtype) -> fx.Graph
     return build.module(y, grad_x, build.reduce(grad_w))
 
 
-def test_one_kernel_prepares_the_fp8_shards_of_a_bucket(mesh: DeviceMesh) -> None:
-    """It scales, casts and packs them; one call copies in the rest of the bucket, in bfloat16."""
-    backend = graphshard.backend(mesh, fp8=graphshard.Float8Policy(), mp_policy=BF16)
-    model = torch.compile(Net(), backend=backend, fullgraph=True)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, codes = run_and_get_code(lambda: model(ones()).backward())
-    assert len(codes) == len(backend.plans) == 2
-    for code, plan in zip(codes, backend.plans):
-        body = code[code.index("def call(") :]
-        kernels = [args.split(", ") for args in re.findall(r"cpp_fused\w*\((.*?)\)", body)]
-        buckets = [b for b in plan.buckets if b.kind == TransferKind.ALL_GATHER]
-        gathered = {fqn for b in buckets for fqn in fqns_of(plan, b)}
-        in_fp8 = [p for p in plan.params if p.fqn in WEIGHTS & gathered]
-        shards = {f"primals_{param.input + 1}" for param in in_fp8}
-        readers = [shards & set(args) for args in kernels if shards & set(args)]
-        assert sum(map(len, readers)) == len(shards) > 1  # each shard is read once
-        assert len(readers) == sum(not WEIGHTS.isdisjoint(fqns_of(plan, b)) for b in buckets)
-        for call in re.findall(r"copy_in\.default\(\[(.*?)\]", body):
-            assert not shards & set(call.split(", "))
-
-
 class _Layouts(TorchDispatchMode):
     """A mode that records the strides of both operands of fp8 matmuls, also in compiled code."""
 
@@ -270,13 +250,46 @@ class _Layouts(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_inductor_lays_out_fp8_operands_for_cublaslt(mesh: DeviceMesh) -> None:
+class ByInductor(NamedTuple):
+    """A step in bfloat16 and fp8: code and plan of each graph, and strides of fp8 operands."""
+
+    codes: list[str]
+    plans: list[Plan]
+    layouts: list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def by_inductor(_group: None) -> ByInductor:
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    backend = graphshard.backend(mesh, fp8=graphshard.Float8Policy(), mp_policy=BF16)
+    model = torch.compile(Net(), backend=backend, fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True), _Layouts() as layouts:
+        _, codes = run_and_get_code(lambda: model(ones()).backward())
+    return ByInductor(codes, backend.plans, layouts.found)
+
+
+def test_one_kernel_prepares_the_fp8_shards_of_a_bucket(by_inductor: ByInductor) -> None:
+    """It scales, casts and packs them; one call copies in the rest of the bucket, in bfloat16."""
+    codes, plans = by_inductor.codes, by_inductor.plans
+    assert len(codes) == len(plans) == 2
+    for code, plan in zip(codes, plans):
+        body = code[code.index("def call(") :]
+        kernels = [args.split(", ") for args in re.findall(r"cpp_fused\w*\((.*?)\)", body)]
+        buckets = [b for b in plan.buckets if b.kind == TransferKind.ALL_GATHER]
+        gathered = {fqn for b in buckets for fqn in fqns_of(plan, b)}
+        in_fp8 = [p for p in plan.params if p.fqn in WEIGHTS & gathered]
+        shards = {f"primals_{param.input + 1}" for param in in_fp8}
+        readers = [shards & set(args) for args in kernels if shards & set(args)]
+        assert sum(map(len, readers)) == len(shards) > 1  # each shard is read once
+        assert len(readers) == sum(not WEIGHTS.isdisjoint(fqns_of(plan, b)) for b in buckets)
+        for call in re.findall(r"copy_in\.default\(\[(.*?)\]", body):
+            assert not shards & set(call.split(", "))
+
+
+def test_inductor_lays_out_fp8_operands_for_cublaslt(by_inductor: ByInductor) -> None:
     if float8_math.float8_error("cpu", TENSORWISE):
         pytest.skip("this CPU has no such product")
-    backend = graphshard.backend(mesh, mp_policy=BF16, fp8=graphshard.Float8Policy())
-    model = torch.compile(Net(), backend=backend, fullgraph=True)
-    with _Layouts() as layouts:
-        model(ones()).backward()
-    assert len(layouts.found) == 3 * len(WEIGHTS)
-    for left, right in layouts.found:
+    assert len(by_inductor.layouts) == 3 * len(WEIGHTS)
+    for left, right in by_inductor.layouts:
         assert left[1] == 1 and right[0] == 1, (left, right)

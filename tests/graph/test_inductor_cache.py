@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch._logging import _internal as torch_logging
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
@@ -68,8 +70,21 @@ def _train_patiently() -> Run:
         return _train(None)
 
 
-def _train_late(dump: Path | None) -> Run:
+def _train_logged(dump: Path, log: Path) -> Run:
+    _log_to(log)
+    return _train(dump)
+
+
+def _log_to(folder: Path) -> None:
+    """Write torch's trace log to a folder, as TORCH_TRACE would if set when torch is imported."""
+    handler: Any = torch_logging.LOG_TRACE_HANDLER
+    handler.root_dir = str(folder)
+    torch_logging.trace_log.addHandler(handler)
+
+
+def _train_late(dump: Path, log: Path) -> Run:
     """Train; rank 0, which dumps, compiles each graph only after another rank has done so."""
+    _log_to(log)
     seen: set[Path] = set()
 
     def wait_and_compile(*args: Any) -> CompiledGraph:
@@ -103,34 +118,41 @@ def _keys() -> dict[str, list[str]]:
     return {kind: sorted(keys) for kind, keys in artifacts[1].artifacts.items() if keys}
 
 
-def _run(train: Callable[[Path | None], Run], folder: Path, name: str) -> list[Run]:
-    cache, log = str(folder / "cache"), str(folder / f"{name}-log")
-    env = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCH_TRACE": log}
-    runs = ranks.run_fresh(2, train, folder / name, import_env=env)
-    logs = list((folder / f"{name}-log").iterdir())
+def _run(train: Callable[[Path, Path], Run], cache: Path, folder: Path) -> list[Run]:
+    env, log = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}, folder / "log"
+    runs = ranks.run_fresh(2, train, folder / "dump", log, env=env)
+    logs = list(log.iterdir())
     assert len(logs) == 2
     for path in logs:
         _check_log(path.read_text())
     return runs
 
 
-def test_a_second_run_compiles_nothing(tmp_path: Path) -> None:
-    cold, warm = _run(_train, tmp_path, "cold"), _run(_train, tmp_path, "warm")
-    _compare_runs(cold, warm)
-    _compare_dumps(tmp_path / "cold", tmp_path / "warm", cold[0].summary)
-    _compare_runs(_run(_train_late, tmp_path / "late", "cold"), [], cold[0])
-    assert {path.name for path in (tmp_path / "late/cold").iterdir()} == {*STEP, *INFERENCE}
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
 
 
-def test_one_rank_compiles_for_all(tmp_path: Path) -> None:
-    runs = ranks.run_fresh(2, _train_patiently, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
-    misses = [run.counters.get("fxgraph_cache_miss", 0) for run in runs]
+@pytest.fixture(scope="module")
+def cold(cache: Path) -> list[Run]:
+    """Train with an empty cache and without a dump."""
+    return ranks.run_fresh(2, _train_patiently, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)})
+
+
+def test_one_rank_compiles_for_all(cold: list[Run]) -> None:
+    misses = [run.counters.get("fxgraph_cache_miss", 0) for run in cold]
     assert sum(misses) == 3, misses  # one per graph
-    assert runs[0].losses == runs[1].losses and runs[0].plans == runs[1].plans
 
 
-def _compare_runs(cold: list[Run], warm: list[Run], expected: Run | None = None) -> None:
-    expected = expected or cold[0]
+def test_a_second_run_compiles_nothing(cold: list[Run], cache: Path, tmp_path: Path) -> None:
+    late = _run(_train_late, tmp_path / "cache", tmp_path / "late")
+    warm = _run(_train_logged, cache, tmp_path / "warm")
+    _compare_runs([*cold, *late], warm)
+    _compare_dumps(tmp_path / "late/dump", tmp_path / "warm/dump", cold[0].summary)
+
+
+def _compare_runs(cold: list[Run], warm: list[Run]) -> None:
+    expected = cold[0]
     assert sum(run.counters.get("fxgraph_cache_miss", 0) for run in cold) > 0
     for run in warm:
         assert not run.counters.get("fxgraph_cache_miss"), run.counters

@@ -29,8 +29,8 @@ EVENTS = {
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(6))
-        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, norm in zip(self.layers, self.norms):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,15 @@ def _run(folder: Path, function: Any, *args: Any) -> list[Any]:
 
 def _load_for_others(path: Path) -> None:
     graphshard.load_compiled(path)
+    # As an error, so that nothing is compiled.
+    warnings.filterwarnings("error", f".*{WARNING}")
     for differs, options in {
         "other options": {"reshard_after_forward": False, "schedule": _WITHOUT_OVERLAP},
         "other sizes of inputs or parameters": {"rows": 2},
         "another model": {"factor": 2},
     }.items():
         torch.compiler.reset()
-        with pytest.warns(UserWarning, match=f"{WARNING}: it was saved with {differs}"):
+        with pytest.raises(Exception, match=f"{WARNING}: it was saved with {differs}"):
             _train(**options)
 
 
