@@ -10,8 +10,6 @@ import pytest
 
 from graphshard.__main__ import main
 
-pytestmark = pytest.mark.alone
-
 
 def test_demo_prints_comparison_and_writes_chart(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "graphshard", "demo", "--steps", "4"]

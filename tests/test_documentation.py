@@ -35,8 +35,6 @@ from .documentation import (
     run_page,
 )
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_have_known_marks_languages_and_commands(page: str) -> None:

@@ -22,8 +22,6 @@ from graphshard.cost.model import CostModel
 from graphshard.kinds import TransferKind
 from tests import ranks
 
-pytestmark = pytest.mark.alone
-
 CPU, BASE = torch.device("cpu"), HARDWARE["cpu"]
 TINY = Effort(
     dtypes=("float32",),

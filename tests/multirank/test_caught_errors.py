@@ -22,8 +22,6 @@ from tests.fallible import Fallible, fails_in, in_flight_then, passes_left
 from tests.numerics.compare import compile_sharded
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.alone
-
 SMALL_BUCKETS = graphshard.SchedulePolicy(bucket_cap_mb=0.01)
 
 

@@ -29,8 +29,6 @@ from tests.fallible import DIM, Fallible, fails_in, in_flight_then, passes_left
 from tests.numerics.compare import world_mesh
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.alone
-
 SHARDS, ACTIVATIONS = "shards", "activations"
 LAYERS = 6
 
