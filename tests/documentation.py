@@ -38,7 +38,7 @@ ON_CPU = {
     '"cuda"': '"cpu"',
     "graphshard.backend(mesh": 'graphshard.backend(mesh, compiler="aot_eager"',
     '{"mp_policy": policy})': '{"mp_policy": policy, "compiler": "aot_eager"})',
-    "mp_policy=policy)  # what": 'mp_policy=policy, compiler="aot_eager")  # what',
+    "mp_policy=policy)  # the": 'mp_policy=policy, compiler="aot_eager")  # the',
     "ShardedFabricStrategy(": 'ShardedFabricStrategy(compiler="aot_eager", ',
     "loader, mp_policy": 'loader, compiler="aot_eager", mp_policy',
     "lightning.Trainer(": "lightning.Trainer(**LIGHTNING, max_steps=1, ",
