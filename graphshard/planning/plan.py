@@ -206,10 +206,7 @@ class BucketEvent(NamedTuple):
 
 
 def events_by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[list[BucketEvent]]:
-    """Return the launches and waits before each step; the last list is at the graph's end.
-
-    They are in the order of ``sorted_events``.
-    """
+    """Return the `sorted_events` before each step; the last list is at the graph's end."""
     events: list[list[BucketEvent]] = [[] for _ in range(num_steps + 1)]
     launches, waits = [bucket.launch for bucket in buckets], [bucket.wait for bucket in buckets]
     for step, _, _, is_launch, i in sorted_events(launches, waits, next_in_chain(buckets)):
