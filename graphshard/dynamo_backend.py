@@ -281,7 +281,7 @@ def backend(
             it, and its ``mp_policy`` casts inputs and outputs of the outermost modules that it
             matches. ``"shard": False`` replicates a parameter and all-reduces its gradient, as DDP
             does; it never travels in fp8.
-        fp8: policy for linears that compute and are gathered in fp8. Defaults to no fp8.
+        fp8: policy for linears that compute and gather their weights in fp8. Defaults to no fp8.
         schedule: limits and options of the schedule. Defaults to ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
         dump: folder for the plans, traces, tables and FX code of every compiled graph, and a page

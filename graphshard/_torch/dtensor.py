@@ -53,7 +53,7 @@ def has_root_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
 
 
 def concatenated(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that has the axes of ``mesh``, then those of ``other``, as FSDP2's.
+    """Return the mesh with the axes of ``mesh``, then those of ``other``, as in FSDP2.
 
     Raises:
         RuntimeError: the meshes overlap, or are slices of different meshes.

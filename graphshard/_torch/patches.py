@@ -2,7 +2,7 @@
 
 `PATCHES` are attributes of torch that `patch` replaces, `ENTRIES` are tables of torch that we add
 entries to. ``tests/graph/test_patches.py`` compares both with torch after a training step. Two
-other kinds of changes end by themselves or stay in a process of their own:
+other kinds of changes are temporary or stay in a separate process:
 
 - During a compile, or while a checkpoint is loaded, ``mock.patch.object`` replaces a function
   (``cpp_kernels.py``, ``integrations/pretrained.py``).
@@ -15,7 +15,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-# Why each attribute is replaced, by its path.
+# Reason for replacing each attribute, keyed by its path.
 PATCHES = {
     "torch.optim.optimizer.Optimizer._patch_step_function": (
         "Notes every optimizer, for `live_instances`. Both __init__ and __setstate__ call it."
@@ -36,7 +36,7 @@ PATCHES = {
     ),
 }
 
-# Why entries are added to each table, by its path.
+# Reason for adding entries to each table, keyed by its path.
 ENTRIES = {
     "torch.nn.modules.module._global_parameter_registration_hooks": (
         "Notes every module, for `live_instances`."
@@ -47,7 +47,7 @@ ENTRIES = {
         "while there are such models or unused backends."
     ),
     "torch.optim.optimizer._global_optimizer_post_hooks": (
-        "Increments the versions of stepped DTensors, by which backward finds changed parameters."
+        "Increments the versions of stepped DTensors, for backward to find changed parameters."
     ),
     "torch._dynamo.callback.callback_handler.start_callbacks": (
         "Shards a module before Dynamo traces it, and frees compiled graphs on a reset."
@@ -71,7 +71,7 @@ ENTRIES = {
 
 
 def patch(path: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace the attribute of torch at ``path``, one of `PATCHES`, by ``wrap(attribute)``."""
+    """Replace the attribute of torch at ``path``, one of `PATCHES`, with ``wrap(attribute)``."""
     assert path in PATCHES, f"{path}: add it to PATCHES, with the reason"
     owner_path, _, name = path.rpartition(".")
     owner = pkgutil.resolve_name(owner_path)

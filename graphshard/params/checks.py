@@ -271,11 +271,11 @@ def _tp_mesh_error(tp_mesh: DeviceMesh, mesh: DeviceMesh) -> str | None:
     """Return why parameters on ``tp_mesh`` cannot be sharded over ``mesh``, or None."""
     slices = f'slices of one mesh, as in parallelize_module(model, mesh["tp"], plan) and {_DP_MESH}'
     if not has_root_of(tp_mesh, mesh):
-        return f"and cannot be sharded over {mesh}: both have to be {slices}"
+        return f"and cannot be sharded over {mesh}: both must be {slices}"
     if tp_mesh.ndim != 1:
         return "and only tensor parallelism over one axis is supported"
     if set(tp_mesh.mesh.tolist()) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
-        return f"which overlaps {mesh}: both have to be different {slices}"
+        return f"which overlaps {mesh}: both must be different {slices}"
     return None
 
 

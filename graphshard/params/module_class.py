@@ -254,7 +254,7 @@ def _as_dtensor(getter: Callable[[Any], Any], parallel: TensorParallel) -> Calla
             return value  # a DTensor already, or None
         if torch.is_grad_enabled():
             return wrap(value)
-        with torch.enable_grad():  # what is read under no_grad may be used outside of it
+        with torch.enable_grad():  # a tensor read under no_grad may be used outside of it
             return wrap(value)
 
     run_as_python(wrap)

@@ -173,7 +173,7 @@ class ParamSpec:
     # --- conversions of full tensors, padded shards and DTensors ---
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's part of ``full``, padded and contiguous, to where it is kept."""
+        """Copy this rank's part of ``full`` to a padded shard, in host memory if offloaded."""
         return self.padded_shard_of(self.unsharded(full))
 
     def unsharded(self, full: torch.Tensor) -> torch.Tensor:
