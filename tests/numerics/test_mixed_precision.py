@@ -7,6 +7,7 @@ not cast, overrides and errors.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import graphshard
 from graphshard.kinds import TransferKind
 from tests import ranks, recording
-from tests.models import GPT, MLP, DeepGPT, Trainable
+from tests.models import GPT, MLP, Trainable
 from tests.numerics.compare import (
     assert_close,
     assert_equal,
@@ -66,6 +67,11 @@ def _train(
     return [(event.kind, event.dtype, event.bytes) for event in recording.collectives()]
 
 
+@functools.cache
+def _sent(kind: Trainable, policy: MixedPrecisionPolicy, bitwise: bool = True) -> list[Sent]:
+    return ranks.run(2, _train, kind, policy, "aot_eager", bitwise, backend="recording")
+
+
 POLICIES = [
     MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),
     MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32),
@@ -83,8 +89,7 @@ POLICIES = [
 )
 def test_training_matches_fsdp2(kind: Trainable, policy: MixedPrecisionPolicy) -> None:
     # FSDP2 divides float16 gradients before reducing them; graphshard averages in the reduction.
-    bitwise = policy.param_dtype is not FP16
-    for sent in ranks.run(2, _train, kind, policy, "aot_eager", bitwise, backend="recording"):
+    for sent in _sent(kind, policy, bitwise=policy.param_dtype is not FP16):
         used, reduced = (
             policy.param_dtype or FP32,
             policy.reduce_dtype or policy.param_dtype or FP32,
@@ -101,7 +106,7 @@ def test_training_matches_fsdp2_with_inductor() -> None:
 def test_bf16_parameters_halve_all_gather_bytes() -> None:
     by_policy = []
     for policy in (MixedPrecisionPolicy(), POLICIES[0]):
-        sent, _ = ranks.run(2, _train, GPT, policy, backend="recording")
+        sent, _ = _sent(GPT, policy, bitwise=True)
         by_policy.append({k: sum(b for of, _, b in sent if of == k) for k in _KINDS})
     plain, mixed = by_policy
     assert mixed[TransferKind.ALL_GATHER] == plain[TransferKind.ALL_GATHER] / 2 > 0
@@ -111,7 +116,7 @@ def test_bf16_parameters_halve_all_gather_bytes() -> None:
 _KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
 
 
-class FloatLoss(DeepGPT):
+class FloatLoss(GPT):
     """GPT whose loss is not rounded to ``param_dtype``."""
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -198,12 +203,18 @@ class Kinds(nn.Module):
 
 
 @pytest.mark.low_precision
-@pytest.mark.parametrize("backend", ["gloo", recording.BACKEND])
-def test_complex_integer_and_empty_parameters(backend: str) -> None:
-    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=FP32), POLICIES[0]]
-    policies.append(MixedPrecisionPolicy(reduce_dtype=FP16))
-    for policy in policies:
-        ranks.run(2, _train_kinds, policy, backend=backend)
+@pytest.mark.parametrize(
+    ("policy", "backend"),
+    [
+        (MixedPrecisionPolicy(), "gloo"),
+        (MixedPrecisionPolicy(reduce_dtype=FP32), "gloo"),
+        (MixedPrecisionPolicy(reduce_dtype=FP16), "gloo"),
+        (POLICIES[0], "gloo"),
+        (POLICIES[0], recording.BACKEND),
+    ],
+)
+def test_complex_integer_and_empty_parameters(policy: MixedPrecisionPolicy, backend: str) -> None:
+    ranks.run(2, _train_kinds, policy, backend=backend)
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
