@@ -158,14 +158,14 @@ def bert(**changes: Any) -> PreTrainedModel:
     return transformers.BertForMaskedLM(config)
 
 
-def t5() -> PreTrainedModel:
+def t5(num_layers: int = 2) -> PreTrainedModel:
     """Return a T5: an encoder and a decoder that share an embedding."""
     config = transformers.T5Config(
         vocab_size=VOCAB,
         d_model=32,
         d_kv=8,
         d_ff=45,
-        num_layers=2,
+        num_layers=num_layers,
         num_heads=4,
         dropout_rate=0.0,
         decoder_start_token_id=0,

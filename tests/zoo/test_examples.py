@@ -1,23 +1,24 @@
-"""The examples, run as users do: with `torchrun` on two ranks."""
+"""The examples on two ranks, of `torchrun` or, to spare their imports, of forked ranks."""
 
 from __future__ import annotations
 
 import os
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import peft
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from .launched import Kept, same, small_llama
 from .models import ZOO
+from .scripts import free_port, run_script
 from .words import WORDS, tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +29,7 @@ STANDALONE = ("--standalone", "--nproc_per_node=2")
 
 def _start(example: str, launch: Sequence[str], *arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", *launch]
-    command += [str(ROOT / "examples" / example), "--compiler=aot_eager", *map(str, arguments)]
+    command += [str(ROOT / "examples" / example), *map(str, arguments)]
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -55,28 +56,26 @@ def _end(*started: subprocess.Popen[str]) -> str:
 
 def _on_two_nodes(example: str, *arguments: object) -> str:
     """Run one rank on each of two nodes, both of which are this machine."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
     launch = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
-    launch += [f"--rdzv_endpoint=127.0.0.1:{port}", "--local_addr=127.0.0.1"]
+    launch += [f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--local_addr=127.0.0.1"]
     return _end(*[_start(example, launch, *arguments) for _ in range(2)])
 
 
 def pretrain_and_resume(folder: Path) -> Kept:
     """Pretrain with the example on two nodes, and resume from the middle on one node."""
-    small = ["--width=32", "--depth=2", "--length=32", "--batch=2", "--save-every=2", "--peak=0.1"]
-    arguments = [f"--text={ROOT / 'README.md'}", "--steps=4", *small]
+    small = ["--width=32", "--depth=1", "--length=32", "--batch=2", "--save-every=2", "--peak=0.1"]
+    arguments = [f"--text={ROOT / 'README.md'}", "--steps=4", "--compiler=aot_eager", *small]
     first, again = folder / "first", folder / "again"
     printed = _on_two_nodes("pretrain.py", *arguments, f"--out={first}")
     assert "held-out loss" in printed and "tokens/s  MFU" in printed
     assert "% (predicted)" in printed and " 0% (predicted)" not in printed
     shutil.copytree(first / "step2", again / "step2")
-    _end(_start("pretrain.py", STANDALONE, *arguments, f"--out={again}"))
+    script = ROOT / "examples" / "pretrain.py"
+    run_script(folder, script, *arguments, f"--out={again}")
     weights = torch.load(first / "model.pt")
     trained = {name: torch.empty_like(value) for name, value in weights.items()}
     dcp.load({"model": trained}, checkpoint_id=first / "step4")
-    plain = runpy.run_path(str(ROOT / "examples" / "pretrain.py"))["GPT"](32, 2, 4, 32)
+    plain = runpy.run_path(str(script))["GPT"](32, 1, 4, 32)
     plain.load_state_dict(weights)
     return Kept(same(trained, plain), same(torch.load(again / "model.pt"), weights))
 
@@ -90,7 +89,7 @@ SMALLER = {
 }
 
 
-def test_training_resumes(tmp_path: Path) -> None:
+def test_training_resumes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (ROOT / "examples" / "train.py").read_text()
     for original, smaller in SMALLER.items():
         assert code.count(original) == 1, f"{original!r} is not there once"
@@ -101,26 +100,20 @@ def test_training_resumes(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path / "base")
     (tmp_path / "text.txt").write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(800)))
 
-    assert "step 2: loss" in _train(tmp_path)
+    run_script(tmp_path, "train.py")
+    assert "step 2: loss" in capfd.readouterr().out
     saved = tmp_path / "checkpoints"
     trained = torch.load(saved / "model.pt")
     shutil.rmtree(saved / "4")
     (saved / "model.pt").unlink()
-    printed = _train(tmp_path)
+    run_script(tmp_path, "train.py")
+    printed = capfd.readouterr().out
     assert "step 4: loss" in printed and "step 2: loss" not in printed
     resumed = torch.load(saved / "model.pt")
     assert trained.keys() == resumed.keys()
     assert all(torch.equal(value, resumed[name]) for name, value in trained.items())
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     plain.load_state_dict(resumed)
-
-
-def _train(folder: Path) -> str:
-    """Run train.py in ``folder``, and return its output."""
-    launch = [sys.executable, "-m", "torch.distributed.run", *STANDALONE, "train.py"]
-    done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def test_pretraining_on_two_nodes_resumes_on_one(tmp_path: Path) -> None:
@@ -135,7 +128,7 @@ def test_fine_tuned_adapters_load_in_plain_peft(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(400)))
     arguments = [f"--model={base}", f"--text={text}", f"--out={out}", "--dtype=float32"]
-    arguments += ["--steps=3", "--length=12", "--rank=4"]
+    arguments += ["--steps=3", "--length=12", "--rank=4", "--compiler=aot_eager"]
     printed = _end(_start("finetune_lora.py", STANDALONE, *arguments))
     assert "3/3  loss" in printed and "held-out loss" in printed
     adapted = peft.PeftModel.from_pretrained(small_llama(), out)

@@ -39,7 +39,7 @@ def _adapted(dtype: torch.dtype) -> Any:
 
     torch.manual_seed(0)
     config = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(ZOO["llama"].build().to(dtype), config)
+    model = peft.get_peft_model(ZOO["llama-shallow"].build().to(dtype), config)
     for name, param in model.named_parameters():
         if "lora" in name:
             param.data = param.data.float()

@@ -52,7 +52,7 @@ def _adapted(name: str) -> Any:
     import peft
 
     torch.manual_seed(0)
-    base = llama(intermediate_size=48)
+    base = llama(num_hidden_layers=1, intermediate_size=48)
     QUANTISE[name](base.model.layers)
     config = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return peft.get_peft_model(base, config)
@@ -65,7 +65,7 @@ def _quantized(model: nn.Module) -> dict[str, nn.Parameter]:
 def _train(name: str, compiler: str) -> None:
     model = _adapted(name)
     quantized = _quantized(model)
-    assert len(quantized) == 14
+    assert len(quantized) == 7
     reference = _adapted(name)  # not a deepcopy, which would quantize NF4 again
     twins = Twins(model, reference, compiler=compiler, ignored_params=set(quantized.values()))
     optimizers = [sgd(twins.model), sgd(twins.reference)]

@@ -40,7 +40,7 @@ from tests.numerics.compare import assert_rounded, graphshard_warnings, relative
 from tests.ranks import on_ranks
 
 from .launched import Kept, Texts, as_by_torchrun, same, small_llama, updates
-from .models import ZOO
+from .models import t5
 
 STEPS = 6
 SHARDING: dict[str, Any] = {"compiler": "aot_eager"}
@@ -135,7 +135,7 @@ def pretrained_both_ways(folder: str) -> bool:
         AutoModelForCausalLM.from_pretrained(folder),
         from_pretrained(AutoModelForCausalLM, folder),
     ):
-        trainer = _trainer(f"{folder}/out", model, max_steps=2)
+        trainer = _trainer(f"{folder}/out", model, max_steps=2, gradient_accumulation_steps=1)
         trainer.train()
         found.append((_history(trainer, "loss"), _weights(trainer)))
     (losses, weights), (expected_losses, expected) = found
@@ -156,6 +156,7 @@ def save_and_resume(folder: str) -> Kept:
         "save_steps": 2,
         "eval_steps": 2,
         "load_best_model_at_end": True,
+        "gradient_accumulation_steps": 1,
     }
     first = _trainer(folder, **saving)
     first.train()
@@ -181,7 +182,12 @@ def _adapters(folder: str) -> None:
         torch.manual_seed(1)
         return peft.get_peft_model(small_llama(), config)
 
-    saving = {"save_strategy": "steps", "save_steps": 3, "gradient_checkpointing": True}
+    saving = {
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "gradient_checkpointing": True,
+        "gradient_accumulation_steps": 1,
+    }
     first = _trainer(folder, adapted(), **saving)
     with graphshard_warnings() as texts:
         first.train()
@@ -269,7 +275,7 @@ class ShardedSeq2SeqTrainer(ShardedTrainerMixin, Seq2SeqTrainer):
 
 def _already_sharded(folder: str) -> None:
     """Train a model that is sharded already, and evaluate it by generation."""
-    model = ZOO["t5"].build()
+    model = t5(num_layers=1)
     graphshard.shard(model, **SHARDING)
     as_by_torchrun()
     arguments = Seq2SeqTrainingArguments(
@@ -278,7 +284,7 @@ def _already_sharded(folder: str) -> None:
         max_steps=1,
         per_device_eval_batch_size=1,
         predict_with_generate=True,
-        generation_max_length=6,
+        generation_max_length=4,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

@@ -80,7 +80,7 @@ def _dtypes_of_logits() -> list[torch.dtype]:
     """Return the dtypes of one compiled model's logits, with and without autocast."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     backend = graphshard.backend(mesh, compiler="aot_eager")
-    model = torch.compile(ZOO["llama"].build(), backend=backend, fullgraph=True)
+    model = torch.compile(ZOO["llama-shallow"].build(), backend=backend, fullgraph=True)
     batch = causal_batch(torch.Generator())
     dtypes = []
     for context in (bfloat16_autocast, contextlib.nullcontext):
@@ -105,7 +105,7 @@ def test_autocast_trains_like_fsdp2() -> None:
     mesh, rank = world_mesh(), dist.get_rank()
     batches = [causal_batch(generator(step, rank)) for step in range(STEPS)]
     torch.manual_seed(0)
-    ours = ZOO["llama"].build()
+    ours = ZOO["llama-shallow"].build()
     theirs, exact = (by_fsdp2(copy.deepcopy(ours), mesh, True) for _ in range(2))
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(ours, backend=graphshard.backend(mesh, compiler="aot_eager"))
@@ -135,7 +135,7 @@ def _both_ways(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return _trained(name, passes.PIPELINE), _trained(name, late)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-shallow"])
 def test_cast_before_gather_is_bitwise_equal(name: str) -> None:
     for early, late in ranks.run(2, _both_ways, name):
         assert all(map(torch.equal, early, late))
@@ -161,7 +161,8 @@ def _gathered(name: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "in_float32"), [("gpt2", ("wte", "wpe", "ln_")), ("llama", ("embed_tokens", "norm"))]
+    ("name", "in_float32"),
+    [("gpt2", ("wte", "wpe", "ln_")), ("llama-shallow", ("embed_tokens", "norm"))],
 )
 def test_autocast_halves_gathered_bytes(name: str, in_float32: tuple[str, ...]) -> None:
     # Exceptions are norms and embeddings, one of which is also GPT-2's output layer.

@@ -1,0 +1,42 @@
+"""Scripts run in forked ranks, which, unlike those of `torchrun`, do not have to import torch."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests import ranks
+
+
+def run_script(folder: Path, *arguments: object) -> None:
+    """Run a script on two ranks, as processes of `torchrun` would.
+
+    Args:
+        folder: working directory.
+        arguments: path and arguments of the script.
+    """
+    ranks.run_fresh(2, _run, folder, [*map(str, arguments)], free_port())
+
+
+def _run(folder: Path, arguments: Sequence[str], port: int) -> None:
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.chdir(folder)
+    sys.argv = list(arguments)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def free_port() -> int:
+    """Return a free port of this machine."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
