@@ -267,7 +267,7 @@ def backend(
         reshard_after_forward: True frees full parameters after forward and gathers them again in
             backward (ZeRO-3). False keeps them (ZeRO-2). An int k that divides the number of shards
             keeps a k-th of each full parameter on each rank, and backward gathers from only k
-            neighbouring ranks (hpZ of ZeRO++, Wang et al., arXiv 2306.10209).
+            neighboring ranks (hpZ of ZeRO++, Wang et al., arXiv 2306.10209).
         mp_policy: FSDP2's class, with the dtypes of gathered parameters, of gradient reductions,
             and of inputs and outputs of the compiled module. Sharded parameters and their gradients
             keep their dtype.

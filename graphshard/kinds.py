@@ -27,13 +27,14 @@ class TransferKind(_Kind):
     steps (``passes.build_problem``), a cost (``cost.model``, and rates in ``cost.hardware``,
     ``cost.devices`` and ``cost.measure`` unless another kind has the same), and a case in
     ``pipeline.verify``, ``ranks.plan_consensus``, ``show.table``, ``show.trace``,
-    ``check.analysis`` and ``forecast``. In ``planning``: its bytes (``live_bytes``), its place in
-    a chain of buckets (``plan``), its copies (``simulate``) and its queue (``search``,
-    ``bucketing``). ``tests/plan/test_kinds.py`` finds most tables that lack a kind.
+    ``show/page.html``, ``check.analysis``, ``forecast.estimate`` and ``forecast.deepen``. In
+    ``planning``: its bytes (``live_bytes``), its place in a chain of buckets (``plan``), its copies
+    (``simulate``) and its queue (``search``, ``bucketing``). ``tests/plan/test_kinds.py`` finds
+    most tables that lack a kind.
     """
 
-    # gloo's reduce-scatter uses the op ``all_to_all_single`` (``ops.collectives.EXCHANGE``); no new
-    # kind can use it.
+    # ``pipeline.verify`` tells launches apart by their ops. gloo's reduce-scatter already uses
+    # ``all_to_all_single`` (``ops.collectives.EXCHANGE``), so an all-to-all needs an op of its own.
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"

@@ -135,18 +135,20 @@ def ordered(*passes: Pass) -> tuple[Pass, ...]:
                 f"pass {following.name} of stage {following.stage} comes after one of stage "
                 f"{one.stage}: move it up"
             )
-    _check_facts([one for one in passes if not one.inference_only])
+    _check_facts("training", [one for one in passes if not one.inference_only])
     # A graph for inference had no joint graph.
-    _check_facts([one for one in passes if one.stage not in (Stage.JOINT, Stage.PARTITIONED)])
+    infers = [one for one in passes if one.stage not in (Stage.JOINT, Stage.PARTITIONED)]
+    _check_facts("inference", infers)
     return passes
 
 
-def _check_facts(passes: Sequence[Pass]) -> None:
+def _check_facts(purpose: str, passes: Sequence[Pass]) -> None:
     established = set[Fact]()
     for one in passes:
         missing = [str(fact) for fact in one.requires if fact not in established]
         if missing:
             raise ValueError(
-                f"pass {one.name} requires {missing}, which no earlier pass provides: move it down"
+                f"pass {one.name} requires {missing}, which no earlier pass provides in graphs for "
+                f"{purpose}: move it after a pass that does"
             )
         established.update(one.provides)

@@ -6,7 +6,7 @@
 A region is a run of compute between launches and waits, which stay where they are. Regions are
 equal if they run the same operations in the same order on values of the same dtypes, sizes, strides
 and devices: the code compiled for one works for all. A region that occurs only once stays inline,
-and fuses with its neighbours.
+and fuses with its neighbors.
 """
 
 from __future__ import annotations

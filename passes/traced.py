@@ -89,7 +89,7 @@ def hoist_reads(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
-    """Move reads out of the operators that AOTAutograd leaves in ``gm``, or out of all of them."""
+    """Move reads before the operators that AOTAutograd does not trace through, or before all."""
     modules = dict(gm.named_modules())
     for call in gm.graph.nodes:
         if isinstance(call.target, HigherOrderOperator):

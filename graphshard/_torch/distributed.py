@@ -1,6 +1,7 @@
 """Process groups: lookup by name, stores, timeouts, pending collectives and pending work.
 
-Relies on torch/distributed/distributed_c10d.py; the names are the same in torch 2.11 and 2.13.
+Relies on torch/distributed/distributed_c10d.py, ``torch._C._distributed_c10d`` and the fake process
+group of torch/testing/_internal; the names are the same in torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Dynamo: the frame being traced, guards, graph breaks, errors, and graphs freed on reset.
 
-Relies on exc.py, output_graph.py, symbolic_convert.py, guards.py, callback.py and utils.py in
-torch/_dynamo, with the same names and arguments in torch 2.11 and 2.13. ``graphshard.errors``
+Relies on exc.py, output_graph.py, symbolic_convert.py, guards.py, callback.py, eval_frame.py,
+source.py, types.py, utils.py and backends/registry.py in torch/_dynamo and on torch/_guards.py,
+with the same names and arguments in torch 2.11 and 2.13. ``graphshard.errors``
 derives from ``ShortenTraceback``, because ``OutputGraph.call_user_compiler`` lets such errors pass
 unchanged.
 """

@@ -307,7 +307,10 @@ def mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def settings_text(options: Mapping[str, Any]) -> str:
-    """Return all settings of Inductor and AOTAutograd as text that is the same in every process."""
+    """Return the settings of Inductor and AOTAutograd that torch's cache keys cover, as text.
+
+    Equal settings give equal text in every process, unless a custom pass has no key.
+    """
     # ``save_config_portable`` (torch/utils/_config_module.py) omits the settings that torch omits
     # from its cache keys.
     with inductor_config.patch(dict(options)):

@@ -16,7 +16,7 @@ class GroupSpan(NamedTuple):
     """The extent of a process group."""
 
     world: int  # number of ranks
-    stride: int  # largest distance between global ranks of neighbours, at least 1
+    stride: int  # largest distance between global ranks of neighbors, at least 1
 
 
 def span_of(group: str) -> GroupSpan:

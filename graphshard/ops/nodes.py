@@ -55,7 +55,7 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def memory_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of memory that a tensor spans, without repeats of expanded dimensions."""
+    """Return the size of a tensor's elements in bytes, each expanded dimension counted as one."""
     if tensor.layout is not torch.strided:
         return num_bytes(tensor)
     # Do not evaluate a symbolic size or stride: that could add a guard.

@@ -93,7 +93,7 @@ class MeshGroups:
         return None if self.tp_mesh is None else self.tp_mesh.get_group().group_name
 
     def regather_group(self, num_ranks: int) -> str:
-        """Return the group of this rank and its neighbours that has ``num_ranks`` ranks."""
+        """Return the group of this rank and its neighbors that has ``num_ranks`` ranks."""
         if num_ranks == self.num_shards:
             return self.shards
         rows = self.mesh.mesh.reshape(-1, num_ranks).tolist()  # num_ranks divides num_shards

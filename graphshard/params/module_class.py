@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import functools
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, SupportsIndex, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from .._torch.dynamo import run_as_python
 from .._torch.frames import compiled_call
@@ -346,10 +347,14 @@ def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> Shard
 
 
 def _check_placements(dtensor: DTensor, spec: ParamSpec) -> None:
-    expected = (tuple(spec.shape), spec.placements)
-    actual = (tuple(dtensor.shape), tuple(dtensor.placements))
-    if actual != expected or dtensor.device_mesh != spec.mesh:
+    actual = _describe(dtensor.shape, dtensor.placements, dtensor.device_mesh)
+    expected = _describe(spec.shape, spec.placements, spec.mesh)
+    if actual != expected:
         raise BackendError(
-            f"parameter {spec.fqn!r} was replaced by a DTensor of shape and placements {actual} on "
-            f"{dtensor.device_mesh}: expected {expected} on {spec.mesh}"
+            f"parameter {spec.fqn!r} was replaced by a DTensor of {actual}, but has {expected}: "
+            "change it in place (copy_, load_state_dict), or assign one with these placements"
         )
+
+
+def _describe(shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh) -> str:
+    return f"shape {tuple(shape)} and placements {tuple(placements)} on {mesh}"

@@ -1,4 +1,4 @@
-"""Split queues of transfers into candidate buckets of neighbouring transfers."""
+"""Split queues of transfers into candidate buckets of neighboring transfers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CostedBucket(NamedTuple):
 
 
 class CandidateBucket(NamedTuple):
-    """A possible bucket: neighbours in a queue, at positions ``[begin, end)``.
+    """A possible bucket: neighbors in a queue, at positions ``[begin, end)``.
 
     Attributes:
         bucket: bucket that is launched as early and waited for as late as its transfers allow.
@@ -46,7 +46,7 @@ class Queue:
     """All gathers, or all reductions, of a problem, with those that are hardest to hide first.
 
     Only transfers with the same ``_key`` may share a bucket. The queue is therefore regrouped into
-    one run per key, and neighbours are transfers of one run, even if transfers of other runs lie
+    one run per key, and neighbors are transfers of one run, even if transfers of other runs lie
     between them in ``order``. A position is an index into the concatenated runs.
 
     Args:
@@ -98,7 +98,7 @@ class Queue:
         recuts = [(border, end) for border in sorted(inner)]
         if end < self._run_end[begin]:
             # In ``split``, candidates of other runs may lie between the two.
-            last = next(neighbour.end for neighbour in split[index:] if neighbour.begin == end)
+            last = next(neighbor.end for neighbor in split[index:] if neighbor.begin == end)
             outer = [end + step for step in _powers_of_two(last - end)]
             recuts += [(border, last) for border in [*sorted(inner), *outer, last]]
         for border, last in recuts:

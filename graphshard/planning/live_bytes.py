@@ -46,7 +46,7 @@ def num_points(num_steps: int) -> int:
 
 
 class Span(NamedTuple):
-    """Bytes alive at points ``[begin, end)``, or in such steps; an empty range holds none."""
+    """Bytes alive from point or step ``begin`` up to ``end``, which is excluded."""
 
     begin: int
     end: int
@@ -230,7 +230,10 @@ def with_fixed_bytes(problem: Problem, by_point: Sequence[int]) -> Problem:
 
 
 def alive_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
-    """Return the peak bytes alive in each step and at its border, including ``fixed_bytes``."""
+    """Return the peak bytes of each step, over its launches, waits and nodes.
+
+    They include ``fixed_bytes``. The last step includes the end of the graph.
+    """
     return max_by_step(alive_by_point(problem, buckets))
 
 

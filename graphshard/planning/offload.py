@@ -162,7 +162,7 @@ def _wait_late(
 HOST_COPY_MARGIN = 2.0
 # Fractions of the budget that a graph's least memory may take; all are tried. The rest is for
 # launching gathers earlier. Judgement call: each fraction costs a search of both graphs (without
-# local search), and times differ little between neighbours. Fewer would miss a good one.
+# local search), and times differ little between neighbors. Fewer would miss a good one.
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 # Fraction of the predicted time that offloading more than necessary has to save. Judgement call:
 # predictions are no more accurate than that. With a larger value gathers stay exposed that could be

@@ -69,7 +69,7 @@ class Transfer:
         due: last step before which it can be waited for; ``Problem.num_steps`` for a gradient that
             the graph only returns.
         last: last step that uses the result.
-        stride: difference between the global ranks of neighbours in ``group``.
+        stride: difference between the global ranks of neighbors in ``group``.
         replicas: name of the group that averages the reduced shards (HSDP), or "".
         num_replicas: number of ranks in ``replicas``.
         replica_stride: ``stride`` within ``replicas``.
@@ -131,12 +131,12 @@ class Bucket:
     """Transfers of one kind that share a collective or a host copy.
 
     Attributes:
-        kind: kind of the transfers, or of a follow-up on their shards (``ALL_REDUCE_SHARDS``,
-            ``HOST_COPIES``).
+        kind: kind of the transfers, or of a stage before or after them, on their shards:
+            ``COPY_TO_DEVICE``, ``ALL_REDUCE_SHARDS``, ``COPY_TO_HOST``.
         buffers: positions in ``Problem.transfers``, grouped by buffer. Transfers that share a
             buffer are copied in and out; a transfer that is alone in its buffer is copied only to
-            be cast or padded.
-        num_bytes: total size of the full tensors, or of the shards in a follow-up on shards.
+            be cast, padded or made contiguous.
+        num_bytes: total size of the full tensors, or of the shards in such a stage.
         group, world, stride: same as in ``Transfer``.
         launch: step before which it is launched.
         wait: step before which it is waited for.

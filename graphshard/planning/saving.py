@@ -55,11 +55,12 @@ class TriedSaving:
 
 @dataclass(frozen=True)
 class SavingChoice:
-    """The strategies that one rank has planned.
+    """The strategies for saving values for backward that one rank has planned for a graph.
 
     Attributes:
         budget_gb: maximum peak of a graph on one rank.
         tried: strategies in the order tried; empty if nothing is differentiated.
+        inputs: description of the graph's inputs, for the title of the table.
         notes: strategies that were not tried, with reasons.
         error: error that prevented planning, or "".
     """

@@ -2,7 +2,7 @@
 
 Two splits (which gathers share a bucket, which reductions do) and a limit on bytes in flight
 determine a schedule (``placement``). Coordinate descent over three sizes finds the first splits; a
-local search then re-splits neighbouring buckets while that helps, starting with transfers that
+local search then re-splits neighboring buckets while that helps, starting with transfers that
 nothing can hide: the first gathers and the last reductions.
 """
 

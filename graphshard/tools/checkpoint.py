@@ -61,7 +61,10 @@ def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> di
     old_names: dict[str, str] = {}
     for name, new in renamed.items():
         if (other := old_names.setdefault(new, name)) != name:
-            raise ValueError(f"{source}: {name!r} and {other!r} are equal without {prefix!r}")
+            raise ValueError(
+                f"{source}: without the prefix {prefix!r}, {other!r} and {name!r} have one name: "
+                "choose another prefix, or none"
+            )
     return renamed
 
 

@@ -238,7 +238,7 @@ def test_fp8_products_that_cublaslt_refuses_raise() -> None:
     assert not fine
     assert "mat2 must be col_major" in row_major
     assert "16" in odd, odd
-    assert "multiples of 16 bytes, not at 8" in shifted
+    assert "begins at byte 8 of its storage" in shifted
 
 
 def test_convolutions_return_cudnn_layout() -> None:

@@ -21,9 +21,9 @@ def _timeouts() -> tuple[float, float]:
     model = graphshard.shard(MLP(), mesh, reshard_after_forward=2)
     sharded_param = sharded_param_of(next(model.parameters()))
     assert sharded_param is not None and sharded_param.spec.regather_group is not None
-    neighbours = process_group(sharded_param.spec.regather_group)
-    assert neighbours.size() == 2
-    return group_timeout_s(process_group(mesh.get_group().group_name)), group_timeout_s(neighbours)
+    neighbors = process_group(sharded_param.spec.regather_group)
+    assert neighbors.size() == 2
+    return group_timeout_s(process_group(mesh.get_group().group_name)), group_timeout_s(neighbors)
 
 
 def test_regather_group_has_the_timeout_of_the_mesh() -> None:

@@ -186,7 +186,7 @@ def test_replicas_of_split_parameters() -> None:
 
 
 @on_ranks(4)
-def test_backward_gathers_from_neighbours() -> None:
+def test_backward_gathers_from_neighbors() -> None:
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     model, compiled = under_graphshard(MLP, mesh, reshard_after_forward=2)
     eager = under_fsdp2(MLP, mesh)

@@ -198,6 +198,6 @@ def test_file_of_another_rank_is_refused(tmp_path: Path) -> None:
     torch.save(model.state_dict(), path)
     model.load_state_dict(torch.load(path, weights_only=False))
     dist.barrier()
-    neighbour = tmp_path / f"{dist.get_rank() ^ 1}.pt"  # of the same rows over dp
+    neighbor = tmp_path / f"{dist.get_rank() ^ 1}.pt"  # of the same rows over dp
     with pytest.raises(BackendError, match="has the rows of the rank at"):
-        model.load_state_dict(torch.load(neighbour, weights_only=False))
+        model.load_state_dict(torch.load(neighbor, weights_only=False))

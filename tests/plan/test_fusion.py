@@ -30,7 +30,7 @@ def test_an_intermediate_value_with_other_users_is_written() -> None:
     assert graph.costs(first, last)[last] == 3 * 400 + 1
 
 
-def test_a_matmul_does_not_fuse_with_its_neighbours() -> None:
+def test_a_matmul_does_not_fuse_with_its_neighbors() -> None:
     graph = Graph()
     x = graph.input(10, 10)
     first = graph(aten.relu.default, x)

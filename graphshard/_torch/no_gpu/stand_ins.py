@@ -315,7 +315,10 @@ def _stand_in_for_scaled_mm() -> None:
             # The storage's address is a multiple of 512.
             offset = matrix.storage_offset() * matrix.element_size()
             if offset % 16:
-                raise ValueError(f"matrices must begin at multiples of 16 bytes, not at {offset}")
+                raise ValueError(
+                    f"_scaled_mm: a matrix begins at byte {offset} of its storage; cuBLASLt needs "
+                    "a multiple of 16"
+                )
         made = torch.ops.aten._scaled_mm.default(*args, **kwargs)
         assert made.shape == out.shape and made.dtype == out.dtype
         return out
