@@ -16,7 +16,7 @@ from tests import ranks
 from tests.models import ConvNet
 from tests.numerics.compare import compile_sharded, draw
 
-WORLD = 4
+WORLD = 2
 
 
 def _reports() -> tuple[list[graphshard.MemoryReport], int, str]:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import graphshard
 from graphshard.kinds import TransferKind
 from tests import ranks, recording
-from tests.models import GPT, MLP
+from tests.models import GPT, MLP, Trainable
 from tests.numerics.compare import (
     History,
     Twins,
@@ -48,9 +48,9 @@ def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def _gpt() -> GPT:
+def _seeded(kind: Trainable) -> Any:
     torch.manual_seed(0)
-    return GPT()
+    return kind()
 
 
 @dataclass(frozen=True)
@@ -75,38 +75,44 @@ def _reductions() -> list[tuple[str, int]]:
 
 
 def _train(
-    shape: tuple[int, ...], all_reduce_only: bool, compiler: str, options: dict[str, Any]
+    kind: Trainable, shape: tuple[int, ...], all_reduce_only: bool, options: dict[str, Any]
 ) -> Trained:
     torch._dynamo.utils.counters.clear()
-    ours, mesh = _gpt(), _mesh(shape)
-    backend = graphshard.backend(mesh, compiler=compiler, **options)
+    ours, mesh = _seeded(kind), _mesh(shape)
+    backend = graphshard.backend(mesh, compiler="aot_eager", **options)
     compiled = torch.compile(ours, backend=backend, fullgraph=True)
     if all_reduce_only:
         syncs = partial(graphshard.set_requires_all_reduce, ours)
     else:
         syncs = partial(graphshard.set_requires_gradient_sync, compiled)
-    trained, sent = _accumulate(compiled, ours, syncs)
+    trained, sent = _accumulate(kind, compiled, ours, syncs)
     policy = options.get("mp_policy")
-    expected, other = _by_fsdp2(mesh, all_reduce_only, policy)
+    expected, other = _by_fsdp2(kind, mesh, all_reduce_only, policy)
     if policy:  # FSDP2 sums a tied weight's gradients of one microbatch in bfloat16
-        assert_trained_alike(trained, expected, _by_fsdp2(mesh, all_reduce_only)[0])
+        assert_trained_alike(trained, expected, _by_fsdp2(kind, mesh, all_reduce_only)[0])
     else:
         assert_equal(trained, expected)
     return Trained(sent, other, num_graphs())
 
 
 def _by_fsdp2(
-    mesh: DeviceMesh, all_reduce_only: bool, policy: MixedPrecisionPolicy | None = None
+    kind: Trainable,
+    mesh: DeviceMesh,
+    all_reduce_only: bool,
+    policy: MixedPrecisionPolicy | None = None,
 ) -> tuple[History, Sent]:
-    model: Any = fully_shard(_gpt(), mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+    model: Any = fully_shard(_seeded(kind), mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     model.set_force_sum_reduction_for_comms(True)
     if all_reduce_only:
-        return _accumulate(model, model, model.set_requires_all_reduce)
-    return _accumulate(model, model, model.set_requires_gradient_sync)
+        return _accumulate(kind, model, model, model.set_requires_all_reduce)
+    return _accumulate(kind, model, model, model.set_requires_gradient_sync)
 
 
 def _accumulate(
-    call: Callable[[Tensor], Tensor], model: nn.Module, syncs: Callable[[bool], None]
+    kind: Trainable,
+    call: Callable[[Tensor], Tensor],
+    model: nn.Module,
+    syncs: Callable[[bool], None],
 ) -> tuple[History, Sent]:
     """Train with several microbatches per step; return what each of the last step sent."""
     history, optimizer, sent = History(), None, Sent()
@@ -115,7 +121,7 @@ def _accumulate(
         for micro in range(MICROBATCHES):
             syncs(micro == MICROBATCHES - 1)
             recording.clear()
-            loss = call(draw(GPT.batch, step * MICROBATCHES + micro)[dist.get_rank()])
+            loss = call(draw(kind.batch, step * MICROBATCHES + micro)[dist.get_rank()])
             loss.backward()
             sent.append(_reductions())
             history.losses.append(loss.detach())
@@ -128,22 +134,22 @@ def _accumulate(
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize(
-    ("shape", "all_reduce_only", "options"),
+    ("kind", "shape", "all_reduce_only", "options"),
     [
-        ((2,), False, {}),
-        ((2,), False, {"mp_policy": BF16}),
-        ((2,), False, {"overrides": {"*": {"shard": False}}}),
-        ((2, 2), False, {"reshard_after_forward": False}),
-        ((2, 2), True, {}),
-        ((2, 2), True, {"mp_policy": BF16}),
+        (GPT, (2,), False, {}),
+        (GPT, (2,), False, {"mp_policy": BF16}),
+        (MLP, (2,), False, {"overrides": {"*": {"shard": False}}}),
+        (MLP, (2, 2), False, {"reshard_after_forward": False}),
+        (MLP, (2, 2), True, {}),
+        (GPT, (2, 2), True, {"mp_policy": BF16}),
     ],
 )
 def test_accumulation_matches_fsdp2(
-    shape: tuple[int, ...], all_reduce_only: bool, options: dict[str, Any]
+    kind: Trainable, shape: tuple[int, ...], all_reduce_only: bool, options: dict[str, Any]
 ) -> None:
     world = torch.Size(shape).numel()
     for trained in ranks.run(
-        world, _train, shape, all_reduce_only, "aot_eager", options, backend="recording"
+        world, _train, kind, shape, all_reduce_only, options, backend="recording"
     ):
         assert trained.graphs == 2
         kinds = [[kind for kind, _ in sent] for sent in trained.sent]
@@ -324,7 +330,7 @@ def test_require_backward_grad_sync_of_ddp() -> None:
 
 
 def test_non_module_and_non_bool_are_refused() -> None:
-    with pytest.raises(ValueError, match="model is a function"), graphshard.no_sync(_gpt):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model is a function"), graphshard.no_sync(_seeded):  # type: ignore[arg-type]
         pass
     with pytest.raises(ValueError, match="the flag must be True or False, not 1"):
         graphshard.set_requires_all_reduce(MLP(), 1)  # type: ignore[arg-type]

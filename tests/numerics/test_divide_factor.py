@@ -32,13 +32,13 @@ def _beside_fsdp2(shape: tuple[int, ...], factor: float) -> None:
     ours = copy.deepcopy(model)
     rng = torch.Generator().manual_seed(dist.get_rank())
     batches = [MLP.batch(rng) for _ in range(2)]
-    for called in (compile_sharded(model), theirs):
+    compiled = compile_sharded(model)
+    for called in (compiled, theirs):
         called(batches[0]).backward()
     for name, param in theirs.named_parameters():
         mine = whole(model.get_parameter(name).grad)
         assert relative_error(mine, whole(param.grad)) <= 1e-6, name
     model.zero_grad()
-    compiled = compile_sharded(model)
     with graphshard.no_sync(model):
         compiled(batches[0]).backward()
     compiled(batches[1]).backward()
@@ -49,7 +49,7 @@ def _beside_fsdp2(shape: tuple[int, ...], factor: float) -> None:
         assert relative_error(whole(model.get_parameter(name).grad), whole(param.grad)) <= 1e-6
 
 
-@pytest.mark.parametrize(("shape", "factor"), [((2,), 1.0), ((2,), 5.0), ((2, 2), 1.0)])
+@pytest.mark.parametrize(("shape", "factor"), [((2,), 5.0), ((2, 2), 1.0)])
 def test_gradients_match_fsdp2(shape: tuple[int, ...], factor: float) -> None:
     ranks.run(math.prod(shape), _beside_fsdp2, shape, factor)
 

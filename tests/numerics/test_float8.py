@@ -179,8 +179,8 @@ def test_gradients_have_the_direction_of_float32_gradients(world: int, recipe: s
 
 
 def _loss(fp8: graphshard.Float8Policy | None) -> float:
-    """Train the demo's model; return the mean loss of the last 10 of 200 steps on real text."""
-    size = Size(layers=2, heads=2, dim=64, context=64, batch=8, steps=200)
+    """Train the demo's model; return the mean loss of the last 10 of 100 steps on real text."""
+    size = Size(layers=1, heads=2, dim=64, context=64, batch=8, steps=100)
     model = _model(size)
     compiled = compile_sharded(model, compiler="aot_eager", mp_policy=BF16, fp8=fp8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -207,7 +207,7 @@ def _losses() -> list[float]:
 @pytest.mark.low_precision
 def test_loss_after_training_is_close_to_bfloat16() -> None:
     plain, *in_fp8 = ranks.run(2, _losses)[0]
-    assert plain < 3.5  # starts at ln 256 = 5.5
+    assert plain < 3  # starts at ln 256 = 5.5
     assert in_fp8 and max(in_fp8) <= 1.02 * plain  # our claim about fp8, not a rounding bound
 
 
@@ -348,7 +348,8 @@ def test_error_of_unsupported_recipe_names_the_device() -> None:
     if float8_math.float8_error("cpu", ROWWISE):
         _refuses(_model(), "cpu cannot compute the rowwise fp8 matmuls", fp8=recipe)
     else:
-        compile_sharded(_model(), compiler="aot_eager", fp8=recipe)(_batch(0, 0)).backward()
+        compiled = compile_sharded(_model(SHALLOW), compiler="aot_eager", fp8=recipe)
+        compiled(_batch(0, 0)).backward()
 
 
 def _dynamic() -> list[float]:

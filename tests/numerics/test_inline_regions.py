@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from tests import ranks
 from tests.numerics.compare import Twins
 
-DIM, LAYERS = 6, 3
+DIM, LAYERS = 6, 2
 
 
 class Layer(nn.Module):

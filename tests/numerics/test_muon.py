@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import graphshard
 from graphshard.optim import Muon, muon
 from tests import ranks
-from tests.models import MLP, DeepGPT
+from tests.models import GPT, MLP, DeepGPT
 from tests.multirank.test_call_log import assert_same as assert_same_texts
 from tests.multirank.test_call_log import message
 from tests.numerics.compare import assert_same, compile_sharded, draw, generator, world_mesh
@@ -97,7 +97,7 @@ def test_steps_match_unsharded_muon(variant: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)])
-@pytest.mark.parametrize("kind", [DeepGPT, MLP])
+@pytest.mark.parametrize("kind", [GPT, MLP])
 def test_four_ranks_with_many_buckets(shape: tuple[int, ...], kind: type) -> None:
     # The MLP has fewer matrices than ranks, and one with fewer rows than ranks.
     ranks.run(4, _beside_torch, shape, kind=kind, bucket_bytes=100)

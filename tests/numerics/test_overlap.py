@@ -24,7 +24,7 @@ from tests.models import GPT, MLP, ConvNet, DeepGPT, Trainable
 from tests.numerics.compare import generator, sgd, world_mesh
 from tests.ranks import on_ranks
 
-WIDE = {"dim": 48, "layers": 4}
+WIDE = {"dim": 48, "layers": 2}
 
 
 def _steps(model: Any, backend: graphshard.Backend, kind: Trainable) -> list[list[Tensor]]:
