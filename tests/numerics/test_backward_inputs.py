@@ -47,7 +47,6 @@ def _losses(twins: Twins, step: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (MLP, {}),
         (_Unused, {}),
         (_InPython, {"fullgraph": False}),
         (MLP, {"overrides": {"mid.*": {"shard": False}}}),
