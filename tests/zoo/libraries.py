@@ -50,7 +50,8 @@ def loss_of_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 def _adapted(config: str, **changes: Any) -> nn.Module:
     import peft
 
-    model = peft.get_peft_model(llama(), getattr(peft, config)(task_type="CAUSAL_LM", **changes))
+    base = llama(num_hidden_layers=1)
+    model = peft.get_peft_model(base, getattr(peft, config)(task_type="CAUSAL_LM", **changes))
     for name, param in model.named_parameters():
         # Initially zeros or ones, with which gradients are zero or equal.
         if "lora_B" in name or "ia3" in name:
@@ -103,14 +104,14 @@ def unet() -> nn.Module:
 
 
 def dit() -> nn.Module:
-    """Return a diffusion transformer of two layers."""
+    """Return a diffusion transformer of one layer."""
     from diffusers import DiTTransformer2DModel
 
     return DiTTransformer2DModel(
         num_attention_heads=2,
         attention_head_dim=10,
         in_channels=CHANNELS,
-        num_layers=2,
+        num_layers=1,
         sample_size=8,
         patch_size=2,
         num_embeds_ada_norm=11,

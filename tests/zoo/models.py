@@ -103,14 +103,13 @@ def gpt2(**changes: Any) -> PreTrainedModel:
         vocab_size=VOCAB,
         n_positions=32,
         n_embd=32,
-        n_layer=2,
         n_head=2,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         bos_token_id=1,
         eos_token_id=2,
-        **changes,
+        **{"n_layer": 2, **changes},
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -138,8 +137,9 @@ def llama_checkpointed() -> PreTrainedModel:
 
 
 def qwen3() -> PreTrainedModel:
-    """Return a Qwen3, whose attention heads have norms."""
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_DECODER, head_dim=8))
+    """Return a Qwen3 of one layer, whose attention heads have norms."""
+    config = transformers.Qwen3Config(**{**_DECODER, "num_hidden_layers": 1}, head_dim=8)
+    return transformers.Qwen3ForCausalLM(config)
 
 
 def bert(**changes: Any) -> PreTrainedModel:
@@ -174,10 +174,10 @@ def t5(num_layers: int = 2) -> PreTrainedModel:
 
 
 def vit() -> PreTrainedModel:
-    """Return a vision transformer that classifies images."""
+    """Return a vision transformer of one layer that classifies images."""
     config = transformers.ViTConfig(
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=45,
         hidden_dropout_prob=0.0,
@@ -199,7 +199,10 @@ def mixtral(**changes: Any) -> PreTrainedModel:
 def mixtral_eager() -> PreTrainedModel:
     """Return a Mixtral that loops over the experts with tokens, which Dynamo cannot trace."""
     return mixtral(
-        experts_implementation="eager", output_router_logits=True, router_aux_loss_coef=0.1
+        num_hidden_layers=1,
+        experts_implementation="eager",
+        output_router_logits=True,
+        router_aux_loss_coef=0.1,
     )
 
 
@@ -209,16 +212,19 @@ _TRACES_DEEPCOPY = torch.__version__ >= (2, 13)
 ZOO: dict[str, Entry] = {
     "gpt2": Entry(gpt2_with_loss, causal_batch),
     "gpt2-eager-attention": Entry(
-        lambda: gpt2_with_loss(attn_implementation="eager"), causal_batch
+        lambda: gpt2_with_loss(n_layer=1, attn_implementation="eager"), causal_batch
     ),
     # Without a loss type, and with parameters that the loss does not depend on: cross attention
     # without an encoder.
     "gpt2-breaks-unused": Entry(
-        lambda: gpt2(add_cross_attention=True), causal_batch, one_graph=False, all_used=False
+        lambda: gpt2(n_layer=1, add_cross_attention=True),
+        causal_batch,
+        one_graph=False,
+        all_used=False,
     ),
     "llama": Entry(llama, causal_batch),
     "llama-shallow": Entry(lambda: llama(num_hidden_layers=1), causal_batch),
-    "llama-tied": Entry(lambda: llama(tie_word_embeddings=True), causal_batch),
+    "llama-tied": Entry(lambda: llama(num_hidden_layers=1, tie_word_embeddings=True), causal_batch),
     "llama-checkpointed": Entry(llama_checkpointed, causal_batch),
     "qwen3": Entry(qwen3, causal_batch),
     "bert": Entry(bert, masked_batch),
