@@ -135,8 +135,7 @@ class Backend:
         )
         device = specs[0].groups.device if specs else traced.device_of_inputs()
         settings = CompileSettings(self.options.compiler, self.options.schedule, device=device)
-        writer = self._next_dump_writer(traced.groups)
-        compiled = compile_traced(traced, settings, self._consensus, writer)
+        compiled = self._build(traced, settings)
         is_cast = any(spec.dtype is not None for spec in specs)
         run = refusing_stale_forwards(compiled.run) if sharded else compiled.run
         run = freed_on_reset(advising(run) if is_cast else run)
@@ -149,6 +148,11 @@ class Backend:
             model.compiled = True
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
         return run
+
+    def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:
+        # A forecast overrides it: see forecast/trace.py.
+        writer = self._next_dump_writer(traced.groups)
+        return compile_traced(traced, settings, self._consensus, writer)
 
     def __deepcopy__(self, memo: object) -> Backend:
         return self  # Lightning copies the arguments of torch.compile; plans must not be copied
