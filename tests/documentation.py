@@ -36,6 +36,7 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 # are files are not changed.
 ON_CPU = {
     '"cuda"': '"cpu"',
+    ".cuda()": ".cpu()",
     "graphshard.backend(mesh": 'graphshard.backend(mesh, compiler="aot_eager"',
     '{"mp_policy": policy})': '{"mp_policy": policy, "compiler": "aot_eager"})',
     "mp_policy=policy)  # the": 'mp_policy=policy, compiler="aot_eager")  # the',

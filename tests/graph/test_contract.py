@@ -15,7 +15,7 @@ def test_each_fact_is_provided_and_required() -> None:
 
 
 def test_a_pass_before_what_it_requires_is_refused() -> None:
-    message = "pass reshard requires .*what backward gathers again.* move it down"
+    message = "pass reshard requires .*what backward gathers again.* in graphs for training"
     early = Pass(reshard, Stage.JOINT, requires=(Fact.GATHERS_KNOWN,))
     with pytest.raises(ValueError, match=message):
         ordered(early, *(one for one in PIPELINE if one.stage != Stage.TRACED))

@@ -40,7 +40,7 @@ def test_changed_arguments_change_the_value(group: str) -> None:
 
 def test_a_marker_is_not_read_as_one_of_another_kind(group: str) -> None:
     build = Builder(group)
-    with pytest.raises(AssertionError, match="is no reduce_grad"):
+    with pytest.raises(AssertionError, match="is not a call of reduce_grad"):
         ReduceGradSpec.of_node(build.unshard(build.primal(2, 3), 13))
 
 
