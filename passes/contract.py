@@ -48,7 +48,7 @@ class Fact(StrEnum):
 
 @dataclass
 class PassContext:
-    """Everything that a pass may use besides its graph; unneeded decisions are None.
+    """Inputs of a pass besides its graph. Decisions that no pass needs are None.
 
     Attributes:
         kind: kind of the graph, from ``Stage.FINAL`` on.

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing_extensions import override
 
 from .._torch.distributed import fake_ranks
 from .._torch.tensors import new_fake_mode, tree_map
@@ -221,6 +222,7 @@ class _TracingBackend(Backend):
         super().__init__(backend(mesh, **options).options)
         self._reader = reader
 
+    @override
     def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:
         settings = dataclasses.replace(settings, compiler="inductor")
         reader = self._reader

@@ -22,7 +22,7 @@ def clip_grad_norm_(
     """Clip gradients in place by the norm of all of them together, and return that norm.
 
     Takes the arguments of ``torch.nn.utils.clip_grad_norm_``, which fails if tensor parallelism has
-    split some parameters and left others whole. All ranks of the meshes have to call it.
+    split some parameters and left others whole. All ranks of the meshes must call it.
 
     Returns:
         The total norm before clipping, as a plain tensor that is equal on all ranks.

@@ -171,7 +171,7 @@ class _Watched:
                 yield module, plain
 
 
-# Passed to torch.compile, and not sharded yet; global because the optimizer hook is.
+# Modules passed to torch.compile that are not sharded yet. Global, like the optimizer hook.
 _watched: list[_Watched] = []
 # Backends that have sharded nothing and were never passed to ``torch.compile`` with a model.
 _idle: weakref.WeakSet[Sharder] = weakref.WeakSet()

@@ -272,8 +272,8 @@ class Planted:
 
     Attributes:
         kernel_errors: errors of a kernel unchanged, with a wrong name, and without shared memory.
-        product_errors: errors of four fp8 products, of which cuBLASLt accepts the first. The others
-            have a row-major second matrix, an inner size that is not a multiple of 16, and a first
+        product_errors: errors of four fp8 products. cuBLASLt accepts the first. The others have a
+            row-major second matrix, an inner size that is not a multiple of 16, and a first
             matrix at an offset of 8 bytes.
         channels_last: whether outputs of convolutions have channels last, for contiguous images and
             weight, for images with channels last, and for a weight with channels last.

@@ -124,7 +124,7 @@ def test_sharding_adds_only_kernels_for_bucket_copies(case: Case) -> None:
 def too_many(ours: Counts, theirs: Counts) -> str:
     """Return a message if there are too many kernels, otherwise ""."""
     if ours.kernels - ours.bucket_copies > max(1.01 * theirs.kernels, theirs.kernels + 1):
-        return f"{ours.kernels - ours.bucket_copies} beside copies, {theirs.kernels} unsharded"
+        return f"{ours.kernels - ours.bucket_copies} besides copies, {theirs.kernels} unsharded"
     # Copy-in, copy-out, and a second copy-in if only some gradients of a bucket are cast.
     if not 0 < ours.bucket_copies <= 3 * ours.collectives:
         return f"{ours.bucket_copies} copies for {ours.collectives} collectives"
@@ -262,7 +262,7 @@ def test_bucket_copy_of_many_kernels_is_found() -> None:
     assert not too_many(ours, theirs)
     assert "copies for" in too_many(planted, theirs)
     cast = dataclasses.replace(ours, kernels=ours.kernels + 10)
-    assert "beside copies" in too_many(cast, theirs)
+    assert "besides copies" in too_many(cast, theirs)
 
 
 def test_unplanned_memory_is_found() -> None:
