@@ -124,6 +124,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         stride=span.stride,
         grad_bytes=0 if gathers else memory_bytes(source),
         copied_in=needs_own_copy(kind, sent, span.world),
+        summed_in="" if sent.summed_in is None else str(sent.summed_in),
     )
     if isinstance(spec, UnshardSpec):
         return dataclasses.replace(transfer, host=spec.device is not None)

@@ -91,7 +91,7 @@ class _BucketWriter:
         bucket, nodes = self._buckets[position], self._markers_of(position)
         emit, next_position = self._emitter(nodes), self._next.get(position)
         next_kind = None if next_position is None else self._buckets[next_position].kind
-        results = [_wait(emit, bucket, buffer) for buffer in self._launched[position]]
+        results = _wait(emit, bucket, nodes, self._launched[position])
         # If a gather or an all-reduce over replicas comes next, it takes whole buffers.
         takes_buffers = (TransferKind.ALL_GATHER, TransferKind.ALL_REDUCE_SHARDS)
         if bucket.kind not in HOST_COPIES and next_kind not in takes_buffers:
@@ -169,13 +169,17 @@ def _inputs_of(nodes: Sequence[BufferMarkers]) -> list[list[CollectiveInput]]:
     return [[markers.read(marker).collective_input() for marker in buffer] for buffer in nodes]
 
 
-def _wait(emit: Emitter, bucket: Bucket, launched: fx.Node) -> fx.Node:
-    done: fx.Node = (
-        collectives.wait_tensor(emit, launched)
-        if bucket.kind in HOST_COPIES
-        else collectives.wait_buffer(emit, bucket.kind, launched, bucket.group, bucket.world)
-    )
-    return done
+def _wait(
+    emit: Emitter, bucket: Bucket, nodes: Sequence[BufferMarkers], launched: Sequence[fx.Node]
+) -> list[fx.Node]:
+    if bucket.kind in HOST_COPIES:
+        return [collectives.wait_tensor(emit, copy) for copy in launched]
+    reduces = bucket.kind == TransferKind.REDUCE_SCATTER
+    summed_in = markers.read(nodes[0][0]).collective_input().summed_in if reduces else None
+    return [
+        collectives.wait_buffer(emit, bucket.kind, buffer, bucket.group, bucket.world, summed_in)
+        for buffer in launched
+    ]
 
 
 def _copy_out(

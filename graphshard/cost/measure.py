@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..kinds import TransferKind
 from ..ops import collectives
+from ..ops.groups import uses_all_to_all
 from ..ops.nodes import run
 from .devices import DeviceMatch, find_hardware_or_default
 from .hardware import CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
@@ -322,10 +323,13 @@ def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
 def _launch_to_wait_us(
     kind: TransferKind, buffers: list[Tensor], group: dist.ProcessGroup, timer: Timer
 ) -> float:
+    exchanges = kind == TransferKind.REDUCE_SCATTER and uses_all_to_all(
+        group.group_name, buffers[0].dtype
+    )
 
     def launch_and_wait() -> None:
         for buffer in collectives.launch_collective(
-            run, kind, buffers, group.group_name, group.size()
+            run, kind, buffers, group.group_name, group.size(), exchanges=exchanges
         ):
             collectives.wait_tensor(run, buffer)
 

@@ -22,7 +22,7 @@ from ..kinds import TransferKind
 from .bucket_copy import add_accumulated, copy_in, copy_out
 from .float8_math import E4M3, as_dtype, cast, convert
 from .float8_ops import own_rows
-from .groups import averages, uses_all_to_all
+from .groups import averages
 from .host_copy import copy_to_device, copy_to_host
 from .library import dtype_name
 from .nodes import Call, Value, Values, value_of
@@ -50,6 +50,8 @@ class CollectiveInput(NamedTuple):
         scale_index: position of this tensor's scale in ``scales``.
         partial: key of an accumulator whose total is added to the reduced shard before the average
             over replicas, or None.
+        summed_in: dtype in which each rank sums its rows, which all ranks send it in an all-to-all;
+            None if the collective itself reduces.
     """
 
     source: Value
@@ -59,6 +61,7 @@ class CollectiveInput(NamedTuple):
     scales: Values | None = None
     scale_index: int = 0
     partial: Value | None = None
+    summed_in: torch.dtype | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -102,7 +105,8 @@ def launch_bucket(
     if len({value_of(buffer).dtype for buffer in to_send}) > 1:
         # gloo would cast all buffers to the first one's dtype.
         to_send = [_viewed_as(call, buffer, torch.uint8) for buffer in to_send]
-    return launch_collective(call, kind, to_send, group, world)
+    exchanges = buffers[0][0].summed_in is not None
+    return launch_collective(call, kind, to_send, group, world, exchanges=exchanges)
 
 
 def _scaled(call: Call, sent: CollectiveInput, group: str) -> CollectiveInput:
@@ -152,10 +156,20 @@ def _rows_per_rank(kind: TransferKind, sent: CollectiveInput) -> int:
 
 
 def launch_collective(
-    call: Call, kind: TransferKind, buffers: Sequence[Value], group: str, world: int
+    call: Call,
+    kind: TransferKind,
+    buffers: Sequence[Value],
+    group: str,
+    world: int,
+    *,
+    exchanges: bool = False,
 ) -> list[Any]:
-    """Launch one collective for all buffers; return the results to wait for, one per buffer."""
-    if kind == TransferKind.REDUCE_SCATTER and uses_all_to_all(group, value_of(buffers[0]).dtype):
+    """Launch one collective for all buffers; return the results to wait for, one per buffer.
+
+    Args:
+        exchanges: whether ranks only exchange the rows to reduce, and `wait_buffer` sums them.
+    """
+    if exchanges:
         # All-to-alls cannot be coalesced.
         sizes = [[value_of(buffer).shape[0] // world] * world for buffer in buffers]
         return [call(EXCHANGE, buffer, size, size, group) for buffer, size in zip(buffers, sizes)]
@@ -248,8 +262,19 @@ def _with_partials(call: Call, inputs: BufferInputs, shards: Value) -> Any:
     return call(add_accumulated, shards, keys, starts, value_of(shards).dtype)
 
 
-def wait_buffer(call: Call, kind: TransferKind, buffer: Value, group: str, world: int) -> Any:
-    """Wait for one buffer of a launched bucket, and turn sums into means."""
+def wait_buffer(
+    call: Call,
+    kind: TransferKind,
+    buffer: Value,
+    group: str,
+    world: int,
+    summed_in: torch.dtype | None = None,
+) -> Any:
+    """Wait for one buffer of a launched bucket, and turn sums into means.
+
+    Args:
+        summed_in: same as in ``CollectiveInput``.
+    """
     done = wait_tensor(call, buffer)
     if kind == TransferKind.ALL_REDUCE_SHARDS:
         done = _viewed(call, done, value_of(done).shape[1:])
@@ -257,8 +282,10 @@ def wait_buffer(call: Call, kind: TransferKind, buffer: Value, group: str, world
             return done
     if kind in (TransferKind.ALL_REDUCE, TransferKind.ALL_REDUCE_SHARDS):
         return done if averages(group, buffer) else call(_aten.div.Scalar, done, world)
-    if kind == TransferKind.REDUCE_SCATTER and uses_all_to_all(group, value_of(buffer).dtype):
-        return call(_aten.mean.dim, call(_aten.view.default, done, [world, -1]), [0])
+    if summed_in is not None:
+        rows = call(_aten.view.default, done, [world, -1])
+        cast = {} if value_of(rows).dtype == summed_in else {"dtype": summed_in}
+        return call(_aten.mean.dim, rows, [0], **cast)
     return done
 
 

@@ -26,6 +26,7 @@ from .._torch.tensors import OpOverload
 from .accumulators import PARTIAL, UNSYNCED
 from .collectives import CollectiveInput
 from .float8_math import E4M3
+from .groups import uses_all_to_all
 from .library import operator_named
 from .nodes import Call, Value, Values, value_of
 
@@ -34,6 +35,7 @@ _SCHEMA_TYPES: dict[object, str] = {
     Value | None: "Tensor?",
     Values | None: "Tensor[]?",
     int: "int",
+    bool: "bool",
     str: "str",
     str | None: "str?",
     torch.dtype | None: "ScalarType?",
@@ -204,6 +206,7 @@ class ReduceGradSpec(MarkerSpec):
         partial: key of an accumulator whose total is added before the mean over replicas.
         result_dtype: dtype of the shard, or None for the dtype of ``grad``.
         host_memory: kind of host memory that the shard is copied to, or None for no copy.
+        exchange: whether ranks exchange rows and each sums its own, whatever the backend.
     """
 
     name: ClassVar[str] = "reduce_grad"
@@ -216,15 +219,21 @@ class ReduceGradSpec(MarkerSpec):
     reduce_dtype: torch.dtype | None = None
     result_dtype: torch.dtype | None = None
     host_memory: str | None = None
+    exchange: bool = False
 
     def collective_input(self) -> CollectiveInput:
         grad = value_of(self.grad)
+        reduced = used_dtype(grad, self.reduce_dtype)
+        exchanges = self.exchange or uses_all_to_all(self.group, reduced)
+        # Each rank sums the rows that it receives, and casts them to a wider dtype only then.
+        narrower = exchanges and grad.dtype.itemsize < reduced.itemsize
         return CollectiveInput(
             source=self.grad,
             rows=self.padded_rows,
-            wire_dtype=used_dtype(grad, self.reduce_dtype),
+            wire_dtype=grad.dtype if narrower else reduced,
             result_dtype=self.result_dtype or grad.dtype,
             partial=self.partial,
+            summed_in=reduced if exchanges else None,
         )
 
 

@@ -116,7 +116,7 @@ def _communicate(
 ) -> torch.Tensor:
     world = process_group(group).size()
     (buffer,) = collectives.launch_bucket(run, kind, [[sent]], group, world)
-    done = collectives.wait_buffer(run, kind, buffer, group, world)
+    done = collectives.wait_buffer(run, kind, buffer, group, world, sent.summed_in)
     if replica_group is not None:
         num_replicas = process_group(replica_group).size()
         (buffer,) = collectives.launch_replica_reduce(

@@ -40,6 +40,11 @@ class SchedulePolicy:
         hardware: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by
             ``python -m graphshard calibrate``, or "auto" for the entry with the device's name. Must
             be equal on all ranks.
+        reduce: how gradients that are narrower than ``reduce_dtype`` are reduced, except by gloo,
+            which always exchanges. "ring" casts them, and a reduce-scatter sums them. "exchange"
+            sends them as they are in an all-to-all: half the bytes for bf16 gradients in float32.
+            Each rank sums its rows in ``reduce_dtype``, always in the same order. Between nodes
+            with several GPUs, an exchange sends more through each network card than a ring.
         regions: whether to compile repeated layers only once, between the same launches and waits.
             "auto" does so only where it saves Inductor more time than the calls cost over a
             thousand steps.
@@ -64,6 +69,7 @@ class SchedulePolicy:
     activation_memory_budget: float | None = None
     hardware: str = "auto"
     overlap: bool = True
+    reduce: Literal["ring", "exchange"] = "ring"
     regions: bool | Literal["auto"] = False
     auto: bool = False
     node_cost: Callable[[fx.Node], float | None] | None = field(default=None, repr=False)
@@ -71,6 +77,8 @@ class SchedulePolicy:
     def __post_init__(self) -> None:
         if not isinstance(self.overlap, bool):
             raise ValueError(f"schedule.overlap={self.overlap!r}: must be True or False")
+        if self.reduce not in ("ring", "exchange"):
+            raise ValueError(f'schedule.reduce={self.reduce!r}: must be "ring" or "exchange"')
         if self.regions not in (True, False, "auto"):
             raise ValueError(f'schedule.regions={self.regions!r}: must be True, False or "auto"')
         if self.bucket_cap_mb != "auto":

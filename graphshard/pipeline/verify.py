@@ -15,8 +15,6 @@ from torch import fx
 from .._torch.tensors import tree_leaves
 from ..kinds import HOST_COPIES, TransferKind
 from ..ops import collectives, host_copy, markers
-from ..ops.groups import uses_all_to_all
-from ..ops.library import dtype_named
 from ..ops.nodes import PLANNED, num_bytes
 from ..passes.saving import saved_nodes
 from ..planning.plan import Bucket, Plan, events_by_step
@@ -107,9 +105,8 @@ def _num_waits(bucket: Bucket) -> int:
 
 def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
     transfers = plan.problem.transfers
-    dtype = dtype_named(transfers[bucket.transfers[0]].dtype)
     # Exchanges cannot be coalesced into one launch.
-    if bucket.kind == TransferKind.REDUCE_SCATTER and uses_all_to_all(bucket.group, dtype):
+    if bucket.kind == TransferKind.REDUCE_SCATTER and transfers[bucket.transfers[0]].summed_in:
         return [sum(transfers[i].num_bytes for i in buffer) for buffer in bucket.buffers]
     return [bucket.num_bytes]
 

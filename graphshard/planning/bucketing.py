@@ -213,7 +213,8 @@ def _key(problem: Problem, i: int) -> tuple[str, ...]:
     if transfer.due < problem.num_steps:  # used in the graph: must not wait for other transfers
         return (f"{i}",)
     # A reduction has one dtype.
-    return transfer.kind, transfer.group, transfer.replicas, transfer.dtype, str(transfer.host)
+    dtypes = transfer.dtype, transfer.summed_in
+    return transfer.kind, transfer.group, transfer.replicas, *dtypes, str(transfer.host)
 
 
 def _is_small(transfer: Transfer, cost_model: TransferCostModel) -> bool:

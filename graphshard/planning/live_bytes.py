@@ -175,21 +175,23 @@ def _reduction_footprint(buffer: Sequence[Transfer]) -> Footprint:
     sent, grads = sum(t.num_bytes for t in buffer), sum(t.grad_bytes for t in buffer)
     is_packed = is_copied_in(buffer)  # otherwise the gradient itself is sent
     is_split = buffer[0].kind == TransferKind.REDUCE_SCATTER  # all-reduces are in place
-    received = sent // buffer[0].world if is_split else 0
+    reduced = sum(t.reduced_bytes for t in buffer) if is_split else 0
+    exchanges = bool(buffer[0].summed_in)
+    received = sent if exchanges else reduced
     averaged = bool(buffer[0].replicas)
-    results = Footprint(0) if averaged else _results_footprint(buffer, received or sent)
+    results = Footprint(0) if averaged else _results_footprint(buffer, reduced or sent)
     return Footprint(
         in_flight_bytes=sent,
         at_launch=sent if is_packed else received,
         # Packed gradients are freed before the results are allocated.
         after_launch=received - grads if is_packed else 0,
-        at_wait=results.at_wait - (sent if is_split else 0),
-        after_wait=results.after_wait,
+        at_wait=results.at_wait - (sent if is_split else 0) + (reduced if exchanges else 0),
+        after_wait=results.after_wait - (received if exchanges else 0),
     )
 
 
 def _average_footprint(buffer: Sequence[Transfer]) -> Footprint:
-    shards = sum(t.num_bytes // t.world for t in buffer)
+    shards = sum(t.reduced_bytes for t in buffer)
     # The all-reduce over replicas is in place.
     return _results_footprint(buffer, shards)._replace(in_flight_bytes=shards)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -50,6 +51,13 @@ class PlanParam:
     fqn: str = ""
 
 
+def _num_bits(dtype: str) -> int:
+    """Return the size that is part of a dtype's name, as in "torch.bfloat16"."""
+    digits = re.search(r"\d+", dtype)
+    assert digits is not None, dtype
+    return int(digits.group())
+
+
 @dataclass(frozen=True)
 class Transfer:
     """A parameter to gather, a gradient to reduce, or an activation to copy.
@@ -76,6 +84,8 @@ class Transfer:
         host: whether the shard and its reduced gradient live in host memory.
         grad_bytes: size of the full gradient before it is cast and padded, or 0 for a gather.
         copied_in: whether copy-in is needed even if it is alone in its buffer.
+        summed_in: dtype in which each rank sums its rows after an all-to-all, or "" if the
+            collective itself reduces.
     """
 
     param: int | None
@@ -96,6 +106,15 @@ class Transfer:
     host: bool = False
     grad_bytes: int = 0
     copied_in: bool = False
+    summed_in: str = ""
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Size of this rank's reduced rows, including padding."""
+        shard_bytes = self.num_bytes // self.world
+        if not self.summed_in:
+            return shard_bytes
+        return shard_bytes * _num_bits(self.summed_in) // _num_bits(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -190,7 +209,7 @@ def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | No
     return dataclasses.replace(
         bucket,
         kind=TransferKind.ALL_REDUCE_SHARDS,
-        num_bytes=sum(transfer.num_bytes // transfer.world for transfer in reduced),
+        num_bytes=sum(transfer.reduced_bytes for transfer in reduced),
         group=first.replicas,
         world=first.num_replicas,
         stride=first.replica_stride,

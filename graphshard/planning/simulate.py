@@ -317,4 +317,7 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
         # Copies full parameters out of a shared buffer; reduced shards are slices of the buffer.
         if gathers and len(buffer) > 1:
             copy_out_us += cost_model.copy_us(num_bytes)
+        if transfers[0].summed_in:  # reads all ranks' rows, and writes their sum
+            copied = (num_bytes + sum(t.reduced_bytes for t in transfers)) // 2
+            copy_out_us += cost_model.copy_us(copied)
     return BucketCost(copy_in_us, lane_us, copy_out_us, latency_us=latency_us)

@@ -1,18 +1,17 @@
-"""Gradient reductions over gloo, by an all-to-all and a mean, equal those by reduce-scatter.
-
-The reduce-scatter is that of the recording group, which uses gloo's. Both run with gradients packed
-into buckets, and with one buffer per gradient.
-"""
+"""Gradient reductions over gloo: an all-to-all in the gradient's dtype, and a mean."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard.cost.devices import HARDWARE
@@ -41,6 +40,7 @@ def _gradients(compiler: str, hardware: Path, folder: Path) -> list[Tensor]:
 def test_all_to_all_reduction_equals_reduce_scatter(
     world: int, buffer_us: float, compiler: str, tmp_path: Path
 ) -> None:
+    # The reduce-scatter is that of the recording group, which uses gloo's.
     table, hardware = HARDWARE["cpu"], tmp_path / "hardware.json"
     interconnect = dataclasses.replace(table.intra, buffer_us=buffer_us)
     hardware.write_text(dataclasses.replace(table, intra=interconnect).to_json())
@@ -62,3 +62,44 @@ def test_all_to_all_reduction_equals_reduce_scatter(
     for exchanged, scattered in zip(*gradients.values()):
         errors = [relative_error(*pair) for pair in zip(exchanged, scattered, strict=True)]
         assert max(errors) <= tolerance
+
+
+def _bf16_gradients(folder: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """Return float32 gradients of a training in bf16, and the means of all ranks' bf16 ones."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    backend = graphshard.backend(
+        world_mesh(), compiler="aot_eager", mp_policy=policy, dump=folder / f"{dist.get_rank()}"
+    )
+    torch.manual_seed(0)
+    model, batch = MLP(), MLP.batch(generator(dist.get_rank()))
+    plain = copy.deepcopy(model).to(torch.bfloat16)
+    plain(batch.to(torch.bfloat16)).backward()
+    torch.compile(model, backend=backend)(batch).backward()
+    return [p.grad.full_tensor() for p in model.parameters()], _means(plain)
+
+
+def _means(model: nn.Module) -> list[Tensor]:
+    means = []
+    for param in model.parameters():
+        grads = [torch.empty_like(param.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(grads, param.grad)
+        means.append(sum(grad.float() for grad in grads) / len(grads))  # in rank order
+    return means
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bf16_gradients_travel_in_bf16_and_are_summed_in_float32(
+    world: int, tmp_path: Path
+) -> None:
+    for reduced, expected in ranks.run(world, _bf16_gradients, tmp_path):
+        for grad, mean in zip(reduced, expected, strict=True):
+            assert grad.dtype == torch.float32
+            assert torch.equal(grad, mean)
+    plan = Dump.load(tmp_path / "0" / "00-backward.json").plan
+    reductions = [t for t in plan.problem.transfers if t.kind == TransferKind.REDUCE_SCATTER]
+    assert len(reductions) == len(list(MLP().parameters()))
+    for transfer in reductions:
+        assert (transfer.dtype, transfer.summed_in) == ("torch.bfloat16", "torch.float32")
+        rows = plan.params[transfer.param].padded_rows * world
+        assert transfer.num_bytes == 2 * rows * math.prod(plan.params[transfer.param].shape[1:])
+        assert transfer.reduced_bytes == 2 * transfer.num_bytes // world

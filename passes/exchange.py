@@ -1,0 +1,25 @@
+"""Joint graphs: send gradients in their own dtype, and sum them in a wider one where they arrive.
+
+    before   shard = reduce_grad(grad16, .., fp32)         cast, reduce_scatter in fp32
+    after    shard = reduce_grad(grad16, .., fp32, True)   all_to_all in bf16, sum in fp32
+
+The values that are summed are the same; each rank adds them in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graphshard.ops.marker_specs import ReduceGradSpec, used_dtype
+from graphshard.ops.markers import change, reduce_grad
+from graphshard.ops.nodes import value_of
+from graphshard.passes.contract import PassContext
+
+
+def exchange_gradients(gm: fx.GraphModule, context: PassContext) -> None:
+    """Mark the reductions of gradients that are narrower than their reduction dtype, in place."""
+    for node in gm.graph.find_nodes(op="call_function", target=reduce_grad):
+        spec = ReduceGradSpec.of_node(node)
+        grad = value_of(spec.grad)
+        if grad.dtype.itemsize < used_dtype(grad, spec.reduce_dtype).itemsize:
+            change(node, exchange=True)
