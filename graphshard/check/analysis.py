@@ -8,7 +8,7 @@ from itertools import chain, groupby, zip_longest
 
 from ..kinds import TransferKind
 from ..planning import live_bytes
-from ..planning.plan import Bucket, Plan, events_by_step
+from ..planning.plan import Plan, events_by_step
 from .actions import HOST, Action, Allocate, Free, GraphCall, WaitEvent, Work
 
 # --- counts --------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ _OPS = {
 
 def find_plan(plans: Sequence[Plan], call: GraphCall) -> Plan | None:
     """Return the plan most similar to a call, among those with as many launches, if any."""
-    same = [plan for plan in plans if len(plan.buckets) == len(call.launches)]
+    same = [plan for plan in plans if _num_launches(plan) == len(call.launches)]
     return min(same, key=lambda plan: len(_differences(plan, call)), default=None)
 
 
@@ -122,23 +122,33 @@ def order_differences(plans: Sequence[Plan], call: GraphCall) -> list[str]:
     """Describe each difference in order between a call and the most similar of ``plans``."""
     if plan := find_plan(plans, call):
         return _differences(plan, call)
-    counts = " or ".join(f"{len(plan.buckets)} ({plan.graph})" for plan in plans)
+    counts = " or ".join(f"{_num_launches(plan)} ({plan.graph})" for plan in plans)
     return [f"{len(call.launches)} launches instead of {counts}"]
 
 
+def _num_launches(plan: Plan) -> int:
+    return sum(map(plan.num_launches, plan.buckets))
+
+
 def _differences(plan: Plan, call: GraphCall) -> list[str]:
-    events = list(chain.from_iterable(events_by_step(plan.problem.num_steps, plan.buckets)))
-    planned = [event.bucket for event in events if not event.is_wait]
-    number_of = {bucket: number for number, bucket in enumerate(planned)}
+    events = [
+        (event.bucket, part, event.is_wait)
+        for event in chain.from_iterable(events_by_step(plan.problem.num_steps, plan.buckets))
+        for part in range(plan.num_launches(plan.buckets[event.bucket]))
+    ]
+    planned = [(bucket, part) for bucket, part, is_wait in events if not is_wait]
+    number_of = {launch: number for number, launch in enumerate(planned)}
     differences = []
     for number, launch in enumerate(call.launches):
-        bucket = plan.buckets[planned[number]]
-        if not _launches(launch.op, launch.group, bucket):
+        bucket = plan.buckets[planned[number][0]]
+        op = "all_to_all_single" if plan.exchanges(bucket) else _OPS[bucket.kind]
+        if not _launches(launch.op, launch.group, op, bucket.group):
             differences.append(
                 f"{plan.graph}: launch {number} is {launch.op} in group {launch.group!r} instead "
-                f"of {bucket.kind} in {bucket.group!r}"
+                f"of {op} in {bucket.group!r}"
             )
-    expected = [~number_of[b] if is_wait else number_of[b] for b, is_wait in events]
+    numbers = ((number_of[bucket, part], is_wait) for bucket, part, is_wait in events)
+    expected = [~number if is_wait else number for number, is_wait in numbers]
     differences += [
         f"{plan.graph}: {_describe(ours)} instead of {_describe(theirs)}"
         for ours, theirs in zip_longest(_sort_waits(call.order), _sort_waits(expected))
@@ -153,9 +163,9 @@ def _sort_waits(order: Sequence[int]) -> list[int]:
     return [number for is_wait, run in by_kind for number in (sorted(run) if is_wait else run)]
 
 
-def _launches(op: str, group: str, bucket: Bucket) -> bool:
+def _launches(op: str, group: str, planned_op: str, planned_group: str) -> bool:
     name = op.split(".")[1].removesuffix("_").removesuffix("_coalesced")
-    return name == _OPS[bucket.kind] and (group == bucket.group or not group)
+    return name == planned_op and group in (planned_group, "")
 
 
 def _describe(number: int | None) -> str:

@@ -105,8 +105,7 @@ def _num_waits(bucket: Bucket) -> int:
 
 def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
     transfers = plan.problem.transfers
-    # Exchanges cannot be coalesced into one launch.
-    if bucket.kind == TransferKind.REDUCE_SCATTER and transfers[bucket.transfers[0]].summed_in:
+    if plan.exchanges(bucket):
         return [sum(transfers[i].num_bytes for i in buffer) for buffer in bucket.buffers]
     return [bucket.num_bytes]
 

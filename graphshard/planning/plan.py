@@ -341,6 +341,15 @@ class Plan:
     def num_bytes(self, kind: TransferKind) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind == kind)
 
+    def exchanges(self, bucket: Bucket) -> bool:
+        """Return whether a bucket's ranks exchange rows: one all-to-all for each buffer."""
+        first = self.problem.transfers[bucket.transfers[0]]
+        return bucket.kind == TransferKind.REDUCE_SCATTER and bool(first.summed_in)
+
+    def num_launches(self, bucket: Bucket) -> int:
+        """Return the number of collectives, or host copies, that send a bucket."""
+        return len(bucket.buffers) if self.exchanges(bucket) else 1
+
     def wire_dtypes(self, bucket: Bucket) -> tuple[str, ...]:
         """Return the distinct wire dtypes in ``bucket``, such as "bfloat16"."""
         # Transfers of one gather may differ. A buffer with mixed dtypes, or with a dtype that a

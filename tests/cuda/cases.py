@@ -98,6 +98,8 @@ STRATEGIES = {
     ),
     "fp8 tensorwise": Strategy({"fp8": graphshard.Float8Policy()}, dtype=None),
     "fp8 rowwise": Strategy({"fp8": graphshard.Float8Policy("rowwise")}, dtype=None),
+    # Without shards nothing sums what ranks send.
+    "exchange": Strategy({"schedule": graphshard.SchedulePolicy(reduce="exchange")}, dtype=None),
     "CPU offload": Strategy({"offload_policy": CPUOffloadPolicy()}),
     OFFLOADED: Strategy(),
     "no_sync": Strategy(step=_accumulates, dtype=None),
@@ -234,7 +236,6 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
     shards = case.world // strategy.replicas
     mesh = (shards,) if strategy.replicas == 1 else (strategy.replicas, shards)
     options = {"mp_policy": BF16, **strategy.options}
-    schedule = graphshard.SchedulePolicy(hardware=DEVICE, memory_budget_gb=case.budget_gb)
 
     make_model = functools.partial(_make, case.model, strategy.change)
     step, dynamic, dtype = strategy.step, strategy.dynamic, strategy.dtype
@@ -243,7 +244,11 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
     try:
         if case.strategy != OFFLOADED and _is_of_fsdp2(strategy):
             fsdp2 = record_fsdp2(recorder, make_model, cluster, options, step)
-        options["schedule"] = schedule
+        options["schedule"] = dataclasses.replace(
+            options.get("schedule", graphshard.SchedulePolicy()),
+            hardware=DEVICE,
+            memory_budget_gb=case.budget_gb,
+        )
         recording = record_steps(recorder, make_model, cluster, options, step=step, dynamic=dynamic)
         if dtype is not None:
             unsharded = _record_unsharded(

@@ -47,7 +47,7 @@ pytestmark = [
     pytest.mark.timeout(600),  # the first test waits for all cases
 ]
 CASES = [
-    *(Case("gpt", strategy) for strategy in ("ZeRO-3", "fp8 rowwise", "CPU offload")),
+    *(Case("gpt", strategy) for strategy in ("ZeRO-3", "fp8 rowwise", "exchange", "CPU offload")),
     *(Case(model, "offloaded activations") for model in ("llama", "moe", "wide_convnet")),
     Case("gpt", "ZeRO-3", rank=7),
     Case("gpt", "HSDP", world=1024, rank=1023),
