@@ -96,8 +96,9 @@ def instances_of(kind: type[_T]) -> Iterator[_T]:
     # Filter types, not objects: there are few types, and isinstance may run a proxy's code.
     objects = gc.get_objects()
     kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, kind)}
-    # get_objects() omits objects frozen by gc.freeze(): those are found only if registered.
-    frozen = live_instances(kind) if gc.get_freeze_count() else {}
+    # get_objects() omits objects frozen by gc.freeze(): those are found only if registered. Whether
+    # there are any is not asked, since gc.get_freeze_count() visits each of them.
+    frozen = live_instances(kind)
     for instance in objects if kinds else ():
         if type(instance) in kinds:
             frozen.pop(id(instance), None)
