@@ -123,7 +123,9 @@ class CostModel:
         intra, inter = self.hardware.intra, self.hardware.inter
         hops_us = (world - num_nodes) * intra.hop_us + (num_nodes - 1) * inter.hop_us
         slowest = self._interconnect(world, stride)
-        moved_us = slowest.bus[kind].us(num_bytes) * (world - 1) / world
+        # Groups that share nodes run at once, and each has the network of its own ranks.
+        shared = 1.0 if num_nodes == 1 else min(stride, self.hardware.ranks_per_node)
+        moved_us = slowest.bus[kind].us(num_bytes * shared) * (world - 1) / world
         return slowest.latency_us + rounds * (hops_us + moved_us)
 
     def buffer_us(self, world: int, stride: int = 1) -> float:

@@ -235,6 +235,20 @@ def test_collectives_computed_by_hand(kind: str, world: int, us: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("world", "stride", "us"),
+    [
+        (2, 2, 10 + 1 * 1 + 1000 * 1 / 2),  # two groups in one node
+        (4, 2, 100 + 2 * 1 + 1 * 5 + 2 * 10000 * 3 / 4),  # two groups over two nodes
+        (4, 4, 100 + 3 * 5 + 4 * 10000 * 3 / 4),  # a group for each rank of a node
+        (4, 8, 100 + 3 * 5 + 4 * 10000 * 3 / 4),
+    ],
+)
+def test_groups_share_the_network_of_their_nodes(world: int, stride: int, us: float) -> None:
+    cost_model, kind = CostModel(MACHINE), TransferKind.ALL_GATHER
+    assert cost_model.collective_us(kind, 1000, world, stride) == pytest.approx(us)
+
+
+@pytest.mark.parametrize(
     ("kind", "num_bytes", "world", "says"),
     [
         ("broadcast", 1, 2, "broadcast"),
