@@ -185,10 +185,11 @@ def test_replicas_of_split_parameters() -> None:
     assert all(torch.equal(whole(p), values[name]) for name, p in model.named_parameters())
 
 
-@on_ranks(4)
+@on_ranks(8, timeout_s=400)
 def test_backward_gathers_from_neighbors() -> None:
-    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_2d(4, 2)
     model, compiled = under_graphshard(MLP, mesh, reshard_after_forward=2)
+    # FSDP2 hangs with 2: its groups of different slices of the mesh get one name (torch 2.13).
     eager = under_fsdp2(MLP, mesh)
     data = batches(MLP, mesh)
     ours, theirs = train(compiled, model, data), train(eager, eager, data)

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.errors import BackendError
+from graphshard.tools.consolidate import consolidate
 from tests import ranks
 from tests.numerics.compare import whole
 from tests.numerics.parallel import (
@@ -107,6 +108,16 @@ def _load(
 def test_checkpoint(save: Any, load: Any, sizes: tuple[int, int], tmp_path: Path) -> None:
     saved = ranks.run(4, _save, save, tmp_path)
     ranks.run(sizes[0] * sizes[1], _load, load, sizes, tmp_path, saved[0])
+
+
+def test_consolidated_checkpoint(tmp_path: Path) -> None:
+    saved = ranks.run(4, _save, sharded, tmp_path / "step")[0]
+    consolidate(tmp_path / "step", tmp_path / "full.pt")
+    full = torch.load(tmp_path / "full.pt")
+    moments = {name: state["exp_avg"] for name, state in full["optim"]["state"].items()}
+    for name, value in full["model"].items():
+        assert torch.equal(value, saved[name]), name
+        assert torch.equal(moments[name], saved[f"moment of {name}"]), name
 
 
 @on_ranks(4)
