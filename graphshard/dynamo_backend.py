@@ -99,7 +99,10 @@ class Backend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Runnable:
-        """Compile a Dynamo graph; ``mode`` and ``options`` are those of ``torch.compile``."""
+        """Compile a Dynamo graph; if its model is not sharded yet, shard it and trace again.
+
+        ``mode`` and ``options`` are those of ``torch.compile``.
+        """
         trace, call = Trace(), compiled_call()
         if self._shard_plain_inputs(trace, gm, inputs, call):
             raise trace.retrace("graphshard sharded the model")
@@ -320,7 +323,8 @@ def shard(
     ``model.to_empty(device=...)`` and initialize it. Only shards are ever allocated.
 
     Raises:
-        ValueError: same as :func:`backend`, before anything is changed; or ``model`` is no module.
+        ValueError: ``model`` is not a module; otherwise as :func:`backend`, before anything is
+            changed.
     """
     arguments = dict(locals())
     root = arguments.pop("model")

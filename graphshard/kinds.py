@@ -46,14 +46,15 @@ class TransferKind(_Kind):
 
     @property
     def is_reduction(self) -> bool:
-        """Whether it combines the values of several ranks."""
+        """Whether the transfer combines values of several ranks."""
         return self in _REDUCTIONS
 
     @property
     def is_fetch(self) -> bool:
-        """Whether it brings data to the device ahead of a use: due then, and freed after the last.
+        """Whether the transfer brings data that a use on the device needs.
 
-        The data of other kinds is ready at some step and leaves the graph's memory.
+        It is due at the first use, and its data is freed after the last. The data of other kinds
+        is ready at some step and leaves the graph's memory.
         """
         return self in _FETCHES
 

@@ -92,7 +92,9 @@ def loss_of(outputs: object) -> torch.Tensor:
         )
     if not loss.requires_grad:
         raise ValueError(
-            "the loss depends on no parameter that requires a gradient, so nothing would be trained"
+            "the loss depends on no parameter that requires a gradient, so nothing would be "
+            "trained: set requires_grad=True on what should train, and do not detach the loss or "
+            "compute it under torch.no_grad()"
         )
     return loss if loss.dim() == 0 else loss.float().sum()
 

@@ -1,8 +1,8 @@
 """Passes: functions ``(gm, context)`` that rewrite ``gm`` in place, and their contracts.
 
 A contract is data: the stage of a pass, and the facts about a graph that it requires and provides.
-``ordered`` checks it. Passes leave decisions to functions of the context, which know the planner
-and the options.
+``ordered`` checks contracts. Passes leave decisions to functions of the context, which know the
+planner and the options.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class PassContext:
         is_worth_sharing: decides whether to compile these regions once (``planning.repeats``).
         problems: problems of both partitioned graphs, or None once the graphs have changed.
         kept: names of forward's nodes that are saved unsharded.
+        plan: plan of the graph, once ``lower`` has run.
         regions: counts of the regions that became calls of subgraphs.
     """
 

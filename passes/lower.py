@@ -35,7 +35,10 @@ BufferMarkers: TypeAlias = Sequence[fx.Node]  # transfers that share one buffer
 
 
 def lower(gm: fx.GraphModule, context: PassContext) -> None:
-    """Read a graph as a problem, plan it, and rewrite it according to the plan, in place."""
+    """Read a graph as a problem, plan it, and rewrite it according to the plan, in place.
+
+    Stores the plan in ``context``.
+    """
     assert context.kind is not None and context.plan_buckets is not None
     params, param_of = number_params(gm.graph)
     read = build_problem(gm.graph, context.kind, context.cost_model, param_of)

@@ -4,6 +4,6 @@ No other package may use names that torch spells with an underscore, read torch'
 rely on the placeholder names of its graphs; ``tests/test_private_torch.py`` enforces this. This
 package imports only torch and networkx, plus Triton where a GPU is simulated (``no_gpu``).
 
-Each module or function names the torch file it relies on and any difference between the two
-versions.
+A module relies on the private modules that it imports. Docstrings and comments name the other torch
+files that it relies on, and any difference between the two versions.
 """

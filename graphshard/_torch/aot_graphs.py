@@ -39,7 +39,7 @@ def num_constants(gm: fx.GraphModule) -> int:
 
 
 def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
-    """Return the position of each input (except tokens) in Dynamo's graph, or None if constant."""
+    """Return each input's position in Dynamo's graph, or None for a constant; omit tokens."""
     positions: list[int | None] = [None] * num_constants(gm)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
@@ -51,7 +51,9 @@ def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
 
 
 def original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Number the placeholders that are original inputs, including constants but not tokens.
+    """Return the number of each placeholder that is an original input.
+
+    Constants count as inputs, tokens do not.
 
     A backward graph must have gone through :func:`number_inputs` if its forward graph has tokens.
     """

@@ -1,7 +1,7 @@
 """Full parameters that look like ``nn.Parameter`` to forward, in traces and in eager parts.
 
-Relies on torch/_dynamo/variables (torch.py, tensor.py, builder.py) and torch/nn/parameter.py, which
-are the same in 2.11 and 2.13.
+Relies on its imports and on torch/nn/parameter.py, with the same names and arguments in torch 2.11
+and 2.13.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TRACED = "_graphshard_traced_parameters"  # attribute of an ``OutputGraph``: th
 
 
 class GatheredParameter(nn.Parameter):
-    """A gathered tensor that looks like a leaf to eager parts of forward, which may register it."""
+    """A gathered tensor that eager parts of forward see as a leaf and may register."""
 
     # With a plain tensor, slicing an ``nn.ParameterList`` would create new parameters, which get no
     # gradient.
@@ -48,9 +48,9 @@ def _is_in_graph(tensor: torch.Tensor, attribute: str, as_a_leaf: object) -> obj
 class _ParameterVariable(TensorVariable):
     """A full parameter in a trace, whose marker is emitted on use.
 
-    A trace has one variable per parameter: identity checks give the same result as in the plain
-    model. It has one marker per graph (including bodies of higher-order operators) and grad mode: a
-    parameter first read under ``no_grad`` still gets gradients from uses outside of it.
+    A trace has one variable per parameter, so identity checks give the same result as in the plain
+    model. A variable has one marker per graph (including bodies of higher-order operators) and
+    grad mode, so a parameter first read under ``no_grad`` still gets gradients from other uses.
     """
 
     _nonvar_fields = {"_markers", "_emit", "_shard", "_grad", *TensorVariable._nonvar_fields}

@@ -1,6 +1,7 @@
 """Tensor hooks and versions, and callbacks for the end of backward and its errors.
 
-Relies on torch/_tensor.py and torch/autograd/variable.py.
+Relies on torch/_tensor.py, torch/autograd/variable.py and graph.py, and the ``CompiledFunction`` in
+torch/_functorch/_aot_autograd/runtime_wrappers.py.
 """
 
 from __future__ import annotations

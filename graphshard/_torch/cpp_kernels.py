@@ -13,8 +13,8 @@ remain to be lowered, one core is reserved for that. The first step of a GPT of 
 GPU kernels are left alone: they compile in separate processes, without such headers, and Inductor
 adds them to its cache where it waits for them.
 
-Relies on torch/_inductor/async_compile.py (``AsyncCompile``, made by a graph's generated code) and
-torch/_inductor/codecache.py (``CppPythonBindingsCodeCache``, which compiles for it).
+Relies on ``AsyncCompile`` (torch/_inductor/async_compile.py), created by a graph's generated code,
+and on ``CppPythonBindingsCodeCache`` (torch/_inductor/codecache.py), which compiles for it.
 """
 
 from __future__ import annotations

@@ -111,6 +111,7 @@ class PendingCollective(NamedTuple):
 
     Attributes:
         what: function and the line that called it.
+        group: name of the process group.
         number: number of this group's collectives that this rank has begun, including this one.
     """
 

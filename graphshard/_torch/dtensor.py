@@ -1,6 +1,6 @@
-"""Wrap and unwrap DTensors without the overhead of ``from_local`` and ``to_local``.
+"""DTensors: their local tensors, placements and meshes, and assignment to ``.data``.
 
-Relies on torch/distributed/tensor/_api.py and _dtensor_spec.py.
+Relies on its imports, torch/distributed/tensor/_api.py and torch/distributed/device_mesh.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def dtensor_of(
 
 
 def rows_of_parts(num_parts: int) -> Placement:
-    """Return the placement that splits the rows of each of ``num_parts`` row blocks of a tensor."""
+    """Return the placement that shards each of ``num_parts`` blocks of a tensor's rows."""
     # As FSDP2 places parameters that tensor parallelism has split by rows (_fsdp_param.py).
     return Shard(0) if num_parts == 1 else _StridedShard(0, split_factor=num_parts)
 
@@ -62,7 +62,7 @@ def concatenated(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 
 
 def is_from_local(target: object) -> bool:
-    """Return whether a node with this target is ``DTensor.from_local`` in a graph of Dynamo."""
+    """Return whether ``target`` is a Dynamo graph's function for ``DTensor.from_local``."""
     # torch/_dynamo/variables: ``torch.py`` in 2.11 and ``distributed.py`` in 2.13 name the function
     # that they put into the graph.
     return getattr(target, "__name__", "") in ("from_local", "prim from_local")

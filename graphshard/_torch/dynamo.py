@@ -59,7 +59,7 @@ class Trace:
         self._tx = InstructionTranslator.current_tx()
 
     def retrace(self, reason: str) -> Retrace:
-        """Return the exception to raise for a new trace."""
+        """Prepare Dynamo for a new trace, and return the exception to raise for it."""
         # The log must match the trace, and the new trace takes other branches.
         self._tx.speculation_log.clear()
         return Retrace(reason)
@@ -224,7 +224,7 @@ def is_capturing() -> bool:
 def capture_graph(call: Callable[[], object]) -> tuple[fx.GraphModule, list[Any]] | None:
     """Return the first graph that Dynamo traces of ``call()``, with its inputs; run nothing.
 
-    Return None if Dynamo gives up before.
+    Return None if Dynamo captures no graph.
     """
     global _capturing
     captured: list[tuple[fx.GraphModule, list[Any]]] = []
@@ -273,7 +273,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error and of its causes, innermost last; traced code comes last."""
+    """Return the frames of an error and its causes, innermost last, then those of traced code."""
     frames: list[traceback.FrameSummary] = []
     for one in _chain(error):
         frames += traceback.extract_tb(one.__traceback__)
@@ -292,7 +292,7 @@ def _chain(error: BaseException) -> Iterable[BaseException]:
 
 
 def freed_on_reset(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backend's result, which a reset then frees along with the frame being compiled."""
+    """Wrap a backend's result so that ``torch._dynamo.reset()`` frees it."""
     wrapper = _FreedOnReset(function, weakref.ref(InstructionTranslator.current_tx().f_code))
     _wrappers().add(wrapper)
     return wrapper

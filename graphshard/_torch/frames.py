@@ -82,6 +82,7 @@ class CompiledCall:
         running: modules with a running method that Dynamo left to Python, outermost first.
         codes: code objects of all functions that run inside the call, innermost first.
         backend: ``backend`` argument of ``torch.compile``, resolved if it was a name.
+        options: ``options`` argument of ``torch.compile``.
     """
 
     module: nn.Module | None = None
@@ -148,6 +149,7 @@ class CompileRequest:
     Attributes:
         given: function or module to compile, also if ``module.compile()`` made the call.
         is_off: whether the call returns ``given`` itself.
+        options: ``options`` argument, or {}.
     """
 
     given: object

@@ -1,7 +1,7 @@
 """AOTAutograd and Inductor: compilers, custom passes, caches and settings.
 
-Relies on torch/_inductor, torch/_functorch, torch/_logging and torch/_guards.py, with the same
-names and arguments in torch 2.11 and 2.13. Re-exports:
+Relies on its imports, with the same names and arguments in torch 2.11 and 2.13 unless a comment
+says otherwise. Re-exports:
 
     aot_autograd              makes a Dynamo backend from forward and backward compilers
     compile_fx                compiles a graph with Inductor
@@ -94,23 +94,25 @@ def options_of_plans(device: torch.device) -> dict[str, Any]:
 
 
 def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop a user's Inductor options that would move launches or waits, with a warning."""
+    """Return a user's Inductor options without any that would move collectives, and warn."""
     undone = [f"{name}={asked[name]}" for name in KEEP_ORDER if asked.get(name, False)]
     if undone:
         warnings.warn(
             f"graphs of this backend run without {', '.join(undone)}, which would move collectives "
-            "away from their planned places: remove it from the options of torch.compile.",
+            "away from their planned places: remove them from the options of torch.compile.",
             stacklevel=2,
         )
     return {name: value for name, value in asked.items() if name not in KEEP_ORDER}
 
 
 def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """Return Inductor options with its CUDA graphs off, and warn if they were on.
+    """Return Inductor options with CUDA graphs off, and warn if they were on.
+
+    The options are returned unchanged if the user has set a ``cudagraph_policy``.
 
     Args:
         asked: ``meta`` of the graph module, where Dynamo stores ``override_cudagraphs`` (torch
-            2.13) of the user's code. It is removed if it would turn CUDA graphs on again.
+            2.13) of the user's code. It is removed if CUDA graphs were on.
     """
     # They cannot replay NCCL collectives, which hold buffers that CUDA graphs consider free
     # (pytorch/torchtitan#2444, pytorch/pytorch#187565). The override's ``bwd`` can only turn them

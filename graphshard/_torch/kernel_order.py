@@ -16,6 +16,8 @@ If such a launch sends a result of the kernel, the kernel cannot move after it a
 
 A large allocation written after a wait is treated as if it needed the wait, because it is meant to
 reuse the memory that the wait frees.
+
+Relies on its imports, with the same names in torch 2.11 and 2.13 except ``CustomSchedulerPass``.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ def _last_waits(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, 
 def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
     """Return `_last_waits`, as if large allocations also needed the last wait before them.
 
-    The collective of that wait frees memory for them.
+    The collective that the wait completes frees memory for the allocation.
     """
     waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
     own = {}

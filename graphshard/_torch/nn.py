@@ -43,7 +43,10 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def replace_parameters(module: nn.Module, change: Callable[[nn.Parameter], torch.Tensor]) -> None:
-    """Replace the storages of all parameters of ``module``, as ``to_empty`` does."""
+    """Replace each parameter ``p`` of ``module`` and its submodules with ``change(p)``, in place.
+
+    Uses ``nn.Module._apply``, as ``to_empty`` does.
+    """
     module._apply(lambda t: change(t) if isinstance(t, nn.Parameter) else t)
 
 
@@ -110,7 +113,11 @@ class NoticesReplacement(nn.Module):
     def _graphshard_before_loading(
         self, state_dict: dict[str, Any], prefix: str, assigns: bool
     ) -> None:
-        """Adapt the entries ``prefix + name`` that this module is about to load."""
+        """Adapt the entries ``prefix + name`` that this module is about to load.
+
+        Args:
+            assigns: whether the module assigns the entries (``assign=True``) instead of copying.
+        """
         raise NotImplementedError
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

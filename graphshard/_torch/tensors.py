@@ -1,7 +1,6 @@
 """Fake tensors, symbolic sizes, operator schemas and foreach kernels.
 
-Relies on torch/_subclasses/fake_tensor.py, torch/fx/experimental/symbolic_shapes.py and
-torch/_ops.py.
+Relies on its imports and on aten/src/ATen/native/cuda/ForeachBinaryOpList.cu and TensorShape.cu.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def traced_value(node: fx.Node) -> object:
-    """Return the value of a node while Dynamo traced (``example_value`` in its ``meta``)."""
+    """Return the example value that Dynamo recorded for a node, or None."""
     value = node.meta.get("example_value")
     # If ``torch.func`` transforms wrap the value, take the innermost tensor.
     while isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(

@@ -54,7 +54,7 @@ class CompiledKernel:
     """A kernel compiled for a GPU."""
 
     name: str
-    error: str  # reason that it cannot be loaded
+    error: str  # reason that it does not compile or cannot be loaded, or ""
 
 
 def compile_kernels(

@@ -158,7 +158,12 @@ def find_hardware(name: str) -> Hardware:
 
 
 def load_hardware(name: str) -> Hardware:
-    """Return the hardware in a file that ``calibrate`` wrote, or else `find_hardware`."""
+    """Return the hardware in the calibration file ``name``, or else the table entry ``name``.
+
+    Raises:
+        ValueError: the file is malformed, or the table has no such entry.
+        OSError: the file cannot be read.
+    """
     return Hardware.load(Path(name)) if Path(name).is_file() else find_hardware(name)
 
 

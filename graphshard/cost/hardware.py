@@ -94,8 +94,8 @@ class Interconnect:
         latency_us: fixed time of a collective, apart from ring steps and bytes.
         hop_us: time that each ring step over this link adds.
         buffer_us: time that each tensor after the first adds to a coalesced collective.
-        bus: bus bandwidth in bytes/s of each kind of collective, by size of the full buffer.
-            nccl-tests defines both (doc/PERFORMANCE.md); here latency is subtracted.
+        bus: bus bandwidth in bytes/s of each kind of collective, by size of the full buffer. Both
+            are defined as in nccl-tests (doc/PERFORMANCE.md), but the time excludes ``latency_us``.
 
     Raises:
         ValueError: a number is negative, or ``bus`` lacks one of ``COLLECTIVE_KINDS``.
@@ -190,8 +190,8 @@ class Hardware:
             raw = json.loads(text)
             if isinstance(raw, dict) and raw.get("version") != VERSION:
                 raise ValueError(
-                    f"version is {raw.get('version')!r}: must be {VERSION}, the version that this "
-                    "graphshard writes; run `python -m graphshard calibrate` again"
+                    f"version must be {VERSION}, which this graphshard reads; run "
+                    "`python -m graphshard calibrate` again"
                 )
             hardware: Hardware = _decode(cls, raw, "")
             return hardware
@@ -244,8 +244,10 @@ def _decode(kind: Any, raw: Any, path: str) -> Any:
     types, values = get_type_hints(kind), {}
     for field in dataclasses.fields(kind):
         key = _JSON_KEYS.get(field.name, field.name)
-        if key in raw or field.default is dataclasses.MISSING:
-            values[field.name] = _decode(types[field.name], raw.get(key), f"{prefix}{key}")
+        if key in raw:
+            values[field.name] = _decode(types[field.name], raw[key], f"{prefix}{key}")
+        elif field.default is dataclasses.MISSING:
+            raise ValueError(f"{prefix}{key} is missing")
     build: Any = kind
     try:
         return build(**values)

@@ -355,7 +355,7 @@ def fit_interconnect(
 ) -> Interconnect:
     """Fit an interconnect to ``samples`` of each kind of collective on ``world`` ranks.
 
-    ``hop_us`` is 0: one number of ranks cannot separate latency from hops.
+    ``hop_us`` is 0: samples from a single world size cannot separate it from ``latency_us``.
     """
     # The shortest time of all.
     latency_us = min(us for points in samples.values() for _, us in points)

@@ -71,8 +71,9 @@ class CostModel:
     ) -> dict[fx.Node, float]:
         """Return the time of every node of a functional ATen graph.
 
-        A kernel's time (see [Note: fused kernels] in ``fusion``) is assigned to its last node. Its
-        other nodes, inputs, outputs, views, collectives and graphshard's copy ops take 0.
+        A kernel's time (see [Note: fused kernels] in ``fusion``) is assigned to its last node. All
+        other nodes of the kernel take 0, as do inputs, outputs, views, collectives and graphshard's
+        copy ops.
 
         Raises:
             ValueError: ``node_cost`` returned something other than a time or None.

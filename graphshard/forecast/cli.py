@@ -92,7 +92,10 @@ def _plan(args: argparse.Namespace) -> int:
         tables, traced = [], None
         if args.search:
             if args.model.rpartition(":")[0].endswith(".py"):
-                raise ValueError("--search varies the batch; a function cannot: pass a config")
+                raise ValueError(
+                    f"--search: cannot vary the batch of {args.model}: pass a config, not a "
+                    "function"
+                )
 
             def make_workload(size: int) -> Workload:
                 return find_workload(args.model, batch._replace(size=size))

@@ -100,7 +100,7 @@ class _Segment:
         start: index of the segment's first step, and of the step after it in the short graph.
         transfers: positions of the segment's transfers in the longer problem.
         front_shift: number of layers that each inserted segment shifts the parameters before it.
-        back_shift: the same for the parameters after it.
+        back_shift: number of layers that each inserted segment shifts the parameters after it.
     """
 
     short: StepGraph

@@ -150,7 +150,7 @@ def _trace(
 ) -> TracedStep:
     """Trace a copy of the model with ``depth``, or the model itself if that is None."""
     if recipe.offload and cluster.hardware.device_type == "cpu":
-        raise ValueError("offload on a CPU: the CPU is the host itself; plan for a GPU instead")
+        raise ValueError("offload=True on a CPU: shards are in host memory already; omit offload")
     num_layers: int | None = None
     part = recipe.recompute
     if depth is not None:

@@ -109,7 +109,7 @@ class Recipe:
         return int(self.strategy.partition(":")[2] or 0)  # 8 for "hsdp:8"
 
     def ranks(self, num_gpus: int) -> Ranks:
-        """Return the mesh over ``num_gpus`` ranks.
+        """Return the shape of the mesh over ``num_gpus`` ranks.
 
         Raises:
             ValueError: the strategy's number of ranks does not divide ``num_gpus``.

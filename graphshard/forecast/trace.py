@@ -106,7 +106,7 @@ class TracedStep:
 
 
 class Ranks(NamedTuple):
-    """A mesh of ``replicas`` groups of ``shards`` ranks each."""
+    """Shape of a mesh: ``replicas`` groups of ``shards`` ranks each."""
 
     replicas: int
     shards: int

@@ -243,7 +243,10 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
     is_image = auto.__name__.endswith("ImageClassification")
     length = batch.length or getattr(config, "max_position_embeddings", None)
     if not is_image and length is None:
-        raise ValueError(f'{name}: pass the number of tokens per sample, as in --batch "1x8192"')
+        raise ValueError(
+            f"batch: {name} has no max_position_embeddings to take the length from: pass the "
+            f'tokens per sample, as in --batch "{batch.size}x8192"'
+        )
     positions = getattr(config, "n_positions", None)
     if positions and length and length > positions:
         raise ValueError(

@@ -127,7 +127,7 @@ class ShardedAccelerator(Accelerator):
         return folder
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load a folder of `save_state`, on any number of ranks."""
+        """Load a folder that ``save_state`` wrote, on any number of ranks."""
         with self._sharded_apart():
             super().load_state(*args, **kwargs)
 

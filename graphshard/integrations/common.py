@@ -74,10 +74,10 @@ def save_sharded(
 def load_sharded(
     folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, weights: bool = True
 ) -> None:
-    """Load a checkpoint of :func:`save_sharded` in place; all ranks must call this.
+    """Load a checkpoint that :func:`save_sharded` wrote, in place; all ranks must call this.
 
     Raises:
-        ValueError: ``folder`` is not a checkpoint of :func:`save_sharded`.
+        ValueError: ``folder`` has no checkpoint written by :func:`save_sharded`.
     """
     if not (folder / ".metadata").is_file():
         raise ValueError(

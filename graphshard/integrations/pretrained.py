@@ -49,13 +49,13 @@ _QUANTIZED = (
 )
 # Arguments of ``from_pretrained`` that contradict sharding, with advice.
 _REFUSED = {
-    "device_map": "the mesh places the shards",
-    "max_memory": "the mesh places the shards",
-    "offload_folder": 'to keep shards on the host, pass sharding={"offload_policy": ...}',
-    "distributed_config": "graphshard shards the model",
-    "device_mesh": "pass it as mesh",
-    "tp_plan": "graphshard shards the model",
-    "tp_size": "graphshard shards the model",
+    "device_map": "the mesh places the shards; leave it out",
+    "max_memory": "the mesh places the shards; leave it out",
+    "offload_folder": 'to keep shards on the host, pass sharding={"offload_policy": ...} instead',
+    "distributed_config": "graphshard shards the model; leave it out",
+    "device_mesh": "pass it to graphshard as mesh instead",
+    "tp_plan": "graphshard shards the model; leave it out",
+    "tp_size": "graphshard shards the model; leave it out",
     "quantization_config": _QUANTIZED,
     "gguf_file": _QUANTIZED,
 }
@@ -132,7 +132,7 @@ def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, 
         )
     for name, advice in _REFUSED.items():
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name}={kwargs[name]!r}: leave it out: {advice}")
+            raise ValueError(f"{name}={kwargs[name]!r}: {advice}")
     if options.get("ignored_params") is not None:
         raise ValueError(
             "ignored_params: the model has no parameters yet; to replicate parameters, set "

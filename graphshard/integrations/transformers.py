@@ -119,7 +119,7 @@ class ShardedTrainerMixin(Trainer):
 def _check_args(args: TrainingArguments) -> None:
     if args.save_on_each_node:
         raise ValueError(
-            "save_on_each_node=True: set it to False, only one rank has the full model"
+            "save_on_each_node=True: only one rank has the full model; set it to False"
         )
     if args.optim == "adafactor":
         raise ValueError(

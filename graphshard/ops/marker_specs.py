@@ -130,7 +130,7 @@ class UnshardSpec(MarkerSpec):
         device: device that the shard is copied to before the gather, or None if already there.
         host_memory: kind of host memory that holds the shard (``ops.host_copy``), or None.
         unsynced: accumulator of full gradients, as a stand-in or a key (``ops.markers``).
-        partial: accumulator of reduced shards, in the same forms.
+        partial: accumulator of reduced shards, as a stand-in or a key.
     """
 
     name: ClassVar[str] = "unshard"

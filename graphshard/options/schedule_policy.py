@@ -34,9 +34,9 @@ class SchedulePolicy:
         activation_memory_budget: fraction of the activations to save for backward, from 0
             (recompute all) to 1 (recompute none); the cheapest to recompute for their size are
             recomputed first. The default is the setting of that name in
-            ``torch._functorch.config``. Backward gathers each parameter at most once, for
-            recomputation and gradients together, and never for recomputation alone: such vectors
-            are kept unsharded, and results of ops on other such parameters are saved.
+            ``torch._functorch.config``. Backward gathers each parameter at most once, and none for
+            recomputation alone: vectors are kept unsharded, and if only recomputation needs another
+            parameter, the results of the ops that use it are saved instead.
         hardware: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by
             ``python -m graphshard calibrate``, or "auto" for the entry with the device's name. Must
             be equal on all ranks.

@@ -139,7 +139,10 @@ def find_error(
     *,
     allow_meta: bool,
 ) -> str | None:
-    """Return the first error that prevents this rank from sharding ``root``, or None."""
+    """Return the first error that prevents this rank from sharding ``root``, or None.
+
+    If there is none, the ``spec`` of every parameter is set.
+    """
     return (
         _module_error(root)
         or _buffer_error(root)
@@ -168,7 +171,7 @@ def _module_error(root: nn.Module) -> str | None:
 def _buffer_error(root: nn.Module) -> str | None:
     for name, buffer in root.named_buffers():
         if isinstance(buffer, DTensor):
-            return f"buffer {name!r} is a DTensor: register its local tensor, by to_local()"
+            return f"buffer {name!r} is a DTensor: register its to_local() instead"
     return None
 
 
@@ -262,8 +265,8 @@ def _dtensor_error(param: DTensor, groups: MeshGroups) -> str | None:
             return "and only Shard and Replicate can be sharded further: redistribute it"
         if isinstance(placement, Shard) and param.shape[placement.dim] % mesh.size():
             return (
-                f"and its {param.shape[placement.dim]} slices of dim {placement.dim} are no "
-                f"multiple of {mesh.size()} ranks: pad it, as a vocabulary, or leave it whole"
+                f"and its size {param.shape[placement.dim]} in dim {placement.dim} is not a "
+                f"multiple of {mesh.size()}, the number of ranks: pad it, or do not split it"
             )
     return None
 

@@ -41,7 +41,10 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the total norm of the gradients is {norm.item()}: cannot clip them")
+        raise RuntimeError(
+            f"the total norm of the gradients is {norm.item()}: cannot clip them; pass "
+            "error_if_nonfinite=False to scale them anyway"
+        )
     for params in by_mesh.values():
         clip_grads_with_norm_(params, max_norm, norm, foreach)
     return norm

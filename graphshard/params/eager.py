@@ -43,7 +43,13 @@ class _Read(NamedTuple):
 
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
-    """Return differentiable full parameters of ``module``, or None outside of any forward."""
+    """Return differentiable full parameters of ``module``, or None outside of any forward.
+
+    Gathers, as a collective, those that the call in progress has not read yet.
+
+    Raises:
+        BackendError: a full parameter was changed in place, or a shard was lost or replaced.
+    """
     model = sharded_model_of(module)
     scope = call_scope(lambda called: sharded_model_of(called) is model)
     if scope is None or model is None:

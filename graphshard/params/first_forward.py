@@ -94,7 +94,10 @@ def forget_first_forward(root: nn.Module) -> None:
 
 
 def has_yet_to_cast(root: nn.Module, call: CompiledCall) -> bool:
-    """Return whether a hook that precedes ``_FirstForward`` is running."""
+    """Return whether a hook that precedes ``_FirstForward`` is running.
+
+    If so, ``_FirstForward`` will cast the inputs, although the module is sharded by then.
+    """
     # Global hooks, and the user's from before torch.compile, run first. If Dynamo compiles one of
     # them, the module is sharded at that point, and ``_FirstForward`` only casts the inputs.
     begun = call.module is root and root in call.called

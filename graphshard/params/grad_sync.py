@@ -43,7 +43,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: ``model`` is not a module.
     """
-    _check(model, True)
+    _check(model)
     before = {module: module_flag(module, SYNCS) for module in model.modules()}
     try:
         set_flags(dict.fromkeys(before, False), SYNCS)
@@ -60,7 +60,7 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
     Raises:
         ValueError: ``model`` is not a module, or ``requires_gradient_sync`` is not a bool.
     """
-    _check(model, requires_gradient_sync)
+    _check(model, requires_gradient_sync=requires_gradient_sync)
     set_flags(dict.fromkeys(model.modules(), requires_gradient_sync), SYNCS)
 
 
@@ -74,7 +74,7 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None
     Raises:
         ValueError: ``model`` is not a module, or ``requires_all_reduce`` is not a bool.
     """
-    _check(model, requires_all_reduce)
+    _check(model, requires_all_reduce=requires_all_reduce)
     set_flags(dict.fromkeys(model.modules(), requires_all_reduce), ALL_REDUCES)
 
 
@@ -101,8 +101,9 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     sharded.gradient_divide_factor = float(factor)
 
 
-def _check(model: object, flag: object) -> None:
+def _check(model: object, **flags: object) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
-    if not isinstance(flag, bool):
-        raise ValueError(f"the flag must be True or False, not {flag!r}")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={flag!r}: must be True or False")

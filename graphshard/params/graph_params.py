@@ -200,7 +200,11 @@ def refusing_stale_forwards(compiled: Callable[..., _R]) -> Callable[..., _R]:
 
 
 def _find_saved(outputs: Sequence[object], args: Sequence[object]) -> _Saved | None:
-    """Return the shards that a graph saves in this run, or None if it is not a training run."""
+    """Hook the backward of a graph and return the shards that it saves; None if not training.
+
+    The hook raises if the parameter of a saved shard has changed. From now on, optimizer steps
+    increment the versions of DTensors.
+    """
     # A graph may return its inputs, whose nodes belong to other graphs.
     nodes = set(compiled_nodes(outputs)).difference(compiled_nodes(args))
     if not nodes:

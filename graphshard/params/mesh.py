@@ -38,8 +38,8 @@ class MeshGroups:
 
     Attributes:
         mesh: 1D mesh to shard over, or 2D mesh (replicas, shards).
-        tp_mesh: 1D mesh over which tensor parallelism has split parameters before; None: it has
-            not. The ranks of both train one model.
+        tp_mesh: 1D mesh over which tensor parallelism has split parameters, or None. The ranks of
+            both meshes train one model.
     """
 
     mesh: DeviceMesh
@@ -93,7 +93,10 @@ class MeshGroups:
         return None if self.tp_mesh is None else self.tp_mesh.get_group().group_name
 
     def regather_group(self, num_ranks: int) -> str:
-        """Return the group of this rank and its neighbors that has ``num_ranks`` ranks."""
+        """Return the group of this rank and its neighbors, ``num_ranks`` in all.
+
+        This may be a collective.
+        """
         if num_ranks == self.num_shards:
             return self.shards
         rows = self.mesh.mesh.reshape(-1, num_ranks).tolist()  # num_ranks divides num_shards

@@ -351,8 +351,8 @@ def _check_placements(dtensor: DTensor, spec: ParamSpec) -> None:
     expected = _describe(spec.shape, spec.placements, spec.mesh)
     if actual != expected:
         raise BackendError(
-            f"parameter {spec.fqn!r} was replaced by a DTensor of {actual}, but has {expected}: "
-            "change it in place (copy_, load_state_dict), or assign one with these placements"
+            f"parameter {spec.fqn!r} was replaced by a DTensor of {actual}: must be of {expected}; "
+            "change it in place (copy_, load_state_dict), or assign a DTensor like that"
         )
 
 

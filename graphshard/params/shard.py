@@ -81,7 +81,7 @@ class StaleParameter(_Stale, nn.Parameter):
 
 
 class StaleDTensor(_Stale, DTensor):
-    """The same for a parameter that tensor parallelism had split."""
+    """Class of a tensor-parallel parameter after its DTensor was replaced: any use raises."""
 
     __slots__ = ()  # as many as DTensor has: Python switches only between equal layouts
 

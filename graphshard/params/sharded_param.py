@@ -165,7 +165,7 @@ class ShardedParam:
         )
 
     def add_owner(self, module: nn.Module, name: str) -> None:
-        """Set DTensor and shard in ``module``, and record it as an owner under ``name``."""
+        """Put the DTensor and the shard into ``module`` as ``name``, and record this owner."""
         parameters_of(module)[name] = cast(nn.Parameter, self.dtensor)
         self._give_shard(module, name)
         if not any(
@@ -271,7 +271,10 @@ class ShardedParam:
         return PARTIAL if has_replicas and not self.all_reduces else None
 
     def marker_accumulators(self) -> dict[str, torch.Tensor]:
-        """Return the stand-ins and keys to pass to the marker, keyed by argument name."""
+        """Return the stand-ins and keys for the marker, keyed by argument name.
+
+        Starts accumulating if gradients are not reduced, or not averaged over replicas.
+        """
         destination = self.grad_destination
         if destination is not None:
             self.model.start_accumulating()
@@ -286,7 +289,7 @@ class ShardedParam:
         return pending
 
     def accumulator(self, name: str) -> Accumulator:
-        """Return the accumulator ``name``, in the dtype of gradient reductions."""
+        """Return the accumulator ``name``, created if needed, in the dtype of reductions."""
         used = used_dtype(self.shard, self.spec.dtype)
         reduced = self.spec.reduce_dtype if used.is_floating_point else None
         dtype, device = reduced or used, self.spec.groups.device
@@ -367,7 +370,7 @@ def refresh_accessors(module: nn.Module) -> None:
 
 
 def in_sync(shard: torch.Tensor) -> bool:
-    """Return whether a compiled graph may take ``shard``; a guard on each of its shards."""
+    """Sync ``shard`` and return whether a compiled graph may take it; a guard on every shard."""
     sharded_param = sharded_param_of(shard)
     if sharded_param is None or sharded_param.is_replaced():
         return False  # Dynamo tries another graph, or calls the backend
@@ -431,7 +434,7 @@ def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.
     if padded_grad.requires_grad:
         raise BackendError(
             f"second-order gradients of parameter {sharded_param.fqn!r}: create_graph=True is not "
-            "supported for sharded parameters"
+            "supported for sharded parameters; use an unsharded model"
         )
     return sharded_param.gradient(padded_grad)
 
@@ -523,6 +526,7 @@ class ShardedModel:
     Attributes:
         name: class name of the root module.
         options: options passed when sharding.
+        warned_of_options: whether the user was warned about other options of a backend.
         breaks: graph breaks, as ``file:line: reason``.
         eager_classes: ordered names of module classes whose forward ran outside a graph while
             parts of the model were compiled.

@@ -217,7 +217,7 @@ def _select(
 
 
 def _gathered(values: Mapping[str, object], is_first: bool) -> dict[str, Any]:
-    """Return ``values`` with full tensors on the first rank's host, and {} on the other ranks."""
+    """Gather ``values``; return full tensors on the first rank's host, and {} on other ranks."""
     full: dict[int, object] = {}
     # Sorted by name: ranks may have registered parameters in different orders.
     for key in sorted(values):
@@ -239,7 +239,7 @@ def _on_first_host(value: object, is_first: bool) -> object:
 def _gathered_optimizer(
     root: nn.Module, optim: torch.optim.Optimizer, is_first: bool
 ) -> dict[str, Any]:
-    """Return the state dict of ``optim`` with full tensors, keyed by parameter names."""
+    """Gather the state dict of ``optim``, keyed by parameter names; {} on other ranks."""
     names, state = _parameter_names(root, optim), optim.state_dict()
     flat_names = [name for group in names for name in group]
     by_name = {flat_names[number]: values for number, values in state["state"].items()}
@@ -275,7 +275,11 @@ class _States(NamedTuple):
 
 
 def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: MeshGroups) -> _States:
-    """Return the first rank's state dicts, with an ``Incoming`` in place of every tensor."""
+    """Broadcast and return the first rank's state dicts, with an ``Incoming`` for every tensor.
+
+    Raises:
+        BackendError: on all ranks, if the state dicts cannot be loaded.
+    """
     tensors: dict[Hashable, torch.Tensor] = {}  # stays empty on all but the first rank
 
     def take(key: Hashable, tensor: torch.Tensor) -> torch.Tensor:

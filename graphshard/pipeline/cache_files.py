@@ -1,4 +1,4 @@
-"""Files of compiled code: plans next to Inductor's caches, and one file for another machine.
+"""Plan files next to Inductor's caches, and one file that takes both to another machine.
 
 A warm Inductor cache returns compiled graphs without running any pass. Their plans are read from
 files, named by a key of the Dynamo graph and of everything else that a plan depends on.
@@ -67,7 +67,11 @@ class PlanCache:
 
     @contextlib.contextmanager
     def compiling(self, wait_s: float) -> Iterator[None]:
-        """Hold this graph's lock: one process compiles for all that share the cache."""
+        """Hold this graph's lock, so that one process compiles for all that share the cache.
+
+        Go on without the lock after ``wait_s`` seconds, if the graph is compiled already, or if
+        caches are off.
+        """
         settings = self._settings
         if not (settings.compiler == "inductor" and settings.caches_graphs and caches_graphs()):
             yield
@@ -135,7 +139,7 @@ def save_compiled(path: str | Path) -> None:
 
 
 def load_compiled(path: str | Path) -> None:
-    """Load a file of ``save_compiled`` into this machine's caches; call before the first step.
+    """Load a file that ``save_compiled`` wrote into the caches; call this before the first step.
 
     If a graph is compiled later that the file does not contain, a warning names the differences.
 
@@ -198,7 +202,10 @@ def _circumstances() -> dict[str, str]:
 
 def _check(path: str, header: dict[str, Any]) -> None:
     if header.get("format") != _FORMAT:
-        raise ValueError(f"{path}: has format {header.get('format')!r}; expected {_FORMAT}")
+        raise ValueError(
+            f"{path}: does not have format {_FORMAT}, which this graphshard reads; write it again "
+            "with graphshard.save_compiled"
+        )
     made, here = header["made"], _circumstances()
     changes = [f"{n} was {made.get(n)} and is {here[n]}" for n in here if made.get(n) != here[n]]
     if changes:
@@ -222,7 +229,9 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _write(path: Path, contents: bytes) -> None:
     if not path.resolve().is_relative_to(Path(cache_dir()).resolve()):
-        raise ValueError(f"{path}: is outside of the caches")
+        raise ValueError(
+            f"{path}: is outside of the cache folder; graphshard.save_compiled saves no such file"
+        )
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -138,13 +138,19 @@ class _Chooser:
     def choose(self, excess: int) -> str:
         """Return a ``SavingChoice`` as JSON, or "" if the frame is traced again.
 
+        Keeps an error in ``raised`` instead of raising it.
+
+
         Args:
             excess: largest value that ``excess`` returned on any rank for the last choice.
         """
         # Errors are part of the choice. If raised, they would be posted in the call log, after
         # which no rank could try a smaller batch.
         if excess == NOTHING_FITS:
-            error = "auto=True: on another rank, with a larger batch, nothing fits into the budget"
+            error = (
+                "auto=True: on another rank, with a larger batch, nothing fits into the budget; "
+                "use smaller batches, or raise schedule.memory_budget_gb"
+            )
             return SavingChoice(0.0, (), error=error).to_json()
         try:
             return self._try_all(False if excess == MAY_FIT else None).to_json()
@@ -160,7 +166,8 @@ class _Chooser:
     def fits_earlier_choice(self, text: str) -> bool:
         """Return whether this rank fits the budget with the parameters that a choice keeps.
 
-        If it cannot save as many activations as the first rank, this sets ``own``.
+        Takes over the budget of the choice, and sets ``own`` if this rank cannot save as many
+        activations as the first rank.
         """
         choice, self.own = SavingChoice.from_json(text), None
         self.budget_gb = choice.budget_gb or None
@@ -174,7 +181,10 @@ class _Chooser:
         return self.own.best is not None
 
     def excess(self, text: str) -> int:
-        """Return ``FITS``, ``MAY_FIT`` or ``NOTHING_FITS`` for a new choice on this rank."""
+        """Return ``FITS``, ``MAY_FIT`` or ``NOTHING_FITS`` for a new choice on this rank.
+
+        Keeps an error in ``raised`` instead of raising it, and then returns ``FITS``.
+        """
         choice = SavingChoice.from_json(text)
         if choice.best is None:
             return FITS

@@ -232,7 +232,7 @@ class Lowering(CustomGraphPass):
         donate_nothing()
 
     def known_plans(self) -> list[Plan]:
-        """Return the plans of lowered graphs, and of cached ones that have plan files."""
+        """Load the plans of cached graphs that have plan files; return the plans of all graphs."""
         for kind in GraphKind:
             if kind not in self._plans and (plan := self.cache.load(kind)) is not None:
                 self.has_loaded = True

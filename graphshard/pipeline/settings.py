@@ -84,7 +84,7 @@ class CompileSettings:
         return dataclasses.replace(self, first_rank_plans={plan.graph: plan for plan in plans})
 
     def with_saving(self, saving: Saving, budget_gb: float) -> CompileSettings:
-        """Return the settings of a user who asks for ``saving`` explicitly."""
+        """Return these settings as if the user had asked for ``saving`` and ``budget_gb``."""
         schedule = dataclasses.replace(
             self.schedule,
             auto=False,
@@ -129,7 +129,11 @@ class CompileSettings:
         gathered_in_forward: Mapping[int, Transfer],
         cost_model: CostModel,
     ) -> Sequence[int]:
-        """Return the gathers to remove from ``backward`` (``planning.keep_unsharded``)."""
+        """Return the positions in ``backward.transfers`` of the gathers to remove.
+
+        Args:
+            gathered_in_forward: see ``planning.keep_unsharded.choose_kept``.
+        """
         if GraphKind.FORWARD in self.first_rank_plans:
             followed = self.first_rank_plans[GraphKind.FORWARD]
             inputs = {followed.params[i].input for i in followed.kept}

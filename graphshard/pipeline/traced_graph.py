@@ -26,6 +26,7 @@ class TracedGraph:
         shards: inputs that are shards of parameters.
         groups: names of the groups of all ranks, one per mesh; all their ranks compile this graph.
         marker_groups: names of all groups that the markers may use.
+        inductor_options: the user's options of ``torch.compile``.
         tp_groups: names of the groups over which tensor parallelism splits parameters.
         regathered: positions in ``fqns`` of the parameters whose ``overrides`` decide whether they
             are kept for backward.

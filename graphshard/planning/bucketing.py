@@ -89,7 +89,7 @@ class Queue:
     def variants(self, split: Split, index: int) -> Iterator[Split]:
         """Yield variants of ``split`` that re-split the candidate at ``index``.
 
-        It is re-split alone, or with the next candidate of its run: the two are merged, or the
+        The candidate is re-split alone, or with the next one of its run: the two are merged, or the
         border between them moves. The part after the new border stays whole or is halved.
         """
         begin, end = split[index].begin, split[index].end
@@ -129,7 +129,7 @@ class Queue:
         return bucket.launch <= bucket.wait
 
     def _last_end_in_time(self, begin: int, end: int) -> int:
-        """Return ``end``, reduced until a candidate from ``begin`` is in time."""
+        """Return the largest end, at most ``end``, whose candidate from ``begin`` is in time."""
         if self._is_in_time(begin, end):
             return end
         late = bisect_left(

@@ -80,7 +80,10 @@ def _graph_memory(problem: Problem, budget: int | None) -> _GraphMemory:
 def _hold(
     memory: tuple[_GraphMemory, _GraphMemory], in_forward: Transfer, in_backward: Transfer
 ) -> bool:
-    """Reserve memory from last use in forward to first use in backward; return whether it fits."""
+    """Reserve memory from the last use in forward to the first in backward, if it fits.
+
+    Return whether it does.
+    """
     forward, backward = memory
     num_bytes = in_backward.num_bytes
     after_use = Span(launches(in_forward.last + 1), len(forward.alive.by_point), num_bytes)

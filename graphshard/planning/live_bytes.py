@@ -205,7 +205,7 @@ def _results_footprint(buffer: Sequence[Transfer], received: int) -> Footprint:
 
 
 def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None:
-    """Add to ``changes`` those that are the same in every schedule."""
+    """Add the memory changes by ``transfers`` that are the same in every schedule."""
     for t in transfers:
         # A full parameter is freed after its last use; a gradient takes memory once it is ready.
         if t.kind.is_fetch:

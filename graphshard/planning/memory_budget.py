@@ -46,7 +46,7 @@ class FreeMemory:
         self._limit = math.inf if limits.in_flight is None else limits.in_flight
 
     def take_earliest(self, footprint: Footprint, wish: int, wait: int) -> int:
-        """Reserve memory for the earliest launch from step ``wish`` on; return that step."""
+        """Reserve memory for the earliest launch that fits, from step ``wish`` on; return it."""
         launch = wait
         while launch > wish and not self.limit_before(footprint, launch):
             launch -= 1
@@ -55,7 +55,7 @@ class FreeMemory:
         return launch
 
     def take_latest(self, footprint: Footprint, launch: int, wish: int) -> int:
-        """Reserve memory for the latest wait up to step ``wish``; return that step."""
+        """Reserve memory for the latest wait that fits, up to step ``wish``; return it."""
         wait = launch
         while wait < wish and not self.limit_after(footprint, wait):
             for span in _of_a_later_wait(footprint, wait):

@@ -73,7 +73,7 @@ def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> l
 def _numbered(
     transfers: Sequence[Transfer], theirs: Sequence[PlanParam], ours: Sequence[PlanParam]
 ) -> list[Transfer]:
-    """Number the parameters of ``transfers`` by their positions in ``ours``, or -1 if missing."""
+    """Return ``transfers`` with the positions of their parameters in ``ours``, or -1 if missing."""
     numbers = {param.input: i for i, param in enumerate(ours)}
     return [
         t
@@ -102,7 +102,7 @@ def _launch_ranges(
 
 
 def _waited_before_replicas(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket:
-    """Move the wait of ``bucket`` to the launch of the all-reduce of its shards over replicas."""
+    """Return ``bucket``, waited for where the all-reduce of its shards is launched, if any."""
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
         return bucket
     averages = [

@@ -368,7 +368,7 @@ class Plan:
         return "" if transfer.param is None else self.params[transfer.param].fqn
 
     def named(self, fqns: Sequence[str]) -> Plan:
-        """Return the plan with the names ``fqns`` of its graph inputs."""
+        """Return the plan with parameters named by ``fqns``, the names of all graph inputs."""
         params = tuple(dataclasses.replace(p, fqn=fqns[p.input]) for p in self.params)
         return dataclasses.replace(self, params=params)
 
@@ -394,15 +394,15 @@ class Plan:
         """Load a plan that ``to_json`` wrote.
 
         Raises:
-            ValueError: ``text`` has a different version.
+            ValueError: ``text`` does not have version ``VERSION``.
         """
         raw: dict[str, Any] = _renamed(
             json.loads(text), {key: name for name, key in _JSON_KEYS.items()}
         )
         if raw.get("version") != VERSION:
             raise ValueError(
-                f"plan of version {raw.get('version')!r}: this graphshard reads version {VERSION}; "
-                "compile again"
+                f"the plan does not have version {VERSION}, which this graphshard reads; compile "
+                "again"
             )
         transfers = tuple(_with_kind(Transfer, t) for t in raw["problem"].pop("transfers"))
         graph = GraphKind(raw["problem"].pop("graph"))

@@ -30,6 +30,7 @@ class Saving:
         activations: fraction of the activations to save, from 0 to 1, or None for torch's config.
         all_params: whether all parameters that both graphs gather stay unsharded, instead of only
             those that ``keep_unsharded`` chooses.
+        offloads: whether activations that do not fit otherwise are offloaded to the host.
     """
 
     activations: float | None
@@ -115,7 +116,7 @@ def savings(activations: Sequence[float | None], *, may_offload: bool) -> list[S
 
 
 def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving]) -> bool:
-    """Return whether to stop recomputing more: ``planned`` is slower than recomputing less."""
+    """Return whether ``planned`` is slower than recomputing less, so more need not be tried."""
     # Strategies with offloading do not count: there, recomputing more may still be faster, because
     # fewer activations wait for their copies.
     alone = [t.step_us for t in earlier if t.step_us is not None and not t.saving.offloads]

@@ -7,7 +7,8 @@
   ``params.mesh`` logs collectives outside of graphs.
 - ``watcher``: threads that read what peers post, detect deadlocks and, after an error, release the
   rank from a blocked collective.
-- ``store``, ``members``: events that ranks post in the store of a process group; the group.
+- ``store``: the events that the ranks of a process group post to each other.
+- ``members``: the ranks of a process group, and how to release this rank from its collectives.
 
 May import ``planning``. Nothing here knows a mesh: the ranks that must agree are a process group.
 A call takes a constant number of store operations, and none while all goes well. Around graph

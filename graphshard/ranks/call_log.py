@@ -46,8 +46,8 @@ class CallLog:
         is_alone: whether the group has no other ranks, or only fake ones.
 
     Raises:
-        BackendError: from every method, with the same text on all ranks, if ranks differ; after
-            that from every further call.
+        BackendError: from every method that logs a call, with the same text on all ranks, if ranks
+            differ; after that from every further call.
     """
 
     def __init__(self, members: Members, *, is_alone: bool) -> None:
@@ -129,7 +129,10 @@ class CallLog:
             raise
 
     def raise_posted_error(self, error: BaseException) -> None:
-        """Raise the posted error that made a collective raise ``error``, if there is one."""
+        """Raise the posted error that made a collective raise ``error``, if there is one.
+
+        If a peer was lost without posting an error, this rank posts one and raises it.
+        """
         watcher = self._watcher
         if watcher is None or not isinstance(error, RuntimeError):
             return

@@ -163,7 +163,10 @@ class Watcher:
             self.post_call(num_calls - 1)
 
     def _post_if_blocked(self) -> None:
-        """Post, once, that this rank is in a collective, if others have made a later call."""
+        """Post once per collective that this rank is stuck in it while others have gone ahead.
+
+        Stuck means in the collective for ``BLOCKED_S`` since a tick first found it there.
+        """
         if not self.early_calls:
             return
         pending, now = pending_collective(self._rank_thread), time.monotonic()

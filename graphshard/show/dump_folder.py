@@ -123,7 +123,7 @@ def _profiles(folder: Path) -> Iterator[Trace]:
 
 
 def write_page(folder: Path) -> None:
-    """Write the page of a folder to a file in it."""
+    """Write ``index.html``, the page of the dumps in ``folder``; warn if that fails."""
     try:
         write_whole(folder / PAGE, folder_page(folder))
     except (OSError, ValueError) as error:  # as in ``DumpWriter._write``

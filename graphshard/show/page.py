@@ -62,7 +62,7 @@ class StepsData(TypedDict):
 
 
 class BucketData(TypedDict):
-    """A bucket, in launch order."""
+    """A bucket; a graph lists its buckets in launch order."""
 
     kind: str
     label: str

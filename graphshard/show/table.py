@@ -262,7 +262,7 @@ def saving_table(choice: SavingChoice) -> str:
 
 
 def saving_title(choice: SavingChoice) -> str:
-    """Return the title of the table."""
+    """Return the title of ``saving_table``."""
     inputs = f" for inputs of {choice.inputs}" if choice.inputs else ""
     return (
         f"values saved for backward{inputs}, within {choice.budget_gb:g} GB; predicted times of "
@@ -271,7 +271,7 @@ def saving_title(choice: SavingChoice) -> str:
 
 
 def saving_rows(choice: SavingChoice) -> list[dict[str, str]]:
-    """Return the rows of the table, keyed by column name."""
+    """Return the rows of ``saving_table``, keyed by column name."""
     best, offloads = choice.best, any(tried.saving.offloads for tried in choice.tried)
     rows = [_row(tried, best) for tried in choice.tried]
     if offloads:

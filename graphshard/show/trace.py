@@ -259,7 +259,7 @@ def graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[
 
 
 def _span_us(call: TraceEvent, events: Sequence[TraceEvent]) -> tuple[float, float]:
-    """Return start and end of the GPU kernels that ``call`` launched, or of the call itself."""
+    """Return the start and end of the GPU kernels that ``call`` launched, or of ``call`` itself."""
     start_us, end_us = call["ts"], call["ts"] + call["dur"]
     launched = {
         event["args"].get("correlation")

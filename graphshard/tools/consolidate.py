@@ -132,11 +132,14 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, object]:
-    inner = state.get(key)
+    if key not in state:
+        keys = ", ".join(map(str, list(state)[:20]))
+        raise ValueError(f"{source}: no key {key!r}; it has {keys}")
+    inner = state[key]
     if not isinstance(inner, dict):
         raise ValueError(
-            f"{source}: {key!r} is not a dictionary in the state dict; its keys are "
-            f"{', '.join(map(str, list(state)[:20]))}"
+            f"{source}: {key!r} is a {type(inner).__name__}, not a dictionary: choose another key, "
+            "or none"
         )
     return inner
 

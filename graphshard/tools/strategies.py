@@ -1,4 +1,4 @@
-"""Command ``python -m graphshard strategies``: strategies of other libraries, and names here."""
+"""Command ``python -m graphshard strategies``: names of strategies here and elsewhere."""
 
 from __future__ import annotations
 

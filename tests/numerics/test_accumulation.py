@@ -332,7 +332,7 @@ def test_require_backward_grad_sync_of_ddp() -> None:
 def test_non_module_and_non_bool_are_refused() -> None:
     with pytest.raises(ValueError, match="model is a function"), graphshard.no_sync(_seeded):  # type: ignore[arg-type]
         pass
-    with pytest.raises(ValueError, match="the flag must be True or False, not 1"):
+    with pytest.raises(ValueError, match="requires_all_reduce=1: must be True or False"):
         graphshard.set_requires_all_reduce(MLP(), 1)  # type: ignore[arg-type]
 
 

@@ -182,7 +182,7 @@ def _with_buffer(mesh: DeviceMesh) -> nn.Module:
     ("make", "over", "match"),
     [
         (_with_partial, "dp", "'out.weight'.*only Shard and Replicate"),
-        (_uneven, "dp", "'out.weight'.*3 slices of dim 0"),
+        (_uneven, "dp", "'out.weight'.*size 3 in dim 0"),
         (_on_two_meshes, "dp", "'out.weight'.*(one axis|parallelize all)"),
         (_with_buffer, "dp", "buffer 'count' is a DTensor"),
         (_split, "tp", "'up.weight'.*overlaps"),

@@ -210,6 +210,12 @@ def test_errors_in_a_file_name_the_file_and_the_field(
         assert part in str(refused.value)
 
 
+@pytest.mark.parametrize("path", ["name", "memory.peak", "inter.parcel_us"])
+def test_missing_field_is_an_error(path: str) -> None:
+    with pytest.raises(ValueError, match=f"^machine: {path} is missing$"):
+        Hardware.from_json(_changed(path, ...), "machine")
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null"])
 def test_text_that_is_not_a_json_object_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^machine\.json: "):

@@ -1,4 +1,7 @@
-"""Compile ``no_gpu.cpp`` against the installed torch, once per version of either."""
+"""Compile ``no_gpu.cpp`` against the installed torch, once per version of each.
+
+Relies on its imports.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def torch_library() -> Path:
 
 
 def build() -> Path:
-    """Return the path of the compiled library, and build it if needed.
+    """Build the library unless it exists, and return its path.
 
     Raises:
         RuntimeError: there is no C++ compiler, or compilation fails.

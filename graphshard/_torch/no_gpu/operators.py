@@ -1,8 +1,8 @@
 """Operators, their kernels, and tensor storages, as generated code uses them.
 
-Relies on torch/utils/_python_dispatch.py, torch/_ops.py, torch/multiprocessing/reductions.py,
-aten/src/ATen/native/ForeachUtils.h, and ForeachBinaryOpList.cu and TensorShape.cu in
-aten/src/ATen/native/cuda.
+Relies on its imports, on ``UntypedStorage._new_with_weak_ptr`` (torch/multiprocessing/reductions.py
+uses it), and on ForeachUtils.h, cuda/ForeachBinaryOpList.cu and cuda/TensorShape.cu in
+aten/src/ATen/native.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
     """
     set_by_torchtitan = {"mesh", "mp_policy", "offload_policy", "reshard_after_forward", "compiler"}
     if taken := sorted(set_by_torchtitan & options.keys()):
-        raise ValueError(f"{', '.join(taken)}: set torchtitan's own option instead")
+        raise ValueError(
+            f"{', '.join(taken)}: torchtitan's settings determine these options; set them there"
+        )
     if config.model_spec is None:
         raise ValueError("config.model_spec is None: set the model first")
     shards = partial(parallelize, options=options)
@@ -146,12 +148,12 @@ def _check(dims: ParallelDims, parallelism: ParallelismConfig) -> None:
         if enabled:
             raise ValueError(
                 f"parallelism.{name}_parallel_degree is more than 1: graphshard shards over data "
-                "parallel ranks only, set it to 1"
+                "parallel ranks only; set it to 1"
             )
     if parallelism.spmd_backend != _SPMD:
         raise ValueError(
             f"parallelism.spmd_backend={parallelism.spmd_backend!r}: graphshard makes its own "
-            f"shards of plain parameters, set it to {_SPMD!r}"
+            f"shards of plain parameters; set it to {_SPMD!r}"
         )
     if parallelism.enable_fsdp_symm_mem:
         raise ValueError("parallelism.enable_fsdp_symm_mem is for FSDP2: set it to False")
