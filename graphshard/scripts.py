@@ -27,7 +27,7 @@ def load_function(script: str, function: str) -> Callable[..., object]:
     path = Path(script).resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ValueError(f"{script}: not a Python file")
+        raise ValueError(f"{script}: must be an existing Python file")
     sys.path.insert(0, str(path.parent))  # as `python script.py` does
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module

@@ -125,7 +125,7 @@ def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
 
 
 def _label(node: fx.Node) -> Hashable:
-    """Return a description of a node that is equal for the same node of similar layers."""
+    """Return a description of a node that is equal for corresponding nodes of similar layers."""
     return _described(node, lambda used: _metadata(used.meta.get("val")))
 
 

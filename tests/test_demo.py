@@ -32,7 +32,8 @@ def test_demo_prints_comparison_and_writes_chart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "message"), [("nowhere/demo.svg", "no folder nowhere"), ("demo.doc", "end in one of")]
+    ("path", "message"),
+    [("nowhere/demo.svg", "folder nowhere does not exist"), ("demo.doc", "end in one of")],
 )
 def test_unwritable_chart_path_is_refused(
     path: str, message: str, capsys: pytest.CaptureFixture[str]

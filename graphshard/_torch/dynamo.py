@@ -178,7 +178,7 @@ def run_as_python(function: Callable[..., object]) -> None:
 
 
 def run_with_callees_as_python(function: _F) -> _F:
-    """Keep Dynamo from compiling ``function`` when Python calls it, and all that it calls.
+    """Keep Dynamo from compiling ``function`` and its callees when Python calls ``function``.
 
     For backward hooks: if a compiled function calls ``backward()``, that runs outside of any graph,
     but with Dynamo enabled. Unlike ``torch.compiler.disable``, this adds no cost per call.

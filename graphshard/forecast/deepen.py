@@ -41,7 +41,7 @@ class Layers:
     period: int = 1
 
     def shifted(self, fqn: str, num_layers: int) -> str:
-        """Return the name of the same parameter, ``num_layers`` layers later."""
+        """Return the name of the corresponding parameter, ``num_layers`` layers after ``fqn``."""
         pattern = rf"^({re.escape(self.path)}\.)(\d+)(?=\.)"
         return re.sub(pattern, lambda match: f"{match[1]}{int(match[2]) + num_layers}", fqn)
 

@@ -148,7 +148,7 @@ def _trace(
     cluster: Cluster,
     progress: Progress,
 ) -> TracedStep:
-    """Trace a copy of the model with ``depth``, or the model itself if that is None."""
+    """Trace a copy of the model with ``depth``, or the model itself if ``depth`` is None."""
     if recipe.offload and cluster.hardware.device_type == "cpu":
         raise ValueError("offload=True on a CPU: shards are in host memory already; omit offload")
     num_layers: int | None = None

@@ -99,7 +99,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
             "fp8=graphshard.Float8Policy()"
         )
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: pass the nn.Module first")
+        raise ValueError(f"model is a {type(model).__name__}: pass the nn.Module to train")
     for other in others:
         if isinstance(other, nn.Module):
             raise ValueError(f"one model per call: prepare {type(other).__name__} in another call")

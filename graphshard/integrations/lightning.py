@@ -60,7 +60,7 @@ def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
         if owner.device_mesh is None:
             raise ValueError(
                 f"the Trainer has {type(strategy).__name__}: pass the Trainer "
-                "strategy=ShardedStrategy() of graphshard.integrations.lightning"
+                "strategy=ShardedStrategy() from graphshard.integrations.lightning"
             )
         _shard_on(strategy.root_device, model, owner.device_mesh, options)
 

@@ -72,7 +72,7 @@ class ShardedTrainerMixin(Trainer):
         super().create_accelerator_and_postprocess()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move the model, unless it is on the meta device, to be offloaded, or already sharded."""
+        """Move the model unless it is on the meta device, will be offloaded, or is sharded."""
         if may_be_moved(model, self.sharding) and not is_sharded(model):
             super()._move_model_to_device(model, device)
 

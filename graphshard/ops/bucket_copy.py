@@ -135,7 +135,7 @@ def _copy_out_fake(buffer: torch.Tensor, sizes: list[int], world: int) -> list[t
 def _add_accumulated(
     flat: torch.Tensor, keys: list[torch.Tensor], starts: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a copy of ``flat`` as ``dtype``, with each accumulator's total added at its start."""
+    """Return a copy of ``flat`` as ``dtype``, with the accumulators' totals added at ``starts``."""
     result = flat.to(dtype, copy=True, memory_format=torch.contiguous_format)
     for key, start in zip(keys, starts):
         if (total := take(key)) is not None:

@@ -107,7 +107,7 @@ def instances_of(kind: type[_T]) -> Iterator[_T]:
 
 
 def find_groups(root: nn.Module, mesh: DeviceMesh, ignored: frozenset[nn.Parameter]) -> MeshGroups:
-    """Return the groups of ``mesh`` and of the mesh of the parameters that are DTensors already.
+    """Return the groups of ``mesh`` and, if parameters are DTensors already, of their mesh.
 
     The latter is left out if it does not fit, which :func:`find_error` reports.
     """

@@ -19,7 +19,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Clip gradients in place by the norm of all of them together, and return that norm.
+    """Clip gradients in place by their total norm, and return that norm.
 
     Takes the arguments of ``torch.nn.utils.clip_grad_norm_``, which fails if tensor parallelism has
     split some parameters and left others whole. All ranks of the meshes must call it.

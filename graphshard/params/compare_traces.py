@@ -64,7 +64,7 @@ class ForwardCheck:
         return None if ignored else fqns.get(id(value))
 
     def check(self, gm: fx.GraphModule, inputs: Sequence[object]) -> None:
-        """Compare a sharded model's graph with the stored one, if any, which is then dropped.
+        """Compare a sharded model's graph with the stored one, if any, and drop the latter.
 
         Raises:
             BackendError: the graphs differ; the message has the first difference.

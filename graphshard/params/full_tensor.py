@@ -108,7 +108,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_expanded_dims(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view with one element of each expanded dim (stride 0), which share memory."""
+    """Return a view without expanded dims (stride 0), whose elements share memory."""
     return tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
 
 

@@ -76,7 +76,7 @@ def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assign
 
 
 def _assigned(full: torch.Tensor, sharded_param: ShardedParam) -> nn.Parameter:
-    """Return a parameter made from ``full``, the same one if tied modules load the same tensor."""
+    """Return a parameter made from ``full``; tied modules that load the same tensor share it."""
     known = sharded_param.assigned
     if known is not None and (source := known.source()) is not None and _is_same(source, full):
         return known.parameter

@@ -40,7 +40,7 @@ class CastBoundary(NamedTuple):
 
 
 def find_cast_boundaries(root: nn.Module, options: Options) -> list[CastBoundary]:
-    """Return the boundaries of ``root``, its own first."""
+    """Return the cast boundaries of ``root``, starting with ``root`` itself."""
     globs = {"": options.policy_glob("")}
     boundaries = [CastBoundary(root, options.policy_of(globs[""]))]
     for fqn, module in list(root.named_modules())[1:]:

@@ -128,7 +128,7 @@ class ShardedModule(NoticesReplacement):
 
 
 def _is_ours(cls: type) -> bool:
-    """Return whether ``_sharded_class`` made ``cls``, rather than a user who subclassed one."""
+    """Return whether ``_sharded_class`` made ``cls`` itself; False for a user's subclass."""
     return "_graphshard_plain_class" in vars(cls)
 
 

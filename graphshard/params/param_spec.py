@@ -122,7 +122,7 @@ class ParamSpec:
 
     @functools.cached_property
     def unsharded_shape(self) -> torch.Size:
-        """Shape that is gathered: the full one, or that of this rank's part of it."""
+        """Shape that is gathered: the full one or, with tensor parallelism, this rank's part."""
         return torch.Size(part.stop - part.start for part in self.tp_part)
 
     @functools.cached_property

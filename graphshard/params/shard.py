@@ -235,7 +235,10 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
 
 
 def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
-    """Overwrite ``tensor`` with the first rank's values; a DTensor's are those of its TP rank."""
+    """Overwrite ``tensor`` with the values of the first rank.
+
+    A DTensor gets those of the first rank that has the same coordinate on the TP mesh.
+    """
     group = process_group(groups.all_ranks)
     if isinstance(tensor, DTensor):
         tensor, group = local_tensor(tensor), process_group(groups.data_ranks)

@@ -53,7 +53,7 @@ class PlanCache:
             GRAPHS[self.key] = settings.facts()
 
     def save(self, plan: Plan) -> None:
-        """Write the plan of one graph, which has no parameter names yet."""
+        """Write the plan of one graph, before its parameters are named."""
         self._folder().mkdir(parents=True, exist_ok=True)
         write_whole(self._path(plan.graph), plan.to_json())
 

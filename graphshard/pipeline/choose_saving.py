@@ -280,7 +280,7 @@ def _free_gb(traced: TracedGraph, device: torch.device) -> float:
 def _plan_candidates(
     traced: TracedGraph, settings: CompileSettings, candidates: Sequence[Saving], within_gb: float
 ) -> Sequence[TriedSaving]:
-    """Trace a graph up to its joint graph, and plan it; the result is empty if there is none."""
+    """Trace a graph up to its joint graph, and plan each candidate; none without joint graph."""
     trials = _Trials([settings.with_saving(saving, within_gb) for saving in candidates])
     if settings.compiler == "aot_eager":
         aot_autograd(fw_compiler=stub_compiler, partition_fn=trials)(traced.gm, traced.inputs)

@@ -77,7 +77,7 @@ def add_host_copies(
 
 
 def _copies_to_device(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Return copies that are launched and waited for where their data is due, in that order."""
+    """Return copies that are launched and waited for where their data is due, in due order."""
     copies = [
         _copy_of_shards(problem, bucket, TransferKind.COPY_TO_DEVICE, bucket.launch)
         for bucket in buckets

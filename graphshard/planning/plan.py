@@ -52,7 +52,7 @@ class PlanParam:
 
 
 def _num_bits(dtype: str) -> int:
-    """Return the size that is part of a dtype's name, as in "torch.bfloat16"."""
+    """Return the number of bits in the name of a dtype, such as 16 for "torch.bfloat16"."""
     digits = re.search(r"\d+", dtype)
     assert digits is not None, dtype
     return int(digits.group())

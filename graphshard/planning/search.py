@@ -125,7 +125,7 @@ class _Search:
         return best
 
     def save_memory(self, best: CandidateSchedule) -> CandidateSchedule:
-        """Return ``best`` with its reductions waited for earlier, if that costs next to nothing."""
+        """Return ``best`` with earlier waits for reductions, if these cost at most ``MAX_LOSS``."""
         for room in WAIT_ROOMS:
             schedule = self._placer.place(best.splits, best.sizes, room)
             if schedule.score.price_us <= (1 + MAX_LOSS) * best.score.price_us:

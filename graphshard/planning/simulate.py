@@ -255,7 +255,7 @@ def clock(
 
 
 def start_times_us(problem: Problem) -> list[float]:
-    """Return when each step starts if nothing delays compute, then when the graph ends."""
+    """Return the start of each step, then the graph's end, if nothing delays compute."""
     return [0.0, *accumulate(problem.compute_us)]
 
 

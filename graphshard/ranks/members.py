@@ -92,7 +92,7 @@ def _shut_down(listeners: Collection[bytes]) -> None:
 
 
 def _ends(connection: socket.socket) -> Iterator[bytes]:
-    """Yield both ends as ``sockaddr_in`` or ``sockaddr_in6``, cut after the host."""
+    """Yield both ends' addresses as ``sockaddr_in`` or ``sockaddr_in6``, cut after the host."""
     if connection.family in (socket.AF_INET, socket.AF_INET6):
         flow = b"" if connection.family == socket.AF_INET else bytes(4)
         for host, port, *_ in (connection.getsockname(), connection.getpeername()):

@@ -44,7 +44,11 @@ class CallEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedEvent(Event):
-    """Notice that all ranks have run the same plans up to ``call``, posted by ``call_event``."""
+    """Notice that all ranks have run the same plans up to ``call``; answers ``call_event``.
+
+    Attributes:
+        call_event: index of the ``CallEvent`` that asked for the comparison.
+    """
 
     call: int
     call_event: int
@@ -149,7 +153,10 @@ class EventStore:
         return self._store.get(f"text/{event.call}").decode()
 
     def agree(self, event: CallEvent) -> None:
-        """Record that this rank runs the same plan in that call."""
+        """Record that this rank runs the same plan in that call.
+
+        The last rank to agree posts an ``AgreedEvent`` and deletes the events read by all.
+        """
         call, index = event.call, event.index
         with self._agreeing:
             self.progress = max(self.progress, call)

@@ -210,7 +210,7 @@ def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.
     folder = path.parent if dump is None else Path(dump)
     for name, needed in (("path", path.parent), ("dump", folder)):
         if not needed.is_dir():
-            raise ValueError(f"{name}: the folder {str(needed)!r} does not exist")
+            raise ValueError(f"{name}: the folder {str(needed)!r} does not exist; create it first")
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

@@ -89,7 +89,7 @@ def _check_plot(path: Path) -> None:
             f"--plot {path}: matplotlib is not installed: pip install matplotlib, or leave it out"
         ) from None
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"--plot {path}: no folder {path.parent}")
+        raise argparse.ArgumentTypeError(f"--plot {path}: the folder {path.parent} does not exist")
     formats = Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise argparse.ArgumentTypeError(f"--plot {path}: must end in one of {', '.join(formats)}")
