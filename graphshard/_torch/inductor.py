@@ -112,7 +112,7 @@ def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> di
 
     Args:
         asked: ``meta`` of the graph module, where Dynamo stores ``override_cudagraphs`` (torch
-            2.13) of the user's code. It is removed if CUDA graphs were on.
+            2.13) of the user's code. It is removed if this turns CUDA graphs off.
     """
     # They cannot replay NCCL collectives, which hold buffers that CUDA graphs consider free
     # (pytorch/torchtitan#2444, pytorch/pytorch#187565). The override's ``bwd`` can only turn them

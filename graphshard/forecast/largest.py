@@ -210,7 +210,7 @@ class _Grower:
         return f"{size} samples", self._steps(1.0, size)(workload.num_layers or 0)
 
     def _trace(self, factor: float, size: int) -> Callable[[int], TracedStep]:
-        """Return a function from a number of layers to the step."""
+        """Trace shallow copies; return a function from a number of layers to the step."""
         workload = self.make_workload(factor, size)
         self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
         deep = Depth.at((LEAST_PERIODS + 2) * workload.period, self.recipe)

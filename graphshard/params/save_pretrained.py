@@ -76,7 +76,7 @@ def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def saved_state_dict(model: nn.Module) -> StateDict:
-    """Return the full state dict on the first rank; for a peft model, only the adapters."""
+    """Gather the full state dict on the first rank; for a peft model, only the adapters."""
     return adapter_state_dict(model) if is_peft_model(model) else full_state_dict(model)
 
 

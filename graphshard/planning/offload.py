@@ -236,7 +236,7 @@ def _absence(activation: SavedActivation, forward_steps: int) -> _Absence:
 def _offload_enough(
     forward: Problem, backward: Problem, saved: Sequence[SavedActivation], budget: int
 ) -> list[int]:
-    """Return the activations to offload for each graph's least memory to fit ``budget``."""
+    """Return the activations to offload so that the least memory of each graph fits ``budget``."""
     in_forward, in_backward = map(LiveBytes, map(least_by_point, (forward, backward)))
     chosen = []
     # Those that backward needs last come first: their copies have the most time to hide in.

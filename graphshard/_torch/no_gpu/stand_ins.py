@@ -94,7 +94,7 @@ StreamListener = Callable[[str, int, int], None]  # operation, ID of the event, 
 
 
 def listen(library: ctypes.CDLL, listener: StreamListener) -> object:
-    """Call ``listener`` for every operation asked of a stream.
+    """Call ``listener`` for every operation on a stream or event.
 
     Returns:
         An object to keep alive as long as ``listener`` is in use.
