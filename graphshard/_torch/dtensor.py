@@ -22,6 +22,11 @@ def local_tensor(dtensor: DTensor) -> torch.Tensor:
     return dtensor._local_tensor
 
 
+def values_on_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, and any other tensor itself."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def set_local_tensor(dtensor: DTensor, local: torch.Tensor) -> None:
     """Replace the local tensor, as FSDP2's ``reset_sharded_param`` does (_fsdp_param.py)."""
     dtensor._local_tensor = local

@@ -107,16 +107,16 @@ def instances_of(kind: type[_T]) -> Iterator[_T]:
 
 
 def find_groups(root: nn.Module, mesh: DeviceMesh, ignored: frozenset[nn.Parameter]) -> MeshGroups:
-    """Return the groups of ``mesh`` and, if parameters are DTensors already, of their mesh.
+    """Return the groups of ``mesh`` and, if tensors are DTensors already, of their mesh.
 
     The latter is left out if it does not fit, which :func:`find_error` reports.
     """
-    for param in root.parameters():
-        if (sharded := sharded_param_of(param)) is not None:
+    for tensor in (*root.parameters(), *root.buffers()):
+        if (sharded := sharded_param_of(tensor)) is not None:
             tp_mesh = sharded.spec.groups.tp_mesh
         else:
-            tp_mesh = param.device_mesh if isinstance(param, DTensor) else None
-        if tp_mesh is None or param in ignored:
+            tp_mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        if tp_mesh is None or tensor in ignored:
             continue
         if _tp_mesh_error(tp_mesh, mesh) is None:
             return MeshGroups(mesh, tp_mesh)
@@ -145,7 +145,7 @@ def find_error(
     """
     return (
         _module_error(root)
-        or _buffer_error(root)
+        or _buffer_error(root, groups)
         or _holder_class_error(root, plain_params)
         or _parameter_error(plain_params, groups, allow_meta)
         or shared_memory_error(root, plain_params)
@@ -168,10 +168,10 @@ def _module_error(root: nn.Module) -> str | None:
     return None
 
 
-def _buffer_error(root: nn.Module) -> str | None:
+def _buffer_error(root: nn.Module, groups: MeshGroups) -> str | None:
     for name, buffer in root.named_buffers():
-        if isinstance(buffer, DTensor):
-            return f"buffer {name!r} is a DTensor: register its to_local() instead"
+        if isinstance(buffer, DTensor) and (error := _dtensor_error(buffer, groups)) is not None:
+            return f"buffer {name!r} {error}"
     return None
 
 
@@ -239,7 +239,7 @@ def _tensor_error(param: nn.Parameter, groups: MeshGroups, all_meta: bool) -> st
         return "is lazy: run one forward before sharding, or use a module that is not lazy"
     if isinstance(param, DTensor):
         if (error := _dtensor_error(param, groups)) is not None:
-            return f"is a DTensor of {param.placements} on {param.device_mesh}, {error}"
+            return error
     elif is_traceable_wrapper_subclass(param.data):
         return (
             f"is a {type(param.data).__name__}: only plain tensors can be sharded"
@@ -253,8 +253,14 @@ def _tensor_error(param: nn.Parameter, groups: MeshGroups, all_meta: bool) -> st
     return None
 
 
-def _dtensor_error(param: DTensor, groups: MeshGroups) -> str | None:
-    """Return why a parameter that tensor parallelism has split cannot be sharded, or None."""
+def _dtensor_error(tensor: DTensor, groups: MeshGroups) -> str | None:
+    """Return why a model with a tensor split by tensor parallelism cannot be sharded, or None."""
+    error = _layout_error(tensor, groups)
+    start = f"is a DTensor of {tensor.placements} on {tensor.device_mesh}, "
+    return None if error is None else start + error
+
+
+def _layout_error(param: DTensor, groups: MeshGroups) -> str | None:
     mesh = param.device_mesh
     if (error := _tp_mesh_error(mesh, groups.mesh)) is not None:
         return error

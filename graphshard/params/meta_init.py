@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .._torch.distributed import process_group
-from .._torch.dtensor import local_tensor
+from .._torch.dtensor import local_tensor, values_on_rank
 from .._torch.nn import buffers_of, parameters_of, replace_parameters
 from ..errors import BackendError
 from .mesh import MeshGroups
@@ -256,17 +256,19 @@ def _marked(meta: torch.Tensor | None, device: torch.device) -> torch.Tensor | N
     if meta is None:
         return None
     buffer = torch.zeros_like(meta, device=device)
+    values = values_on_rank(buffer)
     # A bool has no value to spare for a mark; an integer is marked by its lowest value.
     if (
-        not mark_uninitialized(buffer)
-        and not buffer.is_floating_point()
-        and buffer.dtype != torch.bool
+        not mark_uninitialized(values)
+        and not values.is_floating_point()
+        and values.dtype != torch.bool
     ):
-        buffer.fill_(torch.iinfo(buffer.dtype).min)
+        values.fill_(torch.iinfo(values.dtype).min)
     return buffer
 
 
 def _is_unwritten(buffer: torch.Tensor) -> bool:
+    buffer = values_on_rank(buffer)
     if buffer.is_meta or num_uninitialized(buffer.contiguous()):
         return True
     integer = not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool)

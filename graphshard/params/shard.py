@@ -32,7 +32,7 @@ from .._torch.autograd import (
     take_gradient,
 )
 from .._torch.distributed import process_group
-from .._torch.dtensor import local_tensor, on_data_assigned, set_local_tensor
+from .._torch.dtensor import local_tensor, on_data_assigned, set_local_tensor, values_on_rank
 from .._torch.dynamo import run_with_callees_as_python
 from .._torch.nn import before_loading_optimizers, parameters_of, uncompiled
 from ..errors import BackendError
@@ -194,11 +194,11 @@ def _raise_if_used_unequal(
 
 
 def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:
-    own = (local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    own = values_on_rank(tensor).detach()
     first = tensor.detach().clone(memory_format=torch.contiguous_format)
     broadcast_from_first_rank(first, groups)
-    first = local_tensor(first) if isinstance(first, DTensor) else first
-    return not torch.equal(as_bytes(own.contiguous()), as_bytes(first))  # also with NaNs
+    equal = torch.equal(as_bytes(own.contiguous()), as_bytes(values_on_rank(first)))
+    return not equal  # bytes, which are also equal for NaNs
 
 
 def _warn_of_torchao(root: nn.Module) -> None:
@@ -230,7 +230,7 @@ def _holds_replacement(module: nn.Module) -> bool:
 def move_buffers(root: nn.Module, device: torch.device) -> None:
     """Move buffers to ``device``, as FSDP2 does: an offloaded model may be on the host."""
     for buffer in root.buffers():
-        if not buffer.is_meta:
+        if not buffer.is_meta and not isinstance(buffer, DTensor):  # that is on its mesh's device
             buffer.data = buffer.to(device)
 
 
@@ -386,6 +386,9 @@ def _shard_state(value: object, spec: ParamSpec) -> object:
 def sync_buffers(model: nn.Module) -> None:
     """Copy the buffers of the mesh's first rank to all ranks, in one broadcast.
 
+    Under tensor parallelism, another broadcast copies those that are DTensors: each rank gets the
+    values of the first rank with the same coordinate along that axis.
+
     As under FSDP2, the forwards of each rank update only that rank's buffers. DDP broadcasts them
     at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.
     Called at the same points, this makes them bitwise equal to DDP's. Called only before an
@@ -405,14 +408,22 @@ def sync_buffers(model: nn.Module) -> None:
     groups = mesh_groups_of(root)
     named = sorted(root.named_buffers())
     facts = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in named]
-    buffers = [without_expanded_dims(buffer.detach()) for _, buffer in named if buffer.numel()]
-    if groups is None or not buffers:
+    if groups is None or not any(buffer.numel() for _, buffer in named):
         return
     text = "\n".join(["a broadcast of buffers", *facts])
     plan_id = hashlib.sha256(text.encode()).hexdigest()
     with agreed_exchange(groups, plan_id, text), torch.no_grad():
-        packed = torch.cat([as_bytes(buffer.contiguous()).to(groups.device) for buffer in buffers])
-        dist.broadcast(packed, group=process_group(groups.all_ranks), group_src=0)
-        for buffer, part in zip(buffers, packed.split([b.nbytes for b in buffers])):
-            # Clone for alignment: a part may start at any byte.
-            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+        for group, is_split in ((groups.all_ranks, False), (groups.data_ranks, True)):
+            buffers = [b.detach() for _, b in named if isinstance(b, DTensor) == is_split]
+            _broadcast_packed(list(map(values_on_rank, buffers)), groups.device, group)
+
+
+def _broadcast_packed(tensors: Sequence[torch.Tensor], device: torch.device, group: str) -> None:
+    tensors = [without_expanded_dims(tensor) for tensor in tensors if tensor.numel()]
+    if not tensors:
+        return
+    packed = torch.cat([as_bytes(tensor.contiguous()).to(device) for tensor in tensors])
+    dist.broadcast(packed, group=process_group(group), group_src=0)
+    for tensor, part in zip(tensors, packed.split([t.nbytes for t in tensors])):
+        # Clone for alignment: a part may start at any byte.
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, overload
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor
@@ -344,10 +344,18 @@ def _incoming_model(root: nn.Module, incoming: _States) -> StateDict:
         name = own_names.get(plain_name(sent_name), sent_name)
         # Sharded parameters receive their values when they are loaded.
         is_whole = name in own and sharded_param_of(own[name]) is None
-        state[name] = value.receive(None) if is_whole and isinstance(value, Incoming) else value
+        if is_whole and isinstance(value, Incoming):
+            value = _split_like(own[name], value.receive(None))
+        state[name] = value
     names = {plain_name(f"{name}.").removesuffix("."): name for name in versions_of(own)}
     set_versions(state, {names.get(name, name): v for name, v in incoming.versions.items()})
     return state
+
+
+def _split_like(like: object, full: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor) or like.shape != full.shape:
+        return full
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _received_optimizer(

@@ -173,8 +173,8 @@ def _split(mesh: DeviceMesh) -> nn.Module:
 
 
 def _with_buffer(mesh: DeviceMesh) -> nn.Module:
-    model = MLP()
-    model.register_buffer("count", distribute_tensor(torch.ones(2), mesh["tp"], [Replicate()]))
+    model = MLP().parallelize(mesh["tp"])
+    model.register_buffer("count", distribute_tensor(torch.ones(2), mesh["dp"], [Replicate()]))
     return model
 
 
@@ -184,7 +184,7 @@ def _with_buffer(mesh: DeviceMesh) -> nn.Module:
         (_with_partial, "dp", "'out.weight'.*only Shard and Replicate"),
         (_uneven, "dp", "'out.weight'.*size 3 in dim 0"),
         (_on_two_meshes, "dp", "'out.weight'.*(one axis|parallelize all)"),
-        (_with_buffer, "dp", "buffer 'count' is a DTensor"),
+        (_with_buffer, "dp", "buffer 'count' is a DTensor.*overlaps"),
         (_split, "tp", "'up.weight'.*overlaps"),
         (_split, "all", "'up.weight'.*(overlaps|slices of one mesh)"),
         (_split, "none", "'up.weight'.*slices of one mesh"),
