@@ -47,13 +47,14 @@ OUR_MODELS, EXPERTS = "graphshard.integrations.torchtitan", "qwen3_moe_debug"
 Logged = list[tuple[int, float, float]]
 
 
-def _train(folder: Path, module: str, config: str, *arguments: str) -> Logged:
-    """Train on two ranks; return the log of the first: (step, loss, gradient norm)."""
+def _train(folder: Path, module: str, config: str, *arguments: str, num_ranks: int = 2) -> Logged:
+    """Train, and return the log of the first rank: (step, loss, gradient norm)."""
     assets, losses = folder / "assets", folder / "losses.json"
     tokenizer().save_pretrained(assets)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "tests.zoo.torchtitan_on_cpu", str(losses), "--module", module]
-    command += ["--config", config, "--hf_assets_path", str(assets), "--dump_folder", str(folder)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={num_ranks}", "-m", "tests.zoo.torchtitan_on_cpu", str(losses)]
+    command += ["--module", module, "--config", config]
+    command += ["--hf_assets_path", str(assets), "--dump_folder", str(folder)]
     done = subprocess.run(
         [*command, *SETTINGS, f"--training.steps={STEPS}", *arguments],
         capture_output=True,
@@ -66,10 +67,10 @@ def _train(folder: Path, module: str, config: str, *arguments: str) -> Logged:
     return [tuple(entry) for entry in json.loads(losses.read_text())]
 
 
-def _beside_fsdp2(folder: Path, model: str, *arguments: str) -> None:
-    name = f"{model}_debugmodel"
-    theirs = _train(folder, model, name, *FSDP2, *arguments)
-    logged = _train(folder, f"{OUR_MODELS}.{model}", name, *OURS, *arguments)
+def _beside_fsdp2(folder: Path, model: str, *arguments: str, num_ranks: int = 2) -> None:
+    name, ranks = f"{model}_debugmodel", {"num_ranks": num_ranks}
+    theirs = _train(folder, model, name, *FSDP2, *arguments, **ranks)
+    logged = _train(folder, f"{OUR_MODELS}.{model}", name, *OURS, *arguments, **ranks)
     assert len(logged) >= STEPS and logged[0][1] > logged[-1][1]
     assert [step for step, _, _ in logged] == [step for step, _, _ in theirs]
     for (_, loss, norm), (_, expected, expected_norm) in zip(logged, theirs):
@@ -83,6 +84,12 @@ def test_llama_with_microbatches_and_validation_matches_fsdp2(tmp_path: Path) ->
 
 def test_qwen_with_tied_embeddings_matches_fsdp2(tmp_path: Path) -> None:
     _beside_fsdp2(tmp_path, "qwen3", FLOAT32)
+
+
+@pytest.mark.parametrize("model", ["llama3", "qwen3"])
+def test_tensor_parallelism_matches_fsdp2(tmp_path: Path, model: str) -> None:
+    split = "--parallelism.tensor_parallel_degree=2"
+    _beside_fsdp2(tmp_path, model, FLOAT32, split, num_ranks=4)
 
 
 def experts_beside_fsdp2(folder: Path, whole_loss: bool) -> float:
@@ -131,7 +138,6 @@ def test_options_that_torchtitan_sets_are_refused() -> None:
 @pytest.mark.parametrize(
     "degrees, settings, message",
     [
-        ({"tp": 2}, {}, "parallelism.tensor_parallel_degree is more than 1"),
         ({"cp": 2}, {}, "parallelism.context_parallel_degree is more than 1"),
         ({"pp": 2}, {}, "parallelism.pipeline_parallel_degree is more than 1"),
         ({"dp_shard": 2, "ep": 2}, {}, "parallelism.expert_parallel_degree is more than 1"),

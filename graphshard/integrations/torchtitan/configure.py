@@ -1,7 +1,8 @@
 """Change a configuration of torchtitan's trainer so that graphshard shards and compiles the model.
 
     Trainer.__init__                      parallelize()
-    a model on the meta device      ───►  activation checkpointing, as torchtitan does it
+    a model on the meta device      ───►  tensor parallelism and activation checkpointing, as
+                                          torchtitan does them
                                           sharded over the mesh axes "fsdp" (and "dp_replicate")
     to_empty, init_weights          ◄───  compiled in place; gradients are summed
     each step                             losses are sums divided by the tokens of all ranks
@@ -52,7 +53,7 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
     Raises:
         ValueError: ``config`` has no model, or an option duplicates a torchtitan setting. When the
-            trainer is created: ``config`` sets tensor, context, pipeline or expert parallelism, or
+            trainer is created: ``config`` sets context, pipeline or expert parallelism, or
             graphshard rejects an option.
     """
     set_by_torchtitan = {"mesh", "mp_policy", "offload_policy", "reshard_after_forward", "compiler"}
@@ -101,6 +102,8 @@ def parallelize(
         ValueError: graphshard does not support a setting, or rejects an option.
     """
     _check(parallel_dims, parallelism)
+    if parallel_dims.tp_enabled:
+        _split(model, parallel_dims)
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     options = {
         "mesh": parallel_dims.get_mesh(names),
@@ -125,6 +128,15 @@ def parallelize(
     return model
 
 
+def _split(model: Any, parallel_dims: ParallelDims) -> None:
+    """Apply torchtitan's tensor parallelism."""
+    model.parallelize(parallel_dims)
+    # This unties the embeddings. torchtitan ties them again when it initializes the model, but they
+    # have to be tied when they are sharded.
+    if model.enable_weight_tying:
+        model.tok_embeddings.weight = model.lm_head.weight
+
+
 def _count_tokens_once(model: nn.Module) -> None:
     """Stop torchtitan from halving the token counts of experts."""
     # To balance experts, torchtitan compares their token counts with the mean. It first halves the
@@ -139,7 +151,6 @@ def _count_tokens_once(model: nn.Module) -> None:
 def _check(dims: ParallelDims, parallelism: ParallelismConfig) -> None:
     """Raise ValueError if graphshard does not support a setting."""
     others = {
-        "tensor": dims.tp_enabled,
         "context": dims.cp_enabled,
         "pipeline": dims.pp_enabled,
         "expert": dims.ep_enabled,
@@ -147,8 +158,8 @@ def _check(dims: ParallelDims, parallelism: ParallelismConfig) -> None:
     for name, enabled in others.items():
         if enabled:
             raise ValueError(
-                f"parallelism.{name}_parallel_degree is more than 1: graphshard shards over data "
-                "parallel ranks only; set it to 1"
+                f"parallelism.{name}_parallel_degree is more than 1: only data and tensor "
+                "parallelism are supported; set it to 1"
             )
     if parallelism.spmd_backend != _SPMD:
         raise ValueError(
