@@ -29,7 +29,14 @@ from torch.optim import Optimizer
 
 from ..dynamo_backend import backend
 from ..params.state_dict import full_state_dict
-from .common import is_sharded, load_sharded, may_be_moved, save_sharded, shard_and_compile
+from .common import (
+    is_sharded,
+    is_split,
+    load_sharded,
+    may_be_moved,
+    save_sharded,
+    shard_and_compile,
+)
 
 # Subfolder of a ``save_state`` folder with the checkpoint of the first sharded model; other models
 # append a number to the name.
@@ -58,8 +65,9 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         The result of ``Accelerator.prepare(model, *others)``. The model is the same object.
 
     Raises:
-        ValueError: the accelerator uses a sharding strategy, compiler or fp8, one of ``others`` is
-            a module, or :func:`graphshard.backend` rejects an option.
+        ValueError: the accelerator uses a sharding strategy, compiler or fp8, tensor parallelism
+            has split the model, one of ``others`` is a module, or :func:`graphshard.backend`
+            rejects an option.
     """
     _check(accelerator, model, others)
     dynamo_backend = backend(**options)
@@ -90,6 +98,12 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
         raise ValueError(
             f"the accelerator has dynamo_backend={compiler.value}: graphshard compiles "
             "the model; leave dynamo_backend unset (in a Trainer: torch_compile)"
+        )
+    if isinstance(model, nn.Module) and is_split(model):
+        raise ValueError(
+            f"tensor parallelism has split {type(model).__name__}, whose ranks need equal batches, "
+            "but Accelerate gives each rank its own: leave the model whole, or train it with "
+            "torchtitan or your own loop"
         )
     if accelerator.parallelism_config is not None:
         raise ValueError(f"the accelerator has a parallelism_config: {how}")

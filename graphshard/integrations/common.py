@@ -25,16 +25,27 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..dynamo_backend import Backend, shard
 from ..params.grad_sync import no_sync
-from ..params.sharded_param import sharded_model_of
+from ..params.sharded_param import sharded_model_of, sharded_param_of
 
 
 def is_sharded(model: object) -> bool:
     """Return whether graphshard has sharded ``model``, or a module that contains it."""
     return isinstance(model, nn.Module) and sharded_model_of(model) is not None
+
+
+def is_split(model: nn.Module) -> bool:
+    """Return whether tensor parallelism has split a parameter, before or after sharding."""
+    for param in model.parameters():
+        sharded = sharded_param_of(param)
+        tp_mesh = sharded.spec.groups.tp_mesh if sharded is not None else None
+        if tp_mesh is not None or (sharded is None and isinstance(param, DTensor)):
+            return True
+    return False
 
 
 def may_be_moved(model: nn.Module, options: Mapping[str, Any]) -> bool:

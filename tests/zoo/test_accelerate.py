@@ -16,9 +16,11 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import graphshard
 from graphshard.integrations.accelerate import ShardedAccelerator, prepare
 from tests import ranks
 from tests.numerics.compare import assert_rounded, relative_error, whole
+from tests.numerics.parallel import MLP, mesh_2d, split
 from tests.ranks import on_ranks
 
 from .launched import Kept, Texts, as_by_torchrun, same, small_llama, updates
@@ -157,6 +159,17 @@ def _refuse(folder: str) -> None:
         accelerator.load_state()
     with pytest.raises(ValueError, match="is not a checkpoint of a sharded model"):
         accelerator.load_state(folder)
+
+
+@on_ranks(2)
+def test_split_model_is_refused() -> None:
+    as_by_torchrun()
+    mesh = mesh_2d(dp=1)
+    model = split(MLP, mesh)
+    for _ in range(2):  # the second time, it is also sharded
+        with pytest.raises(ValueError, match="tensor parallelism has split MLP"):
+            prepare(Accelerator(cpu=True), model, mesh=mesh["dp"], compiler="aot_eager")
+        graphshard.shard(model, mesh["dp"])
 
 
 def test_bad_input_is_refused_without_changes(tmp_path: Path) -> None:
