@@ -38,6 +38,7 @@ ON_CPU = {
     '"cuda"': '"cpu"',
     ".cuda()": ".cpu()",
     "graphshard.backend(mesh": 'graphshard.backend(mesh, compiler="aot_eager"',
+    "graphshard.backend(dp": 'graphshard.backend(dp, compiler="aot_eager"',
     '{"mp_policy": policy})': '{"mp_policy": policy, "compiler": "aot_eager"})',
     "mp_policy=policy)  # the": 'mp_policy=policy, compiler="aot_eager")  # the',
     "ShardedFabricStrategy(": 'ShardedFabricStrategy(compiler="aot_eager", ',
