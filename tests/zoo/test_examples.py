@@ -24,9 +24,6 @@ from .words import WORDS, tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 
 
-STANDALONE = ("--standalone", "--nproc_per_node=2")
-
-
 def _start(example: str, launch: Sequence[str], *arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", *launch]
     command += [str(ROOT / "examples" / example), *map(str, arguments)]
@@ -120,7 +117,9 @@ def test_pretraining_on_two_nodes_resumes_on_one(tmp_path: Path) -> None:
     assert pretrain_and_resume(tmp_path) == Kept(saved=True, resumed=True)
 
 
-def test_fine_tuned_adapters_load_in_plain_peft(tmp_path: Path) -> None:
+def test_fine_tuned_adapters_load_in_plain_peft(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     base, out = tmp_path / "base", tmp_path / "adapters"
     torch.manual_seed(0)
     small_llama().save_pretrained(base)
@@ -129,7 +128,8 @@ def test_fine_tuned_adapters_load_in_plain_peft(tmp_path: Path) -> None:
     text.write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(400)))
     arguments = [f"--model={base}", f"--text={text}", f"--out={out}", "--dtype=float32"]
     arguments += ["--steps=3", "--length=12", "--rank=4", "--compiler=aot_eager"]
-    printed = _end(_start("finetune_lora.py", STANDALONE, *arguments))
+    run_script(tmp_path, ROOT / "examples" / "finetune_lora.py", *arguments)
+    printed = capfd.readouterr().out
     assert "3/3  loss" in printed and "held-out loss" in printed
     adapted = peft.PeftModel.from_pretrained(small_llama(), out)
     moved = [p for name, p in adapted.named_parameters() if "lora_B" in name]
