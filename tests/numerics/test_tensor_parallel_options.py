@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -212,6 +213,74 @@ def test_frozen_and_reused_parameters() -> None:
             one.zero_grad()
     assert not model.up.bias.requires_grad
     assert_like_fsdp2(model.state_dict(), eager.state_dict(), 1e-6)
+
+
+class Deep(nn.Module):
+    """A model of equal layers, each with two collectives of tensor parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MLP() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer.down(F.gelu(layer.up(layer.norm(x))))
+            x = x * layer.out(x).sum(-1, keepdim=True).sigmoid()
+        return x.square().mean()
+
+    batch = staticmethod(MLP.batch)
+
+    def parallelize(self, tp: DeviceMesh) -> Deep:
+        """Split all layers."""
+        for layer in self.layers:
+            layer.parallelize(tp)
+        return self
+
+
+@on_ranks(4)
+def test_equal_layers_are_compiled_once() -> None:
+    mesh = mesh_2d()
+    model, eager = split(Deep, mesh), under_fsdp2(Deep, mesh)
+    backend = graphshard.backend(
+        mesh["dp"], compiler="aot_eager", schedule=graphshard.SchedulePolicy(regions=True)
+    )
+    compiled, data = torch.compile(model, backend=backend, fullgraph=True), batches(Deep, mesh)
+    ours, theirs = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other)
+    for plan in backend.plans:
+        assert plan.regions.num_calls > plan.regions.num_compiled_regions > 0, plan.regions
+
+
+# As in FSDP2's own tests of several meshes: parts that are sharded one by one, and other stages.
+
+
+@pytest.mark.parametrize("reshards", [False, True])
+@on_ranks(4)
+def test_parts_that_are_sharded_first(reshards: bool) -> None:
+    mesh = mesh_2d()
+    model, eager = split(Deep, mesh), under_fsdp2(Deep, mesh)
+    for part in (*model.layers[:2], model):
+        graphshard.shard(part, mesh["dp"], reshard_after_forward=reshards, compiler="aot_eager")
+    backend = graphshard.backend(mesh["dp"], reshard_after_forward=reshards, compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    data = batches(Deep, mesh)
+    ours, theirs = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other)
+
+
+@on_ranks(8, timeout_s=400)
+def test_stages_of_a_pipeline() -> None:
+    """The ranks of each stage train a model of their own."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    kind = (MLP, Deep)[mesh["pp"].get_local_rank()]
+    model, compiled = under_graphshard(kind, mesh)
+    eager = under_fsdp2(kind, mesh)
+    data = batches(kind, mesh)
+    ours, theirs = train(compiled, model, data), train(eager, eager, data)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other)
 
 
 class Reusing(MLP):
