@@ -1,7 +1,7 @@
 """Read a normalized forward, backward or inference graph as a ``Problem`` to be scheduled.
 
 A step is a run of nodes between two points where a value must have arrived or becomes ready to be
-sent:
+sent, or where the model itself launches a collective or waits for it:
 
     graph    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
     steps                     [a           b          ]                    [t           c       ]
@@ -27,14 +27,16 @@ from graphshard.ops.groups import keeps_send_copies
 from graphshard.ops.marker_specs import ReloadSpec, UnshardSpec
 from graphshard.ops.nodes import (
     HELD_BYTES,
+    WAIT,
     WHOLE_SHARD,
+    is_user_launch,
     is_view,
     memory_bytes,
     root_of,
     users_through_views,
     value_of,
 )
-from graphshard.passes.describe import describe_transfers, source_of
+from graphshard.passes.describe import describe_transfers, describe_user_collective, source_of
 from graphshard.planning.live_bytes import Span, sum_spans
 from graphshard.planning.plan import Problem, Transfer
 
@@ -75,8 +77,10 @@ def build_problem(
     unmaterialized = cost_model.unmaterialized(values)
     last_uses = _last_uses(graph, position, unmaterialized.inlined)
     reaches = [_reach(marker, position, last_uses[marker]) for marker in transfers]
-    bounds = {p for reach in reaches for p in (reach.ready, reach.due) if p < len(nodes)}
-    starts = sorted({0, *bounds}) if nodes else []
+    bounds = {p for reach in reaches for p in (reach.ready, reach.due)}
+    user_waits = _user_waits(nodes, position)
+    bounds.update((position[launch] for launch in user_waits), user_waits.values())
+    starts = sorted({0, *bounds} - {len(nodes)}) if nodes else []
     ends = [*starts[1:], len(nodes)]
     runs_at = position
     if cost_model.fuses:
@@ -100,6 +104,12 @@ def build_problem(
         fixed_border_bytes=tuple(alive.before[border] for border in borders),
         transfers=tuple(placed),
         copies_sent=any(keeps_send_copies(t.group) for t in placed if t.group),
+        user_collectives=tuple(
+            describe_user_collective(
+                launch, bisect_left(starts, position[launch]), bisect_left(starts, wait)
+            )
+            for launch, wait in user_waits.items()
+        ),
     )
     steps = [nodes[start] for start in starts]
     return GraphProblem(problem, list(transfers), steps, _step_of(graph, steps))
@@ -108,6 +118,18 @@ def build_problem(
 def _compute_nodes(graph: fx.Graph) -> list[fx.Node]:
     around = ("placeholder", "output")
     return [node for node in graph.nodes if node.op not in around and not markers.is_marker(node)]
+
+
+def _user_waits(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Return the position of the first wait for each of the user's launches, in graph order."""
+    waits = {}
+    for node in filter(is_user_launch, nodes):
+        # The results of a coalesced collective are parts of its value.
+        users = (*node.users, *(user for part in node.users for user in part.users))
+        waited = [position[user] for user in users if user.target is WAIT]
+        waits_itself = getattr(node.target, "namespace", "") == "_dtensor"
+        waits[node] = min(waited, default=position[node] + 1 if waits_itself else len(nodes))
+    return waits
 
 
 def _step_of(graph: fx.Graph, steps: Sequence[fx.Node]) -> dict[fx.Node, int]:
@@ -240,7 +262,8 @@ def _alive_bytes(
         elif results is not None and isinstance(node.meta.get("val"), torch.Tensor):
             holders[node] = {node} if holders[results] else set()
         else:
-            holders[node] = holders[node.args[0]] if is_view(node) else {node}
+            shares = is_view(node) or node.target is WAIT
+            holders[node] = holders[node.args[0]] if shares else {node}
         if node.op == "placeholder":
             last_use[node] = -1 if _is_freed(node, kind) else end
     owners = [n for n, own in holders.items() if n in own and n.op != "output"]

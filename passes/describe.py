@@ -1,14 +1,15 @@
-"""Describe the parameter and the transfer of each marker for a plan. Changes nothing."""
+"""Describe the parameter and the transfer of each marker, and the model's own collectives."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 
+import torch
 from torch import fx
 
 from graphshard._torch.aot_graphs import inputs_of_gradients, original_inputs
-from graphshard._torch.tensors import size_hint
+from graphshard._torch.tensors import size_hint, tree_leaves
 from graphshard.kinds import HOST_COPIES, TransferKind
 from graphshard.ops import markers
 from graphshard.ops.collectives import needs_own_copy
@@ -20,7 +21,7 @@ from graphshard.ops.marker_specs import (
     UnshardSpec,
 )
 from graphshard.ops.nodes import memory_bytes, num_bytes, value_of
-from graphshard.planning.plan import PlanParam, Transfer
+from graphshard.planning.plan import PlanParam, Transfer, UserCollective
 
 
 def markers_of(graph: fx.Graph) -> list[fx.Node]:
@@ -138,3 +139,25 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         replica_stride=replicas.stride,
         host=spec.host_memory is not None,
     )
+
+
+def describe_user_collective(node: fx.Node, launch: int, wait: int) -> UserCollective:
+    """Describe a collective that the model itself launches, given its steps."""
+    op = str(node.target).split(".")[1].removesuffix("_")
+    group = node.kwargs.get("group_name", node.args[-1] if node.args else "")
+    # A name or, in torch 2.13, also a group; unknown if the graph computes it.
+    name = getattr(group, "group_name", group)
+    name = name if isinstance(name, str) else ""
+    span = span_of(name) if name else GroupSpan(1, 1)
+    kind = next((kind for kind in _RATES if op.startswith(kind)), TransferKind.ALL_GATHER)
+    sent = _num_bytes([used.meta.get("val") for used in node.all_input_nodes])
+    full = _num_bytes(node.meta.get("val")) if kind == TransferKind.ALL_GATHER else sent
+    return UserCollective(op, kind, full, name, span.world, launch, wait, span.stride)
+
+
+# Others, such as an all-to-all or a broadcast, take about as long as an all-gather of their result.
+_RATES = (TransferKind.ALL_REDUCE, TransferKind.REDUCE_SCATTER)
+
+
+def _num_bytes(value: object) -> int:
+    return sum(num_bytes(v) for v in tree_leaves(value) if isinstance(v, torch.Tensor))

@@ -95,7 +95,7 @@ def _op_kind(op: OpOverload[..., Any]) -> NodeKind:
         return NodeKind.KERNEL
     if aten_name(op) == "prepare_softmax_online":  # the maximum and the sum of exponentials
         return NodeKind.REDUCTION
-    if op.namespace in ("_c10d_functional", "c10d_functional", "graphshard"):
+    if op.namespace in ("_c10d_functional", "c10d_functional", "_dtensor", "graphshard"):
         return NodeKind.BARRIER
     if op.is_view or aten_name(op) == "_unsafe_view":
         return NodeKind.VIEW

@@ -20,6 +20,8 @@ Value: TypeAlias = torch.Tensor | fx.Node  # a tensor, or the graph node that st
 
 Values: TypeAlias = Sequence[torch.Tensor] | fx.Node  # tensors, or the node of a list of them
 
+WAIT = torch.ops._c10d_functional.wait_tensor.default  # waits for a collective; returns its result
+
 # Our keys in ``node.meta``. PLANNED marks nodes that a rewrite has inserted for a plan.
 PLANNED = "graphshard_planned"
 
@@ -42,6 +44,13 @@ def value_of(value: Value) -> torch.Tensor:
 def is_view(node: fx.Node) -> bool:
     """Return whether a node's value is part of the value of its first argument."""
     return node.target is operator.getitem or getattr(node.target, "is_view", False)
+
+
+def is_user_launch(node: fx.Node) -> bool:
+    """Return whether ``node`` launches a collective that the model itself calls."""
+    if PLANNED in node.meta or node.target is WAIT:
+        return False
+    return getattr(node.target, "namespace", "") in ("_c10d_functional", "_dtensor")
 
 
 def is_random(node: fx.Node) -> bool:

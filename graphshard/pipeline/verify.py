@@ -15,7 +15,8 @@ from torch import fx
 from .._torch.tensors import tree_leaves
 from ..kinds import HOST_COPIES, TransferKind
 from ..ops import collectives, host_copy, markers
-from ..ops.nodes import PLANNED, num_bytes
+from ..ops.nodes import PLANNED, WAIT, is_user_launch, num_bytes
+from ..passes.describe import describe_user_collective
 from ..passes.saving import saved_nodes
 from ..planning.plan import Bucket, Plan, events_by_step
 
@@ -49,7 +50,7 @@ class Wait:
     launch: int  # index of the launch in the graph
 
 
-Event = Launch | Wait
+Event = Launch | Wait | str  # text for the launch of a user collective
 
 
 def verify_partition(
@@ -66,7 +67,7 @@ def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
     """Check that the graph is valid and does what ``plan`` says.
 
     It must launch every collective once and wait for each buffer once, all in the plan's order,
-    and contain no markers.
+    with every launch on the planned side of each user collective, and contain no markers.
     """
     graph.lint()
     left = [node.name for node in graph.nodes if node.target in markers.MARKERS]
@@ -81,8 +82,12 @@ def _planned_events(plan: Plan) -> list[Event]:
     events: list[Event] = []
     launch_of: dict[tuple[int, int], int] = {}  # (bucket, buffer) to index of the launch
     num_launched = 0
-    for step in events_by_step(plan.problem.num_steps, plan.buckets):
+    problem, users = plan.problem, plan.problem.user_collectives
+    for step in events_by_step(problem.num_steps, plan.buckets, users):
         for i, is_wait in step:
+            if i >= len(plan.buckets):
+                events += [] if is_wait else [str(users[i - len(plan.buckets)])]
+                continue
             bucket = plan.buckets[i]
             # In a graph, an all-reduce of shards looks like any other all-reduce.
             over_replicas = bucket.kind == TransferKind.ALL_REDUCE_SHARDS
@@ -111,14 +116,16 @@ def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
 
 
 def _graph_events(graph: fx.Graph) -> list[Event]:
-    """Return our launches and waits in order, without the model's own collectives."""
+    """Return our launches and waits, and the user's launches, in order."""
     events: list[Event] = []
     launches: dict[fx.Node, Wait] = {}  # the event of the wait for each buffer
     num_launched = 0
     for node in graph.nodes:
-        if PLANNED not in node.meta:
+        if is_user_launch(node):
+            events.append(str(describe_user_collective(node, launch=0, wait=0)))
+        elif PLANNED not in node.meta:
             continue
-        if node.target in _KIND_OF_LAUNCH:
+        elif node.target in _KIND_OF_LAUNCH:
             kind = _launch_kind(node)
             events.append(Launch(kind, _full_bytes(node)))
             buffers = list(node.users) if isinstance(node.meta["val"], list) else [node]
@@ -126,7 +133,7 @@ def _graph_events(graph: fx.Graph) -> list[Event]:
                 _verify_one_wait(buffer)
                 launches[buffer] = Wait(kind, num_launched)
             num_launched += 1
-        elif node.target is _c10d.wait_tensor.default and node.args[0] in launches:
+        elif node.target is WAIT and node.args[0] in launches:
             # Our other waits, which plans do not list, make the host wait for copies to it.
             events.append(launches[node.args[0]])
     return events
@@ -140,7 +147,7 @@ def _launch_kind(node: fx.Node) -> TransferKind:
 
 def _verify_one_wait(buffer: fx.Node) -> None:
     users = list(buffer.users)
-    if [user.target for user in users] != [_c10d.wait_tensor.default]:
+    if [user.target for user in users] != [WAIT]:
         raise AssertionError(f"{buffer.name} must have one user, its wait, but has {users}")
 
 

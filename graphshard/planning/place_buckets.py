@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 from ..errors import BackendError
@@ -23,19 +23,23 @@ class _LaunchRange(NamedTuple):
 def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
     """Return the buckets of ``plan``, in their order, with launches and waits that fit ``problem``.
 
-    A bucket keeps its steps as far as its transfers are ready and not yet due there in ``problem``.
+    A bucket keeps its steps as far as its transfers are ready and not yet due there in ``problem``,
+    and its place among the user collectives in any case.
 
     Args:
         plan: first rank's plan for the same transfers, possibly in a different order and with
             different steps; its parameters are identified by this rank's graph inputs.
 
     Raises:
-        BackendError: ``problem`` has different transfers, or does not allow their order.
+        BackendError: ``problem`` has different transfers or user collectives, or does not allow
+            their order.
     """
+    _check_user_collectives(problem, plan.problem)
     end, buckets = problem.num_steps, _buckets_for(problem, params, plan)
     bucket_transfers = [[problem.transfers[i] for i in bucket.transfers] for bucket in buckets]
     due = [min([end, *(t.due for t in transfers)]) for transfers in bucket_transfers]
-    ranges = _launch_ranges(bucket_transfers, due)
+    sections = [_section(problem, plan, bucket) for bucket in buckets]
+    ranges = _launch_ranges(bucket_transfers, due, sections)
     placed: list[Bucket] = []
     for bucket, bounds, wait in zip(buckets, ranges, due):
         if bounds.earliest > bounds.latest:
@@ -48,6 +52,29 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
         wait = wait if wait < end else min(max(bucket.wait, launch), end)
         placed.append(dataclasses.replace(bucket, launch=launch, wait=wait))
     return tuple(_waited_before_replicas(bucket, placed) for bucket in placed)
+
+
+def _check_user_collectives(problem: Problem, theirs: Problem) -> None:
+    names = [
+        [f"{i}: {user}" for i, user in enumerate(some.user_collectives)]
+        for some in (problem, theirs)
+    ]
+    for our, their in zip_longest(*names, fillvalue="none"):
+        if our != their:
+            raise BackendError(
+                f"the {problem.graph} graph and the first rank's call different collectives of "
+                f"their own: {our} instead of {their}. The forward must call the same collectives "
+                "in the same order on all ranks"
+            )
+
+
+def _section(problem: Problem, plan: Plan, bucket: Bucket) -> _LaunchRange:
+    """Return the steps of ``problem`` that are between the same user collectives as ``bucket``."""
+    number, users = plan.problem.num_user_launches(bucket.launch), problem.user_collectives
+    return _LaunchRange(
+        earliest=users[number - 1].launch + 1 if number else 0,
+        latest=users[number].launch if number < len(users) else problem.num_steps,
+    )
 
 
 def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> list[Bucket]:
@@ -92,12 +119,15 @@ def _positions(transfers: Sequence[Transfer]) -> dict[Transfer, list[int]]:
 
 
 def _launch_ranges(
-    bucket_transfers: Sequence[Sequence[Transfer]], due: Sequence[int]
+    bucket_transfers: Sequence[Sequence[Transfer]],
+    due: Sequence[int],
+    sections: Sequence[_LaunchRange],
 ) -> list[_LaunchRange]:
-    ready = [max(t.ready for t in transfers) for transfers in bucket_transfers]
+    ready = (max(t.ready for t in transfers) for transfers in bucket_transfers)
     # Buckets are in launch order: none may be launched before an earlier one, or after a later one.
-    earliest = accumulate(ready, max)
-    latest = list(accumulate(reversed(due), min))[::-1]
+    earliest = accumulate(map(max, ready, (section.earliest for section in sections)), max)
+    last = [min(step, section.latest) for step, section in zip(due, sections)]
+    latest = list(accumulate(reversed(last), min))[::-1]
     return [_LaunchRange(*bounds) for bounds in zip(earliest, latest)]
 
 

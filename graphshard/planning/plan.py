@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -118,6 +119,35 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class UserCollective:
+    """A collective that the model itself calls, as tensor parallelism does.
+
+    Its launch and its wait each begin a step; buckets of those steps are launched and waited for
+    just before.
+
+    Attributes:
+        op: name of its operator, such as "all_reduce".
+        kind: kind of collective by which its time is predicted.
+        num_bytes: size of the full tensors: gathered, or sent by each rank.
+        group, world, stride: same as in ``Transfer``.
+        launch: step that begins with its launch.
+        wait: step that begins with its wait; ``Problem.num_steps`` if the graph does not wait.
+    """
+
+    op: str
+    kind: TransferKind
+    num_bytes: int
+    group: str
+    world: int
+    launch: int
+    wait: int
+    stride: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.op} in group {self.group}"
+
+
+@dataclass(frozen=True)
 class Problem:
     """A graph to schedule.
 
@@ -130,6 +160,7 @@ class Problem:
         transfers: all transfers in graph order, copies of activations last.
         copies_sent: whether the backend copies the data to reduce and holds the copy until the
             wait, like gloo.
+        user_collectives: collectives of the model itself, in launch order.
     """
 
     graph: GraphKind
@@ -139,10 +170,15 @@ class Problem:
     fixed_border_bytes: tuple[int, ...]
     transfers: tuple[Transfer, ...]
     copies_sent: bool = False
+    user_collectives: tuple[UserCollective, ...] = ()
 
     @property
     def num_steps(self) -> int:
         return len(self.steps)
+
+    def num_user_launches(self, step: int) -> int:
+        """Return the number of user collectives launched before a bucket that ``step`` launches."""
+        return bisect_left(self.user_collectives, step, key=lambda user: user.launch)
 
 
 @dataclass(frozen=True)
@@ -218,33 +254,43 @@ def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | No
 
 
 class BucketEvent(NamedTuple):
-    """The launch of, or the wait for, the bucket at a position in ``Plan.buckets``."""
+    """The launch of, or the wait for, the bucket at a position in ``Plan.buckets``.
+
+    User collectives are numbered after the buckets.
+    """
 
     bucket: int
     is_wait: bool
 
 
-def events_by_step(num_steps: int, buckets: Sequence[Bucket]) -> list[list[BucketEvent]]:
+def events_by_step(
+    num_steps: int, buckets: Sequence[Bucket], users: Sequence[UserCollective] = ()
+) -> list[list[BucketEvent]]:
     """Return the `sorted_events` before each step; the last list is at the graph's end."""
     events: list[list[BucketEvent]] = [[] for _ in range(num_steps + 1)]
     launches, waits = [bucket.launch for bucket in buckets], [bucket.wait for bucket in buckets]
-    for step, _, _, is_launch, i in sorted_events(launches, waits, next_in_chain(buckets)):
+    for step, _, _, is_launch, i in sorted_events(launches, waits, next_in_chain(buckets), users):
         events[step].append(BucketEvent(i, is_wait=not is_launch))
     return events
 
 
 def sorted_events(
-    launches: Sequence[int], waits: Sequence[int], successors: Mapping[int, int]
+    launches: Sequence[int],
+    waits: Sequence[int],
+    successors: Mapping[int, int],
+    users: Sequence[UserCollective] = (),
 ) -> list[tuple[int, bool, int, bool, int]]:
     """Return the launches and waits of all buckets in order.
 
     Before each step, launches come before waits, both in the order of the buckets. One exception:
-    if another bucket continues this one, the wait comes right before that bucket's launch.
+    if another bucket continues this one, the wait comes right before that bucket's launch. User
+    collectives come last: the step begins with their launch or wait.
 
     Args:
         launches: launch step of each bucket.
         waits: wait step of each bucket; with a successor, the launch step of that one.
         successors: result of ``next_in_chain``.
+        users: user collectives, numbered after the buckets.
 
     Returns:
         For each event: step, two keys that only sort, whether it is a launch, and the bucket.
@@ -255,6 +301,8 @@ def sorted_events(
             events.append((wait, False, successors[i], False, i))
         else:
             events.append((wait, True, i, False, i))
+    for i, user in enumerate(users, len(launches)):
+        events += [(user.launch, True, i, True, i), (user.wait, True, i, False, i)]
     events.sort()
     return events
 
@@ -373,9 +421,18 @@ class Plan:
         return dataclasses.replace(self, params=params)
 
     def collectives_text(self) -> str:
-        """Return the collectives as text, one line each, in launch order."""
-        collectives = [bucket for bucket in self.buckets if bucket.kind not in HOST_COPIES]
-        return "\n".join([f"{self.graph} graph", *map(self._bucket_text, collectives)])
+        """Return the collectives, also those of the user, one line each, in launch order."""
+        # Ranks must not differ in this order. If every launch has the same place in the order of
+        # all launches, no two groups can wait for each other.
+        users = [f"user collective: {user}" for user in self.problem.user_collectives]
+        lines, num_done = [f"{self.graph} graph"], 0
+        for bucket in self.buckets:
+            if bucket.kind in HOST_COPIES:
+                continue
+            num_before = self.problem.num_user_launches(bucket.launch)
+            lines += [*users[num_done:num_before], self._bucket_text(bucket)]
+            num_done = num_before
+        return "\n".join([*lines, *users[num_done:]])
 
     def _bucket_text(self, bucket: Bucket) -> str:
         def names(buffer: Sequence[int]) -> str:
@@ -405,10 +462,16 @@ class Plan:
                 "again"
             )
         transfers = tuple(_with_kind(Transfer, t) for t in raw["problem"].pop("transfers"))
+        users = raw["problem"].pop("user_collectives", ())  # missing in older files
         graph = GraphKind(raw["problem"].pop("graph"))
         return cls(
             params=tuple(PlanParam(**param) for param in raw["params"]),
-            problem=Problem(graph, **raw["problem"], transfers=transfers),
+            problem=Problem(
+                graph,
+                **raw["problem"],
+                transfers=transfers,
+                user_collectives=tuple(_with_kind(UserCollective, user) for user in users),
+            ),
             buckets=tuple(_with_kind(Bucket, bucket) for bucket in raw["buckets"]),
             kept=raw["kept"],
             reasons=raw["reasons"],

@@ -216,6 +216,7 @@ def _group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
     # Sort without the names of groups, which differ between ranks.
     described.sort(key=lambda facts: facts[:-2])
     names = [name for *_, group, replicas in described for name in (group, replicas)]
+    names += [user.group for plan in plans for user in plan.problem.user_collectives]
     return {name: f"#{i}" for i, name in enumerate(filter(None, dict.fromkeys(names)))}
 
 
@@ -225,7 +226,11 @@ def _with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
         for t in plan.problem.transfers
     )
     buckets = tuple(dataclasses.replace(b, group=names.get(b.group, "")) for b in plan.buckets)
-    problem = dataclasses.replace(plan.problem, transfers=transfers)
+    users = tuple(
+        dataclasses.replace(user, group=names.get(user.group, ""))
+        for user in plan.problem.user_collectives
+    )
+    problem = dataclasses.replace(plan.problem, transfers=transfers, user_collectives=users)
     return dataclasses.replace(plan, problem=problem, buckets=buckets)
 
 
@@ -275,6 +280,10 @@ def _communication_text(plans: Sequence[Plan]) -> str:
         transfers = without_host_copies(plan.problem).transfers
         described = {transfer: _transfer_text(plan, transfer) for transfer in transfers}
         lines += [f"{plan.graph} graph", *sorted([*described.values(), *kept])]
+        # In order: ranks follow one order of all launches, ours and those of the user.
+        if users := plan.problem.user_collectives:
+            names = ", ".join(map(str, users))
+            lines.append(f"user collectives of the {plan.graph} graph: {names}")
         kept = [line for transfer, line in described.items() if transfer.param in plan.kept]
     return "\n".join(lines)
 

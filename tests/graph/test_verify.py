@@ -112,12 +112,14 @@ def test_a_broken_graph_is_refused(
         verify_lowered(graph, plan)
 
 
-def test_collectives_of_the_model_itself_are_ignored(group: str) -> None:
+def test_a_collective_of_the_model_itself_must_be_in_the_plan(group: str) -> None:
     graph, plan = _lowered(group)
     shard = next(iter(graph.nodes))
     with graph.inserting_before(graph.output_node()):
-        graph.call_function(c10d.all_reduce.default, (shard, "sum", group))
-    verify_lowered(graph, plan)
+        reduced = graph.call_function(c10d.all_reduce.default, (shard, "sum", group))
+    reduced.meta["val"] = shard.meta["val"]
+    with pytest.raises(AssertionError, match=r"the graph does .*all_reduce in"):
+        verify_lowered(graph, plan)
 
 
 def _forward(group: str) -> tuple[fx.GraphModule, list[fx.Node]]:

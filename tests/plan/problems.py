@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
 from graphshard.kinds import GraphKind, TransferKind
-from graphshard.planning.plan import Problem, Transfer
+from graphshard.planning.plan import Problem, Transfer, UserCollective
 
 WORLD = 4
 
@@ -109,17 +110,25 @@ def reduction(
     )
 
 
+def user_collective(launch: int, num_bytes: int = 10, world: int = 2) -> UserCollective:
+    """Return an all-reduce of the model itself that begins step `launch`; the next step waits."""
+    kind = TransferKind.ALL_REDUCE
+    return UserCollective(kind, kind, num_bytes, "t", world, launch, launch + 1)
+
+
 def problem(
     compute_us: list[float],
     transfers: list[Transfer],
     fixed_bytes: list[int] | None = None,
     fixed_border_bytes: list[int] | None = None,
+    user_launches: Iterable[int] = (),
 ) -> Problem:
     """Return a backward problem.
 
     Args:
         fixed_bytes: memory of each step, apart from transfers.
         fixed_border_bytes: memory between steps; by default the smaller of the two steps' memory.
+        user_launches: steps that begin with an all-reduce of the model itself.
     """
     steps = tuple(f"step{i}" for i in range(len(compute_us)))
     other = fixed_bytes or [0] * len(steps)
@@ -133,12 +142,13 @@ def problem(
         tuple(other),
         tuple(fixed_border_bytes),
         tuple(transfers),
+        user_collectives=tuple(user_collective(step) for step in sorted(user_launches)),
     )
 
 
 @st.composite
 def problems(draw: st.DrawFn, max_replicas: int = 2, on_host: bool = True) -> Problem:
-    """Generate a backward problem of gathers and reductions.
+    """Generate a backward problem of gathers and reductions, among collectives of the model itself.
 
     Gathers may become ready late, reduced shards may be averaged over replicas, and the host may
     keep the shards of either.
@@ -161,6 +171,7 @@ def problems(draw: st.DrawFn, max_replicas: int = 2, on_host: bool = True) -> Pr
         draw(st.lists(times, min_size=num_steps, max_size=num_steps)),
         transfers,
         draw(st.lists(st.integers(0, 500), min_size=num_steps, max_size=num_steps)),
+        user_launches=draw(st.sets(st.integers(0, num_steps - 1), max_size=3)),
     )
 
 

@@ -1,0 +1,120 @@
+"""Collectives of the model itself, as of tensor parallelism: one order on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import graphshard
+from graphshard.ranks.plan_consensus import collectives_text
+from tests import ranks
+from tests.multirank.test_call_log import assert_same, message
+from tests.numerics.parallel import (
+    assert_like_fsdp2,
+    batches,
+    mesh_2d,
+    split,
+    train,
+    under_fsdp2,
+)
+
+pytestmark = pytest.mark.alone
+
+
+DIM = 64
+
+
+class Blocks(nn.Module):
+    """Linears that are split, and further sums of the activations over the same group.
+
+    Attributes:
+        sums: number of these sums, which change nothing.
+    """
+
+    def __init__(self, sums: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)) for _ in range(3)
+        )
+        self.sums, self._group = sums, ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        for _ in range(self.sums):
+            x = x + 0 * funcol.all_reduce(x.detach(), "sum", self._group)
+        return x.square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randn(4, DIM, generator=rng)
+
+    def parallelize(self, tp: DeviceMesh) -> Blocks:
+        self._group = tp.get_group().group_name
+        for block in self.blocks:
+            parallelize_module(block, tp, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return self
+
+
+def _policy() -> graphshard.SchedulePolicy:
+    """Return a policy by which compute hides all collectives on ranks 0 and 1, none on others."""
+    us = 1e5 if dist.get_rank() < 2 else 1e-3
+    return graphshard.SchedulePolicy(overlap=True, bucket_cap_mb=0.01, node_cost=lambda _: us)
+
+
+def _train() -> tuple[str, list[Any]]:
+    """Train like FSDP2; return the order of launches, and the schedules this rank would choose."""
+    mesh = mesh_2d()
+    model = split(Blocks, mesh)
+    backend = graphshard.backend(mesh["dp"], compiler="aot_eager", schedule=_policy())
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    eager, data = under_fsdp2(Blocks, mesh), batches(Blocks, mesh, 2)
+    steps = zip(train(compiled, model, data), train(eager, eager, data), strict=True)
+    for ours, theirs in steps:
+        assert_like_fsdp2(ours, theirs)
+    costs = _policy().cost_model(torch.device("cpu"))
+    own = [_policy().plan_buckets(plan.problem, costs) for plan in backend.plans]
+    text = collectives_text(backend.plans)
+    for axis in ("dp", "tp"):  # along an axis, groups differ in their names
+        text = text.replace(f"group {mesh[axis].get_group().group_name}", f"group {axis}")
+    return text, [[(b.launch, b.wait, b.num_bytes) for b in buckets] for buckets in own]
+
+
+def test_ranks_with_other_costs_launch_in_the_order_of_the_first() -> None:
+    texts, own = zip(*ranks.run_fresh(4, _train), strict=True)
+    assert own[0] != own[2]
+    assert len(set(texts)) == 1
+    forward, _, backward = texts[0].partition("backward graph")
+    for text, num_users, kind in ((forward, 3, "all_gather"), (backward, 2, "reduce_scatter")):
+        parts = text.split("user collective: all_reduce in group tp")
+        assert len(parts) == num_users + 1
+        assert any(kind in part for part in parts[1:-1])  # launches lie between them
+
+
+def _sum(sums: list[int]) -> str:
+    """Train with a number of sums that depends on the rank."""
+    mesh = mesh_2d()
+    model = Blocks(sums[dist.get_rank()]).parallelize(mesh["tp"])
+    backend = graphshard.backend(mesh["dp"], compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    x = torch.ones(4, DIM)
+    if len(set(sums)) == 1:
+        compiled(x).backward()
+        return str([len(plan.problem.user_collectives) for plan in backend.plans])
+    # Dynamo adds lines to errors that are raised during a compile.
+    return message(lambda: compiled(x).backward()).splitlines()[0]
+
+
+def test_sums_in_the_forward_are_in_the_plan() -> None:
+    assert set(ranks.run_fresh(4, _sum, [2] * 4)) == {"[5, 2]"}
+
+
+def test_another_number_of_sums_on_some_ranks_is_an_error_on_all() -> None:
+    assert_same(ranks.run_fresh(4, _sum, [1, 1, 2, 2]), "user collectives of the forward graph: ")

@@ -1,0 +1,92 @@
+"""Collectives of the model itself: every bucket stays on its side of each on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphshard.errors import BackendError
+from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.place_buckets import place_buckets
+from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem
+from graphshard.planning.search import find_schedule
+from tests.plan.problems import Line, gather, lines, problem, problems, reduction, user_collective
+
+PARAMS = tuple(PlanParam(i, (), "", 1) for i in range(8))
+
+
+def _sides(graph: Problem, buckets: tuple[Bucket, ...]) -> list[int]:
+    """Return the number of user collectives that are launched before each bucket."""
+    return [sum(u.launch < b.launch for u in graph.user_collectives) for b in buckets]
+
+
+@given(problems(on_host=False), lines, st.data())
+def test_a_rank_with_other_steps_follows_on_the_same_sides(
+    graph: Problem, line: Line, data: st.DataObject
+) -> None:
+    plan = Plan(PARAMS, graph, find_schedule(graph, line, ScheduleLimits()))
+    steps = st.integers(0, graph.num_steps - 1)
+    num_users = len(graph.user_collectives)
+    launches = data.draw(st.sets(steps, min_size=num_users, max_size=num_users))
+    users = tuple(map(user_collective, sorted(launches)))
+    other = dataclasses.replace(graph, user_collectives=users)
+    try:
+        followed = place_buckets(other, PARAMS, plan)
+    except BackendError:
+        assert users != graph.user_collectives
+        return  # a transfer is due on another side
+    assert _sides(other, followed) == _sides(graph, plan.buckets)
+    assert [b.transfers for b in followed] == [b.transfers for b in plan.buckets]
+    own, theirs = (Plan(PARAMS, *each) for each in ((other, followed), (graph, plan.buckets)))
+    assert own.collectives_text() == theirs.collectives_text()
+
+
+def _plan(*user_launches: int, ready: int = 1) -> Plan:
+    """Return a plan that launches a reduction before step 2 of 4."""
+    graph = problem([1.0] * 4, [reduction(0, 8, ready, 4)], user_launches=user_launches)
+    (bucket,) = find_schedule(graph, Line(), ScheduleLimits())
+    return Plan(PARAMS, graph, (dataclasses.replace(bucket, launch=2),))
+
+
+def test_a_launch_moves_to_its_side_of_a_user_collective() -> None:
+    """At the step that begins with a user collective, the bucket is launched before it."""
+    for user, launch in ((1, 2), (2, 2), (3, 2)):
+        (bucket,) = place_buckets(_plan(user).problem, PARAMS, _plan(user))
+        assert bucket.launch == launch
+    (before,) = place_buckets(_plan(1).problem, PARAMS, _plan(2))
+    (after,) = place_buckets(_plan(3).problem, PARAMS, _plan(1))
+    assert (before.launch, after.launch) == (1, 4)
+
+
+def test_a_gradient_that_is_ready_on_the_other_side_is_an_error() -> None:
+    with pytest.raises(BackendError, match="cannot be launched before step 2, but must be by st"):
+        place_buckets(_plan(1, ready=2).problem, PARAMS, _plan(2))
+
+
+def test_other_user_collectives_are_an_error() -> None:
+    with pytest.raises(BackendError, match="1: all_reduce in group t instead of none"):
+        place_buckets(_plan(1, 2).problem, PARAMS, _plan(1))
+    plan = _plan(1)
+    other = dataclasses.replace(plan.problem.user_collectives[0], group="u")
+    moved = dataclasses.replace(plan.problem, user_collectives=(other,))
+    with pytest.raises(BackendError, match="0: all_reduce in group u instead of 0: all_reduce in"):
+        place_buckets(moved, PARAMS, plan)
+
+
+def test_plans_that_differ_in_a_side_differ_in_their_text() -> None:
+    lines = _plan(1).collectives_text().splitlines()
+    assert lines[1] == "user collective: all_reduce in group t"
+    assert _plan(2).collectives_text().splitlines() == [lines[0], lines[2], lines[1]]
+    assert _plan(2).collectives_text() == _plan(3).collectives_text()
+
+
+def test_a_plan_of_an_older_file_has_no_user_collectives() -> None:
+    plan = dataclasses.replace(_plan(), problem=problem([1.0], [gather(0, 8, 0)]))
+    raw = json.loads(plan.to_json())
+    del raw["problem"]["user_collectives"]
+    assert Plan.from_json(json.dumps(raw)) == plan
+    assert Plan.from_json(_plan(1).to_json()) == _plan(1)
