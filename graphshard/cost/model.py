@@ -129,6 +129,10 @@ class CostModel:
         moved_us = slowest.bus[kind].us(num_bytes * shared) * (world - 1) / world
         return slowest.latency_us + rounds * (hops_us + moved_us)
 
+    def crosses_nodes(self, world: int, stride: int = 1) -> bool:
+        """Return whether a group uses the interconnect between nodes, not that within a node."""
+        return self._num_nodes(world, stride) > 1
+
     def buffer_us(self, world: int, stride: int = 1) -> float:
         return self._interconnect(world, stride).buffer_us
 
@@ -142,8 +146,7 @@ class CostModel:
         return moved_us + self.hardware.launch_us
 
     def _interconnect(self, world: int, stride: int) -> Interconnect:
-        within_node = self._num_nodes(world, stride) == 1
-        return self.hardware.intra if within_node else self.hardware.inter
+        return self.hardware.inter if self.crosses_nodes(world, stride) else self.hardware.intra
 
     def _num_nodes(self, world: int, stride: int) -> int:
         # Global ranks fill nodes one after the other; the first rank is assumed to start one.

@@ -57,6 +57,8 @@ def deepen(short: TracedStep, longer: TracedStep, periods: int, layers: Layers) 
     """
     if len(short.graphs) != len(longer.graphs):
         raise NotPeriodicError("models of different depth have different numbers of graphs")
+    if any(graph.problem.user_collectives for graph in (*short.graphs, *longer.graphs)):
+        raise NotPeriodicError("the model calls collectives of its own")
     graphs = [_deepened(a, b, periods, layers) for a, b in zip(short.graphs, longer.graphs)]
     a, b = dataclasses.asdict(short.held), dataclasses.asdict(longer.held)
     held = HeldMemory(**{name: _extrapolate(a[name], b[name], periods) for name in a})

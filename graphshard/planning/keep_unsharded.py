@@ -17,7 +17,7 @@ from ..kinds import TransferKind
 from .bucketing import gathers_by_due
 from .live_bytes import LiveBytes, Span, launches, least_by_point
 from .plan import Problem, Transfer
-from .simulate import Lane, TransferCostModel, start_times_us
+from .simulate import Lane, TransferCostModel, clock
 
 # Minimum exposed time of a gather, in microseconds, that justifies keeping its parameter. Judgement
 # call: less than the launch of a kernel. With a larger value gathers stay exposed that memory could
@@ -47,7 +47,7 @@ def choose_kept(
         budget: peak memory of a graph in bytes, or None for the smallest possible peak of each.
     """
     memory = _graph_memory(forward, budget), _graph_memory(backward, budget)
-    start_us = start_times_us(backward)
+    start_us = clock(backward, [], cost_model).step_us  # with user collectives
     late_us = 0.0  # delay of compute by exposed gathers
     communication: Lane | None = None
     kept: list[int] = []

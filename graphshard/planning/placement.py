@@ -29,7 +29,14 @@ from .live_bytes import (
 )
 from .memory_budget import FreeMemory, ScheduleLimits, Sent, place_waits
 from .plan import Bucket, Problem, in_launch_order
-from .simulate import AS_PREDICTED, Scenario, TransferCostModel, start_times_us, sweep
+from .simulate import (
+    AS_PREDICTED,
+    Scenario,
+    TransferCostModel,
+    start_times_us,
+    sweep,
+    user_costs,
+)
 
 # Price of memory in time, for schedules without a memory budget: one whose peak is a fraction ``x``
 # above the modest peak (see ``Placer``) is scored as if it took ``1 + MEMORY_PRICE * x**2`` times
@@ -132,6 +139,8 @@ class Placer:
         self._num_steps, self._copies_sent = problem.num_steps, problem.copies_sent
         self._cost_model, self._limits = cost_model, limits
         self._start_us = start_times_us(problem)
+        self._users = problem.user_collectives
+        self._user_costs = user_costs(problem, cost_model)
         # The modest peak is the smallest peak of any schedule plus ``MODEST_BUCKETS`` modest
         # buckets; memory up to it costs nothing.
         self._room = int(MODEST_BUCKETS * modest_bytes)
@@ -256,8 +265,12 @@ class Placer:
                 self._start_us,
                 launches=launches,
                 waits=waits,
-                costs=[scenario.cost(costs[i]) for i in order],
+                costs=[
+                    *(scenario.cost(costs[i]) for i in order),
+                    *map(scenario.cost, self._user_costs),
+                ],
                 successors=successors,
+                users=self._users,
             )
             total_us += times.total_us / len(SCENARIOS)
         price_us = total_us * (1 + MEMORY_PRICE * excess**2)

@@ -2,11 +2,13 @@
 
 The compute lane runs the steps in order. Before each step it issues the launches of that step, then
 blocks on its waits. The communication lane runs one collective after the other in launch order,
-like NCCL on the stream of a group. Host copies have a lane for each direction:
+like NCCL on the stream of a group. Host copies have a lane for each direction. User collectives
+also have one, but if they use the same interconnect as ours, only one of both runs at a time:
 
-    compute        [step 0][step 1]......[step 2][step 3]
-    communication  [gather a][gather b    ][reduce c]
-                                    └ exposed: step 2 needs b
+    compute           [step 0][step 1]......[step 2]..............[step 3]
+    communication     [gather a][gather b  ][reduce c ]
+    user collectives                                   [all-reduce]
+                                       └ exposed: step 2 needs b
 
 ``simulate`` returns everything that the lanes do. ``clock`` returns only the times; it uses
 ``sweep``, which the search calls many thousands of times.
@@ -25,14 +27,15 @@ from .live_bytes import alive_bytes, in_flight_bytes
 from .plan import (
     Bucket,
     Problem,
+    UserCollective,
     events_by_step,
     is_copied_in,
     next_in_chain,
     sorted_events,
 )
 
-COMPUTE, COMMUNICATION = "compute", "communication"
-LANES = (COMPUTE, COMMUNICATION, *HOST_COPIES)
+COMPUTE, COMMUNICATION, USER = "compute", "communication", "user collectives"
+LANES = (COMPUTE, COMMUNICATION, *HOST_COPIES, USER)
 STEP, COPY_IN, COLLECTIVE, COPY_OUT = "step", "copy-in", "collective", "copy-out"
 
 
@@ -69,18 +72,22 @@ class TransferCostModel(Protocol):
     def buffer_us(self, world: int, stride: int = 1) -> float:
         """Return the time that each buffer after the first adds to a collective."""
 
+    def crosses_nodes(self, world: int, stride: int = 1) -> bool:
+        """Return whether a group uses the interconnect between nodes, not that within a node."""
+
     def slowdown_us(self, lane_us: float) -> float:
         """Return how long a concurrent collective of ``lane_us`` delays compute."""
 
 
 class BucketCost(NamedTuple):
-    """The time of one bucket.
+    """The time of one bucket or user collective.
 
     Attributes:
         copy_in_us: time on the compute lane before the launch.
         lane_us: time on its own lane.
         copy_out_us: time on the compute lane after the wait.
         latency_us: part of ``lane_us`` that does not depend on the number of bytes.
+        shares: another lane that is busy meanwhile, or "".
     """
 
     copy_in_us: float
@@ -88,6 +95,7 @@ class BucketCost(NamedTuple):
     copy_out_us: float
     lane: str = COMMUNICATION
     latency_us: float = 0.0
+    shares: str = ""
 
 
 class Scenario(NamedTuple):
@@ -115,7 +123,7 @@ class Slot:
 
     Attributes:
         kind: step, copy-in, collective (also a host copy) or copy-out.
-        index: position of the step or of the bucket.
+        index: position of the step or of the bucket; user collectives follow the buckets.
     """
 
     kind: str
@@ -140,6 +148,7 @@ class Timeline:
         critical_path: slots that determine the end; each starts when the one before it ends.
         total_us: time until all lanes are done.
         slowdown_us: estimated time that hidden collectives take from compute; not in ``total_us``.
+        user_exposed_us: time that the compute lane is blocked at the wait for each user collective.
     """
 
     slots: tuple[Slot, ...]
@@ -149,6 +158,7 @@ class Timeline:
     critical_path: tuple[Slot, ...]
     total_us: float
     slowdown_us: float
+    user_exposed_us: tuple[float, ...] = ()
 
     def busy_us(self, lane: str) -> float:
         return sum(slot.duration_us for slot in self.slots if slot.lane == lane)
@@ -163,20 +173,26 @@ def simulate(
 ) -> Timeline:
     """Return the predicted timeline of ``problem`` with ``buckets``, which are in launch order."""
     costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
+    costs += user_costs(problem, cost_model)
     run = _Run()
     collectives: dict[int, Slot] = {}
-    exposed_us = [0.0] * len(buckets)
-    for step, events in enumerate(events_by_step(problem.num_steps, buckets)):
+    waited_us = [0.0] * len(costs)
+    for step, events in enumerate(
+        events_by_step(problem.num_steps, buckets, problem.user_collectives)
+    ):
         for i, is_wait in events:
             cost = costs[i]
             if is_wait:
-                exposed_us[i] = max(0.0, collectives[i].end_us - run.lanes[COMPUTE].free_us)
+                waited_us[i] = max(0.0, collectives[i].end_us - run.lanes[COMPUTE].free_us)
                 run.add(COMPUTE, COPY_OUT, i, cost.copy_out_us, after=collectives[i])
             else:
                 copy_in = run.add(COMPUTE, COPY_IN, i, cost.copy_in_us)
-                collectives[i] = run.add(cost.lane, COLLECTIVE, i, cost.lane_us, after=copy_in)
+                collectives[i] = run.add(
+                    cost.lane, COLLECTIVE, i, cost.lane_us, after=copy_in, shares=cost.shares
+                )
         if step < problem.num_steps:
             run.add(COMPUTE, STEP, step, problem.compute_us[step])
+    exposed_us, user_exposed_us = waited_us[: len(buckets)], waited_us[len(buckets) :]
     hidden_us = [
         max(0.0, collectives[i].duration_us - exposed) for i, exposed in enumerate(exposed_us)
     ]
@@ -188,6 +204,7 @@ def simulate(
         critical_path=run.critical_path(),
         total_us=max((slot.end_us for slot in run.slots), default=0.0),
         slowdown_us=sum(map(cost_model.slowdown_us, hidden_us)),
+        user_exposed_us=tuple(user_exposed_us),
     )
 
 
@@ -201,16 +218,25 @@ class _Run:
         self._blockers: dict[tuple[str, int], list[Slot]] = {}  # keyed by (kind, index)
 
     def add(
-        self, lane: str, kind: str, index: int, duration_us: float, after: Slot | None = None
+        self,
+        lane: str,
+        kind: str,
+        index: int,
+        duration_us: float,
+        after: Slot | None = None,
+        shares: str = "",
     ) -> Slot:
-        """Add a slot that starts when its lane is free and ``after`` is done."""
-        ready_us = 0.0 if after is None else after.end_us
-        start_us = self.lanes[lane].start_us(ready_us)
-        self.lanes[lane].run(duration_us, ready_us)
+        """Add a slot that starts when its lanes are free and ``after`` is done."""
+        busy = (lane, shares) if shares else (lane,)
+        start_us = 0.0 if after is None else after.end_us
+        for name in busy:
+            start_us = self.lanes[name].start_us(start_us)
         slot = Slot(kind, index, start_us, duration_us, lane)
-        blockers = [after, self._last.get(lane)]
+        blockers = [after, *map(self._last.get, busy)]
         self._blockers[kind, index] = [blocker for blocker in blockers if blocker is not None]
-        self._last[lane] = slot
+        for name in busy:
+            self.lanes[name].run(duration_us, start_us)
+            self._last[name] = slot
         self.slots.append(slot)
         return slot
 
@@ -245,12 +271,14 @@ def clock(
 ) -> Clock:
     """Return the times of ``simulate``, by one sweep over ``buckets`` in launch order."""
     costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
+    costs += user_costs(problem, cost_model)
     return sweep(
         start_times_us(problem),
         launches=[bucket.launch for bucket in buckets],
         waits=[bucket.wait for bucket in buckets],
         costs=[scenario.cost(cost) for cost in costs],
         successors=next_in_chain(buckets),
+        users=problem.user_collectives,
     )
 
 
@@ -265,34 +293,40 @@ def sweep(
     waits: Sequence[int],
     costs: Sequence[BucketCost],
     successors: Mapping[int, int],
+    users: Sequence[UserCollective] = (),
 ) -> Clock:
-    """Return the times of b buckets in s steps, in O(b log b + s).
+    """Return the times of b buckets and user collectives in s steps, in O(b log b + s).
 
     Args:
         start_us: result of ``start_times_us``.
         launches: launch step of each bucket, ascending, in the order of ``waits`` and ``costs``.
+        costs: costs of the buckets, then of ``users``.
         successors: result of ``plan.next_in_chain``.
     """
-    end_us, exposed_us = [0.0] * len(launches), [0.0] * len(launches)
+    end_us, exposed_us = [0.0] * len(costs), [0.0] * len(costs)
     lanes: defaultdict[str, Lane] = defaultdict(Lane)
     # Steps run back to back, except for the work added before them. The compute lane need not run
     # step by step: its delay is the sum of the work added so far.
     added_us = [0.0] * len(start_us)
     late_us = 0.0
-    for step, _, _, is_launch, i in sorted_events(launches, waits, successors):
+    for step, _, _, is_launch, i in sorted_events(launches, waits, successors, users):
         now_us = start_us[step] + late_us
         if is_launch:
-            us, lane_us, _, lane, _ = costs[i]
-            end_us[i] = lanes[lane].run(lane_us, now_us + us)
+            us, lane_us, _, lane, _, shares = costs[i]
+            ready_us = now_us + us
+            if shares:
+                end_us[i] = lanes[lane].run(lane_us, lanes[shares].start_us(ready_us))
+                lanes[shares].free_us = end_us[i]
+            else:
+                end_us[i] = lanes[lane].run(lane_us, ready_us)
         else:
             exposed_us[i] = max(0.0, end_us[i] - now_us)
             us = exposed_us[i] + costs[i].copy_out_us
         added_us[step] += us
         late_us += us
     step_us = [start + late for start, late in zip(start_us, accumulate(added_us))]
-    return Clock(
-        step_us, exposed_us, max([step_us[-1], *(lane.free_us for lane in lanes.values())])
-    )
+    total_us = max([step_us[-1], *(lane.free_us for lane in lanes.values())])
+    return Clock(step_us, exposed_us[: len(launches)], total_us)
 
 
 def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel) -> BucketCost:
@@ -321,3 +355,19 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
             copied = (num_bytes + sum(t.reduced_bytes for t in transfers)) // 2
             copy_out_us += cost_model.copy_us(copied)
     return BucketCost(copy_in_us, lane_us, copy_out_us, latency_us=latency_us)
+
+
+def user_costs(problem: Problem, cost_model: TransferCostModel) -> list[BucketCost]:
+    """Return the time of each user collective, and whether it shares an interconnect with ours."""
+    groups = {(t.world, t.stride) for t in problem.transfers if t.group}
+    groups |= {(t.num_replicas, t.replica_stride) for t in problem.transfers if t.replicas}
+    ours = {cost_model.crosses_nodes(*group) for group in groups}
+    costs = []
+    for user in problem.user_collectives:
+        lane_us, latency_us = (
+            cost_model.collective_us(user.kind, num_bytes, user.world, user.stride)
+            for num_bytes in (user.num_bytes, 1)
+        )
+        shares = COMMUNICATION if cost_model.crosses_nodes(user.world, user.stride) in ours else ""
+        costs.append(BucketCost(0.0, lane_us, 0.0, USER, min(latency_us, lane_us), shares))
+    return costs

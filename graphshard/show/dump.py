@@ -25,10 +25,11 @@ from ..cost.model import CostModel
 from ..kinds import HOST_COPIES, GraphKind
 from ..planning.live_bytes import alive_by_point
 from ..planning.memory_budget import FreeMemory, ScheduleLimits
-from ..planning.plan import Bucket, Plan, PlanParam
+from ..planning.plan import Bucket, Plan, PlanParam, UserCollective
 from ..planning.simulate import (
     COMMUNICATION,
     COMPUTE,
+    USER,
     Scenario,
     Slot,
     Timeline,
@@ -54,6 +55,8 @@ class Totals:
     lost_us: float  # slowdown of compute by hidden collectives; not part of ``total_us``
     peak_bytes: int  # live memory in the step with the most
     in_flight_bytes: int  # memory between launch and wait in the step with the most
+    user_collectives_us: float = 0.0  # busy time of the lane of user collectives
+    user_exposed_us: float = 0.0  # time that compute spends waiting for these
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Dump:
 
     @functools.cached_property
     def slots(self) -> dict[tuple[str, int], Slot]:
-        """Slots of the timeline, keyed by kind and index of the step or bucket."""
+        """Slots of the timeline, keyed by kind and index."""
         return {(slot.kind, slot.index): slot for slot in self.timeline.slots}
 
     @functools.cached_property
@@ -102,7 +105,13 @@ class Dump:
             lost_us=self.timeline.slowdown_us,
             peak_bytes=self.timeline.peak_bytes,
             in_flight_bytes=max(self.timeline.in_flight_bytes, default=0),
+            user_collectives_us=self.timeline.busy_us(USER),
+            user_exposed_us=sum(self.timeline.user_exposed_us),
         )
+
+    def user_collective(self, slot: Slot) -> UserCollective:
+        """Return the user collective of a slot."""
+        return self.plan.problem.user_collectives[slot.index - len(self.plan.buckets)]
 
     @property
     def worlds(self) -> list[int]:

@@ -81,6 +81,17 @@ class BucketData(TypedDict):
     wait: int  # step before which compute waits for it
 
 
+class UserCollectiveData(TypedDict):
+    """A collective that the model itself calls."""
+
+    op: str
+    bytes: int
+    ranks: int
+    start_us: float
+    us: float
+    exposed_us: float
+
+
 class BytesData(TypedDict):
     """Bytes for each step."""
 
@@ -120,6 +131,7 @@ class GraphData(TypedDict):
     reasons: list[tuple[int, str]]
     steps: StepsData
     buckets: list[BucketData]
+    user_collectives: list[UserCollectiveData]
     memory: MemoryData
 
 
@@ -225,6 +237,7 @@ def graph_data(dump: Dump, source: str = "", measured: Measured | None = None) -
         reasons=list(plan.reasons),
         steps=_steps(dump),
         buckets=[_bucket(dump, i) for i in range(len(plan.buckets))],
+        user_collectives=_user_collectives(dump),
         memory=_memory(dump),
     )
 
@@ -272,6 +285,22 @@ def _bucket(dump: Dump, i: int) -> BucketData:
         launch=bucket.launch,
         wait=bucket.wait,
     )
+
+
+def _user_collectives(dump: Dump) -> list[UserCollectiveData]:
+    users, num_buckets = dump.plan.problem.user_collectives, len(dump.plan.buckets)
+    slots = [dump.slots[COLLECTIVE, num_buckets + i] for i in range(len(users))]
+    return [
+        UserCollectiveData(
+            op=user.op,
+            bytes=user.num_bytes,
+            ranks=user.world,
+            start_us=_rounded(slot.start_us),
+            us=_rounded(slot.duration_us),
+            exposed_us=_rounded(exposed_us),
+        )
+        for user, slot, exposed_us in zip(users, slots, dump.timeline.user_exposed_us)
+    ]
 
 
 def _copy(dump: Dump, kind: str, i: int) -> tuple[float, float]:

@@ -83,7 +83,28 @@ def _kinds_table(dump: Dump) -> str:
                     "exposed ms": sum(dump.timeline.exposed_us[i] for i in positions) / 1e3,
                 }
             )
+    rows += _user_rows(dump)
     return _tabulate(rows) if rows else ""
+
+
+def _user_rows(dump: Dump) -> list[_Row]:
+    """Return a row for each kind of collective that the model itself calls."""
+    users, rows = dump.plan.problem.user_collectives, list[_Row]()
+    for op in dict.fromkeys(user.op for user in users):
+        positions = [i for i, user in enumerate(users) if user.op == op]
+        rows.append(
+            {
+                "collective": f"user {op}",
+                "count": len(positions),
+                "MB": sum(users[i].num_bytes for i in positions) / 1e6,
+                "wire dtype": "",
+                "predicted ms": sum(
+                    _collective_ms(dump, len(dump.plan.buckets) + i) for i in positions
+                ),
+                "exposed ms": sum(dump.timeline.user_exposed_us[i] for i in positions) / 1e3,
+            }
+        )
+    return rows
 
 
 def _dtypes(dump: Dump, positions: Sequence[int]) -> str:
@@ -100,13 +121,18 @@ def _totals(dump: Dump) -> str:
     traffic = f"communication {_hidden(dump, totals.communication_us, [not c for c in copies])}"
     if copies_us:
         traffic += f"; host copies {_hidden(dump, copies_us, copies)}"
+    users = (
+        f" + {totals.user_exposed_us / 1e3:.3f} user collectives"
+        if totals.user_collectives_us
+        else ""
+    )
     peak_step = ""
     if alive_bytes:
         peak_step = f" in step {dump.step_label(alive_bytes.index(max(alive_bytes)))}"
     return (
         "predicted\n"
         f"time    {total_ms:.3f} ms = {compute_ms:.3f} compute"
-        f" + {_exposed(totals)}; {traffic};"
+        f" + {_exposed(totals)}{users}; {traffic};"
         f" slowdown of compute {totals.lost_us / 1e3:.3f}\n"
         f"memory  peak {_size(totals.peak_bytes)}{peak_step};"
         f" at most {_size(totals.in_flight_bytes)} in flight"

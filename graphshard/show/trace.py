@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Required, TypedDict
 
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
-from ..planning.simulate import COLLECTIVE, COMPUTE, COPY_IN, COPY_OUT, LANES, STEP, Slot
+from ..planning.simulate import COLLECTIVE, COMPUTE, COPY_IN, COPY_OUT, LANES, STEP, USER, Slot
 from .dump import Dump, param_name
 
 PREDICTED, MEASURED = "predicted", "measured"
@@ -134,6 +134,8 @@ def _slice(dump: Dump, slot: Slot, span: _Span, streams: bool) -> TraceEvent:
 def _slice_name(dump: Dump, slot: Slot) -> str:
     if slot.kind == STEP:
         return f"step {dump.step_label(slot.index)}"
+    if slot.lane == USER:
+        return f"ncclDevKernel_{dump.user_collective(slot).op}(user collective)"
     bucket = dump.plan.buckets[slot.index]
     name = _KERNEL_NAMES[bucket.kind] if slot.kind == COLLECTIVE else slot.kind
     return f"{name}({dump.bucket_label(bucket)})"
@@ -149,6 +151,9 @@ def _slice_args(dump: Dump, slot: Slot) -> dict[str, object]:
         ]
         names = [param_name(plan.params[i]) for i in params if i is not None]
         return {"first used": ", ".join(names)}
+    if slot.lane == USER:
+        user = dump.user_collective(slot)
+        return {"bytes": user.num_bytes, "ranks": user.world}
     bucket = plan.buckets[slot.index]
     return {
         "bucket": slot.index,

@@ -45,6 +45,10 @@ class Line:
         """Return the time of an additional buffer in a collective."""
         return self.parcel_cost_us
 
+    def crosses_nodes(self, world: int, stride: int = 1) -> bool:
+        """Return whether a group spans nodes: of 1 rank each, except of groups of one rank."""
+        return world > 1
+
     def slowdown_us(self, lane_us: float) -> float:
         """Return the compute time lost to a collective that takes `lane_us`."""
         return self.issue_us + self.contention * lane_us

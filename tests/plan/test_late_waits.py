@@ -74,6 +74,8 @@ def test_copies_of_what_is_sent_count_as_in_flight() -> None:
 @given(problems(), lines)
 def test_waits_do_not_depend_on_the_speed_of_links(graph: Problem, line: Line) -> None:
     """Compares only schedules with the same buckets and launches."""
+    # Compute waits for user collectives: an earlier wait may cost time at one speed only.
+    graph = dataclasses.replace(graph, user_collectives=())
     slow = Line(line.latency_us, 2 * line.us_per_byte, line.copy_us_per_byte)
     one, other = (find_schedule(graph, each, ScheduleLimits()) for each in (line, slow))
     placed = [[(b.buffers, b.launch) for b in buckets] for buckets in (one, other)]

@@ -41,6 +41,8 @@ def test_the_json_of_a_dump_is_readable() -> None:
         "lost_us": pytest.approx(3 * 30 + 0.05 * (110 - 80)),
         "peak_bytes": 220,
         "in_flight_bytes": 40,
+        "user_collectives_us": 0.0,
+        "user_exposed_us": 0.0,
     }
 
 

@@ -115,7 +115,8 @@ def test_slices_of_a_lane_do_not_overlap(shown: Dump) -> None:
 @given(dumps())
 def test_the_overlap_in_the_trace_is_the_predicted_one(shown: Dump) -> None:
     totals = shown.totals
-    lane_us, exposed_us = totals.communication_us, totals.exposed_us
+    lane_us = totals.communication_us + totals.user_collectives_us
+    exposed_us = totals.exposed_us + totals.user_exposed_us
     hidden_us, found_us = _overlap(_events(shown, "X"))
     slack = NS * len(shown.timeline.slots)
     assert found_us == pytest.approx(lane_us, abs=slack)

@@ -11,13 +11,14 @@ from hypothesis import given
 
 from graphshard.kinds import TransferKind
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.plan import Bucket, Problem
+from graphshard.planning.plan import Bucket, Problem, bucket_of
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import (
     COLLECTIVE,
     COMMUNICATION,
     COMPUTE,
     STEP,
+    USER,
     Lane,
     bucket_cost,
     clock,
@@ -75,12 +76,13 @@ def test_clock_agrees_with_simulate(graph: Problem, line: Line) -> None:
 def test_every_timeline_is_consistent(graph: Problem, line: Line) -> None:
     buckets = find_schedule(graph, line, ScheduleLimits())
     timeline = simulate(graph, buckets, line)
-    for lane in (COMPUTE, COMMUNICATION):
+    for lane in (COMPUTE, COMMUNICATION, USER):
         of_lane = [slot for slot in timeline.slots if slot.lane == lane]
         for one, other in itertools.pairwise(of_lane):
             assert other.start_us >= one.end_us
-    # The compute lane is either busy, or waits for exposed transfers.
-    busy = timeline.busy_us(COMPUTE) + sum(timeline.exposed_us)
+    # The compute lane is either busy, or waits for exposed transfers or user collectives.
+    waits_us = sum(timeline.exposed_us) + sum(timeline.user_exposed_us)
+    busy = timeline.busy_us(COMPUTE) + waits_us
     last = max((s.end_us for s in timeline.slots if s.lane == COMPUTE), default=0.0)
     assert busy == pytest.approx(last)
     assert timeline.total_us >= max(last, timeline.busy_us(COMMUNICATION)) - 1e-6
@@ -104,3 +106,29 @@ def test_a_lane_can_run_backward_in_time() -> None:
     lane = Lane(-math.inf)
     assert -lane.run(10.0, -100.0) == 90.0
     assert -lane.run(10.0, -95.0) == 80.0
+
+
+def _slots(stride: int) -> list[tuple[str, float, float]]:
+    """Return lane, start and end of a gather, a user collective and a gather: 30 us each."""
+    graph = problem([10.0, 10.0, 10.0], [gather(0, 20, 2), gather(1, 20, 2)], user_launches=[1])
+    user = dataclasses.replace(graph.user_collectives[0], num_bytes=20, stride=stride)
+    graph = dataclasses.replace(graph, user_collectives=(user,))
+    buckets = [bucket_of(graph, ((i,),), launch=2 * i, wait=2) for i in range(2)]
+    timeline = simulate(graph, buckets, Nodes(10.0, 1.0))
+    assert clock(graph, buckets, Nodes(10.0, 1.0)).total_us == timeline.total_us
+    return [(s.lane, s.start_us, s.end_us) for s in timeline.slots if s.kind == COLLECTIVE]
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes(Line):
+    """A `Line` between nodes, and another one within a node."""
+
+    def crosses_nodes(self, world: int, stride: int = 1) -> bool:
+        """Return whether neighbors are on different nodes."""
+        return stride > 1
+
+
+def test_a_user_collective_waits_for_ours_on_the_same_interconnect() -> None:
+    gathered = (COMMUNICATION, 0.0, 30.0)
+    assert _slots(1) == [gathered, (USER, 30.0, 60.0), (COMMUNICATION, 60.0, 90.0)]
+    assert _slots(2) == [gathered, (USER, 10.0, 40.0), (COMMUNICATION, 30.0, 60.0)]

@@ -14,6 +14,12 @@ from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.place_buckets import place_buckets
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem
 from graphshard.planning.search import find_schedule
+from graphshard.planning.simulate import COMMUNICATION, COMPUTE, USER
+from graphshard.show import Dump
+from graphshard.show.page import graph_data
+from graphshard.show.table import table
+from graphshard.show.trace import THREADS, trace
+from tests.plan.dumps import by_hand
 from tests.plan.problems import Line, gather, lines, problem, problems, reduction, user_collective
 
 PARAMS = tuple(PlanParam(i, (), "", 1) for i in range(8))
@@ -90,3 +96,36 @@ def test_a_plan_of_an_older_file_has_no_user_collectives() -> None:
     del raw["problem"]["user_collectives"]
     assert Plan.from_json(json.dumps(raw)) == plan
     assert Plan.from_json(_plan(1).to_json()) == _plan(1)
+
+
+def _shown() -> Dump:
+    """Return the dump of `by_hand`, with an all-reduce in 23.3 us that is launched at 60 us."""
+    plan = by_hand().plan
+    graph = dataclasses.replace(plan.problem, user_collectives=(user_collective(1),))
+    return dataclasses.replace(by_hand(), plan=dataclasses.replace(plan, problem=graph))
+
+
+def test_tables_have_a_row_for_user_collectives() -> None:
+    rows = [line.split() for line in table(_shown()).splitlines()]
+    assert ["user", "all_reduce", "1", "0.000", "0.023", "0.000"] in rows
+    assert "+ 0.000 user collectives" in table(_shown())
+    assert "user" not in table(by_hand())
+
+
+def test_traces_and_pages_have_a_lane_for_user_collectives() -> None:
+    (event,) = (e for e in trace(_shown())["traceEvents"] if "user collective)" in e["name"])
+    assert event["name"] == "ncclDevKernel_all_reduce(user collective)"
+    assert event["tid"] == THREADS[USER]
+    assert (event["ts"], event["dur"]) == (60.0, 23.333)
+    data = graph_data(_shown())
+    assert data["lanes"] == [COMPUTE, COMMUNICATION, USER]
+    assert data["user_collectives"] == [
+        {
+            "op": "all_reduce",
+            "bytes": 10,
+            "ranks": 2,
+            "start_us": 60.0,
+            "us": 23.333,
+            "exposed_us": 0.0,
+        }
+    ]
