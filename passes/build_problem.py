@@ -79,7 +79,8 @@ def build_problem(
     reaches = [_reach(marker, position, last_uses[marker]) for marker in transfers]
     bounds = {p for reach in reaches for p in (reach.ready, reach.due)}
     user_waits = _user_waits(nodes, position)
-    bounds.update((position[launch] for launch in user_waits), user_waits.values())
+    for launch, wait in user_waits.items():  # a launch is a step of its own
+        bounds |= {position[launch], position[launch] + 1, wait}
     starts = sorted({0, *bounds} - {len(nodes)}) if nodes else []
     ends = [*starts[1:], len(nodes)]
     runs_at = position

@@ -52,6 +52,8 @@ class Queue:
     Args:
         cap: maximum size of a candidate with more than one transfer, or None for no limit.
         order: positions in ``Problem.transfers``.
+        yields: whether a bucket that is ready just before a user collective is launched just after
+            it. For a reduction, this can take memory.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class Queue:
         cost_model: TransferCostModel,
         cap: int | None,
         order: Sequence[int],
+        *,
+        yields: bool = True,
     ) -> None:
-        self._problem, self._cost_model = problem, cost_model
+        self._problem, self._cost_model, self._yields = problem, cost_model, yields
         runs: dict[tuple[str, ...], list[int]] = {}
         for rank, i in enumerate(order):
             runs.setdefault(_key(problem, i), []).append(rank)
@@ -145,12 +149,11 @@ class Queue:
     def _make_candidate(self, begin: int, end: int) -> CandidateBucket:
         members = sorted(self._order[begin:end])
         transfers = [self._problem.transfers[i] for i in members]
-        bucket = bucket_of(
-            self._problem,
-            self._buffers(members),
-            launch=max(transfer.ready for transfer in transfers),
-            wait=min(transfer.due for transfer in transfers),
-        )
+        launch = max(transfer.ready for transfer in transfers)
+        wait = min(transfer.due for transfer in transfers)
+        if self._yields and launch < wait:
+            launch = self._problem.after_user_launch(launch)
+        bucket = bucket_of(self._problem, self._buffers(members), launch=launch, wait=wait)
         average = replica_bucket(bucket, self._problem.transfers)
         return CandidateBucket(
             begin,

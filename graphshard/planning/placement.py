@@ -140,6 +140,7 @@ class Placer:
         self._cost_model, self._limits = cost_model, limits
         self._start_us = start_times_us(problem)
         self._users = problem.user_collectives
+        self._after_user = [problem.after_user_launch(s) for s in range(problem.num_steps + 1)]
         self._user_costs = user_costs(problem, cost_model)
         # The modest peak is the smallest peak of any schedule plus ``MODEST_BUCKETS`` modest
         # buckets; memory up to it costs nothing.
@@ -229,6 +230,8 @@ class Placer:
             # In wait order: the number of gathers to wait for before this one may be launched.
             done = min(bisect_left(bytes_before, bytes_before[k + 1] - in_flight), k)
             launch = max(launch, bucket.launch, gathers[done - 1].bucket.wait if done else 0)
+            if launch < bucket.wait:
+                launch = self._after_user[launch]
             if memory is not None:
                 launch = memory.take_earliest(candidate.footprint, launch, bucket.wait)
             launches.append(launch)

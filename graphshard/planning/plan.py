@@ -122,15 +122,15 @@ class Transfer:
 class UserCollective:
     """A collective that the model itself calls, as tensor parallelism does.
 
-    Its launch and its wait each begin a step; buckets of those steps are launched and waited for
-    just before.
+    Its launch is a step of its own, and its wait begins a step. Buckets of those steps are launched
+    and waited for just before.
 
     Attributes:
         op: name of its operator, such as "all_reduce".
         kind: kind of collective by which its time is predicted.
         num_bytes: size of the full tensors: gathered, or sent by each rank.
         group, world, stride: same as in ``Transfer``.
-        launch: step that begins with its launch.
+        launch: step of its launch.
         wait: step that begins with its wait; ``Problem.num_steps`` if the graph does not wait.
     """
 
@@ -179,6 +179,11 @@ class Problem:
     def num_user_launches(self, step: int) -> int:
         """Return the number of user collectives launched before a bucket that ``step`` launches."""
         return bisect_left(self.user_collectives, step, key=lambda user: user.launch)
+
+    def after_user_launch(self, step: int) -> int:
+        """Return ``step``, or the next step if a user collective is launched there."""
+        # Compute often waits for it, but not for the bucket, which should not delay it.
+        return step + self.num_user_launches(step + 1) - self.num_user_launches(step)
 
 
 @dataclass(frozen=True)

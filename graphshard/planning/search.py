@@ -77,7 +77,9 @@ class _Search:
             self._cap = CAP_BUCKETS * modest
         self._gathers = Queue(problem, cost_model, self._cap, gathers_by_due(problem))
         last_first = _reductions_by_ready(problem)[::-1]
-        self._reductions = Queue(problem, cost_model, self._cap, last_first)
+        self._reductions = Queue(
+            problem, cost_model, self._cap, last_first, yields=limits.peak is None
+        )
         self._placer = Placer(problem, cost_model, limits, modest)
 
     def descend(self) -> CandidateSchedule:

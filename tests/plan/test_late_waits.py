@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
@@ -16,9 +19,11 @@ from graphshard.cost.devices import HARDWARE
 from graphshard.kinds import TransferKind
 from graphshard.planning.live_bytes import Footprint, in_flight_bytes, num_points
 from graphshard.planning.memory_budget import ScheduleLimits, Sent, place_waits
-from graphshard.planning.plan import Bucket, Problem, next_in_chain
+from graphshard.planning.plan import Bucket, Problem, UserCollective, next_in_chain
 from graphshard.planning.search import find_schedule
 from tests.plan.problems import Line, lines, problem, problems, reduction
+
+T = TypeVar("T")
 
 STEPS = 6
 GRADIENT = Footprint(in_flight_bytes=8, at_launch=2, at_wait=-8)
@@ -95,6 +100,56 @@ def test_averages_begin_no_later_than_the_next_reduction() -> None:
     averages = {buckets[i]: buckets[j] for i, j in next_in_chain(buckets).items()}
     assert all(average.launch == bucket.wait for bucket, average in averages.items())
     assert all(average.wait == graph.num_steps for average in averages.values())
+
+
+def _with_user_collectives(graph: Problem, num_bytes: int) -> Problem:
+    """Insert an all-reduce over 2 ranks before every third step, which waits for it."""
+    added = range(1, graph.num_steps, 3)
+
+    def moved(step: int) -> int:  # what was ready or done before is so before the all-reduce
+        return step + bisect_left(added, step)
+
+    def due(step: int) -> int:
+        return step + bisect_right(added, step)
+
+    def filled(values: Sequence[T], value: T | None = None) -> tuple[T, ...]:
+        pairs = (((values[i] if value is None else value), v) for i, v in enumerate(values))
+        parts = ((new, v) if i in added else (v,) for i, (new, v) in enumerate(pairs))
+        return tuple(itertools.chain.from_iterable(parts))
+
+    kind = TransferKind.ALL_REDUCE
+    return dataclasses.replace(
+        graph,
+        steps=filled(graph.steps),
+        compute_us=filled(graph.compute_us, 0.0),
+        fixed_bytes=filled(graph.fixed_bytes),
+        fixed_border_bytes=filled(graph.fixed_border_bytes),
+        transfers=tuple(
+            dataclasses.replace(t, ready=moved(t.ready), due=due(t.due), last=due(t.last))
+            for t in graph.transfers
+        ),
+        user_collectives=tuple(
+            UserCollective(kind, kind, num_bytes, "tp", 2, step + i, step + i + 1)
+            for i, step in enumerate(added)
+        ),
+    )
+
+
+@pytest.mark.parametrize("link", robustness.LINKS)
+def test_schedules_around_user_collectives_hold_up_at_other_speeds(link: float) -> None:
+    """Among the scenarios are links half as fast, and kernels that take 20 % longer."""
+    sizes = LlamaSizes(1024, 4, 8, 8, 4096, recompute=False, vocab=8192)
+    plans = trace(sizes)
+    graphs = [_with_user_collectives(at_world(plan, 4), 4 << 20) for plan in plans]
+    hardware = robustness.slowed(HARDWARE["H100"], robustness.Scenario(link, 1.0, 1.0))
+    ours = robustness.plan_for(graphs, hardware)
+    found = robustness.ratios(plans, graphs, ours, hardware, exact=False)
+    assert max(found.rule) <= 1.0
+    # No launch is just before a user collective unless it is due there.
+    for graph, buckets in zip(graphs, ours, strict=True):
+        users = {user.launch for user in graph.user_collectives}
+        assert len(users) > 4
+        assert not any(b.launch in users and b.launch < b.wait for b in buckets)
 
 
 @pytest.mark.parametrize("link", robustness.LINKS)
