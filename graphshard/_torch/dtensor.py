@@ -46,10 +46,10 @@ def dtensor_of(
     return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
-def rows_of_parts(num_parts: int) -> Placement:
-    """Return the placement that shards each of ``num_parts`` blocks of a tensor's rows."""
-    # As FSDP2 places parameters that tensor parallelism has split by rows (_fsdp_param.py).
-    return Shard(0) if num_parts == 1 else _StridedShard(0, split_factor=num_parts)
+def rows_of_parts(num_parts: int, dim: int) -> Placement:
+    """Return the placement that splits each of ``num_parts`` blocks of a tensor along ``dim``."""
+    # As FSDP2 places parameters that tensor parallelism has split along ``dim`` (_fsdp_param.py).
+    return Shard(dim) if num_parts == 1 else _StridedShard(dim, split_factor=num_parts)
 
 
 def has_root_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:

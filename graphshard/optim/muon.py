@@ -216,7 +216,7 @@ def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
         return None
     mesh, spec = param.device_mesh, spec_of(param) if param.device_mesh.ndim <= 2 else None
     same = isinstance(param.grad, DTensor) and param.grad.placements == param.placements
-    if spec is None or not same:
+    if spec is None or spec.dim or not same:
         of_grad = param.grad.placements if isinstance(param.grad, DTensor) else "not a DTensor"
         raise ValueError(
             f"Muon cannot step {name}, placed as {param.placements} (its gradient: {of_grad}) over "

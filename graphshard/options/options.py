@@ -44,9 +44,12 @@ class ParamOptions:
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     fp8: Float8Policy | None = None
     shard: bool = True
+    dim: int = 0
 
     def __post_init__(self) -> None:
         _check_reshard_after_forward(self.reshard_after_forward)
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise ValueError(f"dim={self.dim!r}: must be the dimension to split, an integer")
         if not isinstance(self.shard, bool):
             raise ValueError(
                 f"shard={self.shard!r}: must be True, or False (DDP: replicate, all-reduce "

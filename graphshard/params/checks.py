@@ -365,7 +365,19 @@ def _spec_of(plain: PlainParam, groups: MeshGroups, options: ParamOptions) -> Pa
         shard=options.shard,
         host_memory=options.host_memory(groups.mesh.device_type),
         tp_placements=plain.param.placements if isinstance(plain.param, DTensor) else None,
+        dim=_dim(plain.param, options),
     )
+
+
+def _dim(param: nn.Parameter, options: ParamOptions) -> int:
+    """Return the dimension to split, counted from the first."""
+    dim, ndim = options.dim, max(param.ndim, 1)
+    if not -ndim <= dim < ndim:
+        raise ValueError(
+            f"dim={dim} is out of range for the shape {tuple(param.shape)}: set the dim of "
+            "parameters that have it only, by a narrower glob in overrides"
+        )
+    return dim % ndim
 
 
 def _device_error(device: torch.device, mesh: DeviceMesh, options: ParamOptions) -> str | None:
@@ -386,6 +398,11 @@ def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
         raise ValueError(
             f"fp8 of a DTensor of {plain.param.placements} is not supported: exclude it by "
             'overrides={glob: {"fp8": None}} or by fp8.filter_fn'
+        )
+    if recipe is not None and _dim(plain.param, options):
+        raise ValueError(
+            f"fp8 of a parameter that is split by dim={options.dim} is not supported: exclude it "
+            'by overrides={glob: {"fp8": None}} or by fp8.filter_fn'
         )
     if recipe is not None:
         check_fp8(policy, options.mp_policy.param_dtype)

@@ -101,7 +101,8 @@ class _Gathered:
         self.note_changes()  # the call is over; the next read or backward raises the error
 
 
-def _as_read(sharded_param: ShardedParam, unsharded: torch.Tensor) -> torch.Tensor:
+def _as_read(sharded_param: ShardedParam, rows: torch.Tensor) -> torch.Tensor:
+    unsharded = sharded_param.spec.in_place(rows)
     if (parallel := sharded_param.spec.tensor_parallel) is not None:
         return parallel.wrap(unsharded)
     unsharded.__class__ = GatheredParameter

@@ -21,8 +21,10 @@ def spec_of(dtensor: DTensor) -> ParamSpec | None:
     """Return the spec of ``dtensor``, or None if its placements are not ours."""
     if dtensor.device_mesh.ndim > 2:
         return None
-    sharded = dtensor.placements[-1] == Shard(0)
-    spec = ParamSpec(dtensor.shape, MeshGroups(dtensor.device_mesh), shard=sharded)
+    last = dtensor.placements[-1]
+    dim = last.dim if type(last) is Shard else None
+    groups = MeshGroups(dtensor.device_mesh)
+    spec = ParamSpec(dtensor.shape, groups, shard=dim is not None, dim=dim or 0)
     return spec if tuple(dtensor.placements) == spec.placements else None
 
 
@@ -44,7 +46,8 @@ def gather(dtensor: DTensor) -> torch.Tensor | None:
     if padded is None:
         return None
     # Copied if padded: a file would otherwise include the padding.
-    return padded[: spec.rows].to("cpu", copy=len(padded) > spec.rows)
+    rows = padded[: spec.rows].to("cpu", copy=len(padded) > spec.rows)
+    return spec.in_place(rows).contiguous()
 
 
 def receive(
@@ -77,9 +80,9 @@ def _scatter(full: torch.Tensor | None, dtype: torch.dtype, spec: ParamSpec) -> 
             assert spec.rows is not None
             if spec.rows % groups.num_shards:  # the last ranks have fewer rows, or none
                 padded = shard.new_zeros(_all_padded_rows(spec))
-                padded[: spec.rows].copy_(full.detach())
+                padded[: spec.rows].copy_(spec.rows_first(full.detach()))
             else:
-                padded = full.detach().to(groups.device).contiguous()
+                padded = spec.rows_first(full.detach().to(groups.device)).contiguous()
             parts = _parts(padded, spec)
         dist.scatter(as_bytes(shard), parts, group=process_group(groups.shards), group_src=0)
     if groups.replicas is not None:

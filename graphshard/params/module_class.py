@@ -55,9 +55,16 @@ Marker: TypeAlias = UnshardSpec | ReplicateSpec
 
 
 class Reading(NamedTuple):
-    """How an accessor reads a parameter: a marker, then the DTensor of the result, if any."""
+    """How an accessor reads a parameter.
+
+    Attributes:
+        marker: op that gathers rows.
+        dim: dimension that the rows are slices of.
+        tensor_parallel: how to make a DTensor of the result, or None.
+    """
 
     marker: Marker
+    dim: int
     tensor_parallel: TensorParallel | None
 
 
@@ -166,8 +173,9 @@ def _set_class(
             if argument in tensors:
                 module.__dict__[attribute] = tensors[argument]
                 attributes[argument] = attribute
-        marker = sharded_param.spec.marker(shard_attribute(name), **attributes)
-        readings[name] = Reading(marker, sharded_param.spec.tensor_parallel)
+        spec = sharded_param.spec
+        marker = spec.marker(shard_attribute(name), **attributes)
+        readings[name] = Reading(marker, spec.dim, spec.tensor_parallel)
     module.__class__ = _sharded_class(plain, tuple(readings.items()))
 
 
@@ -236,29 +244,46 @@ def _accessor(name: str, reading: Reading) -> property:
     _bake(getter, {"NAME": name, ("ATTRIBUTES",): attributes, ("CONSTANTS",): constants}, shard)
     run_as_python(getter)
     if reading.tensor_parallel is not None:
-        return property(_as_dtensor(getter, reading.tensor_parallel))
+        return property(_converted(getter, _wrap(reading.dim, reading.tensor_parallel)))
+    if reading.dim:
+        return property(_converted(getter, _move(reading.dim)))
     return property(getter)
 
 
-def _as_dtensor(getter: Callable[[Any], Any], parallel: TensorParallel) -> Callable[[Any], Any]:
+def _move(dim: int) -> Callable[[Any], Any]:
+    def move(rows: Any) -> torch.Tensor:
+        moved: torch.Tensor = rows.movedim(0, dim)
+        return moved
+
+    return move
+
+
+def _wrap(dim: int, parallel: TensorParallel) -> Callable[[Any], Any]:
     mesh, placements, shape, stride = parallel
 
     # The keyword arguments of ``TensorParallel.wrap``; its NamedTuple would cost Dynamo guards.
-    def wrap(value: Any) -> DTensor:
+    def wrap(rows: Any) -> DTensor:
+        value = rows.movedim(0, dim) if dim else rows
         return DTensor.from_local(
             value, mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
+    return wrap
+
+
+def _converted(getter: Callable[[Any], Any], convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Apply ``convert`` to the rows that ``getter`` gathers in graphs."""
+
     def get(self: Any) -> Any:
         value = getter(self)
         if not is_compiling():
-            return value  # a DTensor already, or None
+            return value  # converted already, or None
         if torch.is_grad_enabled():
-            return wrap(value)
+            return convert(value)
         with torch.enable_grad():  # a tensor read under no_grad may be used outside of it
-            return wrap(value)
+            return convert(value)
 
-    run_as_python(wrap)
+    run_as_python(convert)
     run_as_python(get)
     return get
 

@@ -4,12 +4,14 @@
                                            ─► the arguments of its marker in every graph
 
 Rows are split like ``torch.chunk`` does, and padded to the same number on every rank: see
-[Note: padded shards] in ``graphshard.ops.markers``.
+[Note: padded shards] in ``graphshard.ops.markers``. If another dimension than 0 is split, its
+slices are the rows: shards, markers and collectives have that dimension first, and what users and
+forward see are views in which it is in its place.
 
 A parameter that tensor parallelism has split before is a DTensor. Graphs gather and reduce this
 rank's part of it, here called the unsharded tensor, like a plain parameter of that shape:
 
-    full parameter ── tp_placements ──► unsharded tensor ── rows ──► padded shard
+    full parameter ── tp_placements ──► unsharded tensor ── dim, rows ──► padded shard
                                         ▲
     forward reads a DTensor of it ──────┘
 """
@@ -71,6 +73,7 @@ class ParamSpec:
             ``graphshard.ops.host_copy``, or None for device memory.
         tp_placements: placements on ``groups.tp_mesh``, ``Shard`` or ``Replicate``, of the DTensor
             that the parameter was before, or None for a plain parameter.
+        dim: dimension whose slices are the rows; 0 if the parameter is replicated.
         rows: number of rows of the unsharded tensor that are split, or None if the parameter is
             replicated.
     """
@@ -85,11 +88,13 @@ class ParamSpec:
     shard: bool = True
     host_memory: str | None = None
     tp_placements: tuple[Placement, ...] | None = None
+    dim: int = 0
     rows: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         # Scalars and empty parameters have no rows to split.
         splittable = self.shard and len(self.shape) > 0 and self.shape.numel() > 0
+        object.__setattr__(self, "dim", self.dim if splittable else 0)
         object.__setattr__(self, "rows", self.unsharded_shape[0] if splittable else None)
         object.__setattr__(self, "host_memory", self.host_memory if splittable else None)
 
@@ -122,8 +127,10 @@ class ParamSpec:
 
     @functools.cached_property
     def unsharded_shape(self) -> torch.Size:
-        """Shape that is gathered: the full one or, with tensor parallelism, this rank's part."""
-        return torch.Size(part.stop - part.start for part in self.tp_part)
+        """Shape that is gathered, ``[rows, ...]``: the full one, or that of this rank's part."""
+        sizes = [part.stop - part.start for part in self.tp_part]
+        rows, others = sizes[self.dim : self.dim + 1], sizes[: self.dim] + sizes[self.dim + 1 :]
+        return torch.Size([*rows, *others])
 
     @functools.cached_property
     def regather_group(self) -> str | None:
@@ -140,7 +147,7 @@ class ParamSpec:
     def placements(self) -> tuple[Placement, ...]:
         last: Placement = Replicate()
         if self.rows is not None:
-            last = rows_of_parts(self.shape[0] // self.rows)
+            last = rows_of_parts(self.shape[self.dim] // self.rows, self.dim)
         return (*[Replicate()] * (self.groups.mesh.ndim - 1), last, *(self.tp_placements or ()))
 
     @functools.cached_property
@@ -166,9 +173,10 @@ class ParamSpec:
         """Index of this rank's part of the full parameter, without padding."""
         if self.rows is None:
             return self.tp_part
-        rows, *others = self.tp_part
-        own = self.local_rows
-        return (slice(rows.start + own.start, rows.start + own.stop), *others)
+        index, own = list(self.tp_part), self.local_rows
+        start = index[self.dim].start
+        index[self.dim] = slice(start + own.start, start + own.stop)
+        return tuple(index)
 
     # --- conversions of full tensors, padded shards and DTensors ---
 
@@ -184,21 +192,31 @@ class ParamSpec:
         return full.detach()[self.tp_part]
 
     def padded_shard_of(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's rows of the unsharded tensor, like :meth:`padded_shard`."""
+        """Copy this rank's part of :meth:`unsharded`, like :meth:`padded_shard`."""
         if self.rows is None:
             stays = unsharded.device.type in ("meta", self.mesh.device_type)
             device = unsharded.device if stays else self.groups.device
             return unsharded.to(device, copy=True, memory_format=torch.contiguous_format)
-        return to_host_memory(self.padded(unsharded[self.local_rows]), self.host_memory)
+        rows = self.rows_first(unsharded)[self.local_rows]
+        return to_host_memory(self.padded(self.in_place(rows)), self.host_memory)
 
     def padded(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a copy of this rank's rows, zero-padded to ``padded_shape``."""
-        padded = local.new_zeros(self.padded_shape)
-        padded[: local.shape[0]] = local
+        """Return a copy of a DTensor's local tensor, zero-padded to ``padded_shape``."""
+        padded, rows = local.new_zeros(self.padded_shape), self.rows_first(local)
+        padded[: rows.shape[0]] = rows
         return padded
 
     def local_view(self, padded: torch.Tensor) -> torch.Tensor:
-        return padded if self.rows is None else padded[: self.num_local_rows]
+        """Return the view of a padded shard that is its DTensor's local tensor."""
+        return padded if self.rows is None else self.in_place(padded[: self.num_local_rows])
+
+    def rows_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of ``tensor`` with the dimension that is split first."""
+        return tensor.movedim(self.dim, 0) if self.dim else tensor
+
+    def in_place(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a view of ``rows`` with the dimension that is split in its place."""
+        return rows.movedim(0, self.dim) if self.dim else rows
 
     def dtensor(self, padded: torch.Tensor) -> DTensor:
         """Return a DTensor of the full shape whose local tensor is a view of ``padded``."""
@@ -336,10 +354,18 @@ def padding_advice(itemsizes: Mapping[ParamSpec, int]) -> str:
     groups = next(iter(split)).groups
     shapes = {spec.fqn: spec.unsharded_shape for spec in split}
     padding = find_padding(shapes, groups.num_shards, held_bytes, full_bytes)
-    return "" if padding is None else f"{padding}. {_remedy(padding, groups.mesh.size())}"
+    if padding is None:
+        return ""
+    largest = next(spec for spec in split if spec.fqn == padding.names[0])
+    return f"{padding}. {_remedy(padding, largest)}"
 
 
-def _remedy(padding: Padding, num_ranks: int) -> str:
+def _remedy(padding: Padding, largest: ParamSpec) -> str:
+    num_ranks = largest.groups.mesh.size()
+    sizes = [part.stop - part.start for part in largest.tp_part]
+    even = (dim for dim, size in enumerate(sizes) if size % padding.shards == 0)
+    if (dim := next(even, None)) is not None:
+        return f"overrides={{{padding.names[0]!r}: {{'dim': {dim}}}}} splits it evenly"
     if padding.rows == 1:
         overrides = {padding.names[0]: {"shard": False}}
         return f"With overrides={overrides}, a rank holds no more, and gathers nothing"

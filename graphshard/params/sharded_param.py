@@ -135,15 +135,14 @@ class ShardedParam:
     def attach(self, dtensor: DTensor, *, empty: bool = False) -> None:
         """Make a shard for ``dtensor``, whose local tensor becomes a view of the shard."""
         local = local_tensor(dtensor).detach()
-        if local.shape == self.spec.padded_shape and local.is_contiguous():
-            padded = local
-        else:
+        padded = self.spec.rows_first(local)
+        if padded.shape != self.spec.padded_shape or not padded.is_contiguous():
             padded = self.spec.padded(local)
         padded = to_host_memory(padded, self.spec.host_memory)
         self.shard = nn.Parameter(padded, requires_grad=dtensor.requires_grad)
         self._local = self.spec.local_view(self.shard.detach())
         # The next forward raises unless empty memory has been filled.
-        self._uninitialized = empty and mark_uninitialized(self._local)
+        self._uninitialized = empty and mark_uninitialized(self.spec.rows_first(self._local))
         set_local_tensor(dtensor, self._local)
         self.dtensor = dtensor
         setattr(dtensor, SHARDED_PARAM, self)
@@ -225,7 +224,8 @@ class ShardedParam:
         return False
 
     def _check_initialized(self) -> None:
-        num_elements = 0 if self._local is None else num_uninitialized(self._local)
+        assert self._local is not None, "it was marked"
+        num_elements = num_uninitialized(self.spec.rows_first(self._local))
         if num_elements:
             raise BackendError(
                 f"{num_elements} elements of parameter {self.fqn!r} were not initialized after "

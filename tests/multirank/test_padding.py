@@ -49,19 +49,22 @@ def _trained(num_experts: int) -> tuple[list[str], str]:
 def _all_cases() -> dict[str, list[str]]:
     return {
         "two rows": _warned(2),
-        "three rows": _warned(3),
-        "one row": _warned(1),
+        "two rows, odd": _warned(2, dim=DIM + 1),
+        "three rows, odd": _warned(3, dim=DIM + 1),
+        "one row, odd": _warned(1, dim=DIM + 1),
         "HSDP": _warned(2, (2, 2)),
         "replicated": _warned(1, overrides={"up": {"shard": False}}),
         "small": _warned(2, dim=32),
         "even": _warned(4),
+        "another dimension": _warned(2, overrides={"up": {"dim": 1}}),
     }
 
 
 REMEDIES = {
-    "two rows": "on a mesh of (2, 2), i.e. HSDP over 2 ranks, a rank holds no more",
-    "three rows": "One parameter per row, as in nn.ParameterList, would be split evenly",
-    "one row": "With overrides={'up': {'shard': False}}, a rank holds no more, and gathers",
+    "two rows": "overrides={'up': {'dim': 1}} splits it evenly",
+    "two rows, odd": "on a mesh of (2, 2), i.e. HSDP over 2 ranks, a rank holds no more",
+    "three rows, odd": "One parameter per row, as in nn.ParameterList, would be split evenly",
+    "one row, odd": "With overrides={'up': {'shard': False}}, a rank holds no more, and gathers",
 }
 
 
