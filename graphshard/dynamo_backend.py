@@ -283,12 +283,15 @@ def backend(
             parameters stay on the device.
         ignored_params: parameters that are neither sharded nor reduced.
         overrides: ``{fqn glob: {argument: value}}``, which sets ``mp_policy``, ``offload_policy``,
-            ``fp8``, ``reshard_after_forward``, ``shard`` or ``dim`` for the matching parameters. If
-            several globs match, the last one wins. A glob that matches a module applies to
-            everything in it, and its ``mp_policy`` casts inputs and outputs of the outermost
-            modules that it matches. ``"shard": False`` replicates a parameter and all-reduces its
-            gradient, as DDP does; it never travels in fp8. ``"dim": 1`` splits another dimension
-            than the first, as ``Shard(1)`` from FSDP2's ``shard_placement_fn`` does.
+            ``fp8``, ``reshard_after_forward``, ``shard``, ``dim`` or ``mesh`` for the matching
+            parameters. If several globs match, the last one wins. A glob that matches a module
+            applies to everything in it, and its ``mp_policy`` casts inputs and outputs of the
+            outermost modules that it matches. ``"shard": False`` replicates a parameter and
+            all-reduces its gradient, as DDP does; it never travels in fp8. ``"dim": 1`` splits
+            another dimension than the first, as ``Shard(1)`` from FSDP2's ``shard_placement_fn``
+            does. ``"mesh"`` is another slice of the mesh that ``mesh`` is a slice of, to shard and
+            reduce over: that of the ranks that share experts. Gradients are still divided by the
+            number of all ranks of ``mesh``.
         fp8: policy for linears that compute and gather their weights in fp8. Defaults to no fp8.
         schedule: limits and options of the schedule. Defaults to ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.

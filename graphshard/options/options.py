@@ -44,10 +44,13 @@ class ParamOptions:
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     fp8: Float8Policy | None = None
     shard: bool = True
+    mesh: DeviceMesh | None = None  # None: the backend's
     dim: int = 0
 
     def __post_init__(self) -> None:
         _check_reshard_after_forward(self.reshard_after_forward)
+        if self.mesh is not None:
+            check_mesh(self.mesh)
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise ValueError(f"dim={self.dim!r}: must be the dimension to split, an integer")
         if not isinstance(self.shard, bool):
@@ -138,7 +141,12 @@ class Options:
     def fingerprint(self) -> str:
         """Return everything that must be equal on all ranks, as text."""
         names = [f.name for f in fields(self) if f.name not in _MAY_DIFFER_BETWEEN_RANKS]
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        values = {name: getattr(self, name) for name in names}
+        values["overrides"] = {
+            glob: {name: _without_ranks(value) for name, value in arguments.items()}
+            for glob, arguments in self.overrides.items()
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
     def num_ranks(self) -> int:
         """Return the size of the mesh, else of the default process group, else 1."""
@@ -148,9 +156,7 @@ class Options:
 
     def for_parameter(self, fqns: Sequence[str]) -> ParamOptions:
         """Return the options of the parameter with these names (several if it is tied)."""
-        values = {
-            f.name: getattr(self, f.name) for f in fields(ParamOptions) if hasattr(self, f.name)
-        }
+        values = {name: getattr(self, name) for name in _common_names()}
         for glob, arguments in self.overrides.items():
             if any(matches(glob, fqn) for fqn in fqns):
                 values.update(arguments)  # later ones win
@@ -167,8 +173,8 @@ class Options:
 
     def differences_from(self, other: Options) -> list[str]:
         """Return, as text, the options that differ from their defaults and from ``other``'s."""
-        names = [f.name for f in fields(ParamOptions) if hasattr(self, f.name)]
-        left_out = {name: getattr(ParamOptions(), name) for name in names} | {"overrides": {}}
+        left_out = {name: getattr(ParamOptions(), name) for name in _common_names()}
+        left_out["overrides"] = {}
         return [
             f"{name}={getattr(self, name)!r}"
             for name, default in left_out.items()
@@ -186,6 +192,19 @@ class Options:
             return self.mp_policy  # the whole model's
         policy: MixedPrecisionPolicy = self.overrides[glob]["mp_policy"]
         return policy
+
+
+def _common_names() -> list[str]:
+    """Return the options of a parameter that an argument of ``backend`` sets for all parameters."""
+    names = {f.name for f in fields(Options)} - {"mesh"}  # a parameter's own is from ``overrides``
+    return [f.name for f in fields(ParamOptions) if f.name in names]
+
+
+def _without_ranks(value: object) -> object:
+    """Return what is equal on all ranks of an argument in ``overrides``."""
+    if isinstance(value, DeviceMesh):
+        return f"mesh {value.mesh_dim_names} {tuple(value.shape)}"
+    return value
 
 
 def matches(glob: str, fqn: str) -> bool:
@@ -240,12 +259,15 @@ def _check_mp_policy(policy: object) -> None:
 
 
 def _check_backward_ranks(options: Options, num_shards: int) -> None:
-    values = {"": options.reshard_after_forward}
+    values = {"": (options.reshard_after_forward, num_shards)}
     for glob, arguments in options.overrides.items():
-        values[f"overrides[{glob!r}]: "] = arguments.get("reshard_after_forward", True)
-    for prefix, value in values.items():
+        mesh = arguments.get("mesh")
+        own_shards = num_shards if mesh is None else mesh.size(mesh.ndim - 1)
+        value = arguments.get("reshard_after_forward", True)
+        values[f"overrides[{glob!r}]: "] = (value, own_shards)
+    for prefix, (value, shards) in values.items():
         try:
-            ParamOptions(reshard_after_forward=value).num_backward_ranks(num_shards)
+            ParamOptions(reshard_after_forward=value).num_backward_ranks(shards)
         except ValueError as error:
             raise ValueError(f"{prefix}{error}") from None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -106,21 +106,41 @@ def instances_of(kind: type[_T]) -> Iterator[_T]:
     yield from frozen.values()
 
 
-def find_groups(root: nn.Module, mesh: DeviceMesh, ignored: frozenset[nn.Parameter]) -> MeshGroups:
+def find_groups(
+    root: nn.Module, plain_params: Sequence[PlainParam], mesh: DeviceMesh, options: Options
+) -> MeshGroups:
     """Return the groups of ``mesh`` and, if tensors are DTensors already, of their mesh.
 
-    The latter is left out if it does not fit, which :func:`find_error` reports.
+    The latter is left out if it does not fit, which :func:`find_error` reports. It is not that of
+    parameters with a mesh of their own in ``overrides``.
     """
-    for tensor in (*root.parameters(), *root.buffers()):
-        if (sharded := sharded_param_of(tensor)) is not None:
-            tp_mesh = sharded.spec.groups.tp_mesh
-        else:
-            tp_mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        if tp_mesh is None or tensor in ignored:
-            continue
+    sharded = filter(None, map(sharded_param_of, root.parameters()))
+    tp_meshes = [known.spec.groups.of_model.tp_mesh for known in sharded]
+    tp_meshes += [
+        plain.param.device_mesh
+        for plain in plain_params
+        if isinstance(plain.param, DTensor) and options.for_parameter(plain.fqns).mesh is None
+    ]
+    tp_meshes += [b.device_mesh for b in root.buffers() if isinstance(b, DTensor)]
+    for tp_mesh in filter(None, tp_meshes):
         if _tp_mesh_error(tp_mesh, mesh) is None:
             return MeshGroups(mesh, tp_mesh)
     return MeshGroups(mesh)
+
+
+def _groups_of_params(
+    plain_params: Sequence[PlainParam], groups: MeshGroups, options: Options
+) -> dict[PlainParam, MeshGroups]:
+    """Return the groups of each parameter; those on the same meshes share one object."""
+    shared: dict[MeshGroups, MeshGroups] = {}
+    result = {}
+    for plain in plain_params:
+        mesh, own = options.for_parameter(plain.fqns).mesh, groups
+        if mesh is not None:
+            tp_mesh = plain.param.device_mesh if isinstance(plain.param, DTensor) else None
+            own = MeshGroups(mesh, tp_mesh, groups)
+        result[plain] = shared.setdefault(own, own)
+    return result
 
 
 def find_reduced_by_ddp() -> set[nn.Parameter]:
@@ -143,16 +163,17 @@ def find_error(
 
     If there is none, the ``spec`` of every parameter is set.
     """
+    own_groups = _groups_of_params(plain_params, groups, options)
     return (
         _module_error(root)
         or _buffer_error(root, groups)
         or _holder_class_error(root, plain_params)
-        or _parameter_error(plain_params, groups, allow_meta)
+        or _parameter_error(own_groups, allow_meta)
         or shared_memory_error(root, plain_params)
         or _optimizer_error(plain_params)
         or _ddp_error(plain_params)
         or _override_error(root, plain_params, options)
-        or _resolve_specs(plain_params, groups, options)  # sets the spec of each
+        or _resolve_specs(own_groups, options)  # sets the spec of each
         or _fp8_error(root, plain_params, options, groups.mesh.device_type)
     )
 
@@ -187,18 +208,16 @@ def _holder_class_error(root: nn.Module, plain_params: Sequence[PlainParam]) -> 
     return None
 
 
-def _parameter_error(
-    plain_params: Sequence[PlainParam], groups: MeshGroups, allow_meta: bool
-) -> str | None:
-    all_meta = allow_meta and all(plain.param.is_meta for plain in plain_params)
-    for plain in plain_params:
+def _parameter_error(groups: Mapping[PlainParam, MeshGroups], allow_meta: bool) -> str | None:
+    all_meta = allow_meta and all(plain.param.is_meta for plain in groups)
+    for plain, own in groups.items():
         if any(had_sharded(*holder) for holder in plain.holders):
             error: str | None = (
                 "was replaced by a plain parameter after sharding: change it in place. "
                 + FUNCTIONAL_CALL
             )
         else:
-            error = _tensor_error(plain.param, groups, all_meta)
+            error = _own_mesh_error(own) or _tensor_error(plain.param, own, all_meta)
         if error is not None:
             return f"parameter {plain.fqn!r} {error}"
     return None
@@ -232,6 +251,24 @@ def _ddp_error(plain_params: Sequence[PlainParam]) -> str | None:
         "call what torch.compile(model, backend=graphshard.backend(mesh)) returns. To replicate "
         'parameters as DDP does, set overrides={"*": {"shard": False}}'
     )
+
+
+def _own_mesh_error(groups: MeshGroups) -> str | None:
+    """Return why a parameter cannot be on the mesh that ``overrides`` give it, or None."""
+    mesh, default = groups.mesh, groups.default
+    if default is None:
+        return None
+    slices = f'slices of one mesh, as in {_DP_MESH} and {{"mesh": mesh["efsdp"]}}'
+    if not has_root_of(mesh, default.mesh):
+        return f"has {mesh} in overrides, and other parameters have {default.mesh}: pass {slices}"
+    ranks = set(default.whole_mesh.mesh.flatten().tolist())
+    for own in filter(None, (mesh, groups.tp_mesh)):
+        if not set(own.mesh.flatten().tolist()) <= ranks:
+            return (
+                f"is on {own}, with ranks that are not in {default.whole_mesh} and so do not train "
+                f"the model: pass {slices}, where dp has all ranks with data of their own"
+            )
+    return None
 
 
 def _tensor_error(param: nn.Parameter, groups: MeshGroups, all_meta: bool) -> str | None:
@@ -285,7 +322,10 @@ def _tp_mesh_error(tp_mesh: DeviceMesh, mesh: DeviceMesh) -> str | None:
     if tp_mesh.ndim != 1:
         return "and only tensor parallelism over one axis is supported"
     if set(tp_mesh.mesh.tolist()) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
-        return f"which overlaps {mesh}: both must be different {slices}"
+        return (
+            f"which overlaps {mesh}: both must be different {slices}; experts need a mesh of their "
+            'own, as in overrides={glob: {"mesh": mesh["efsdp"]}}'
+        )
     return None
 
 
@@ -338,16 +378,14 @@ def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
     return None if policy.cast_forward_inputs else "cast_forward_inputs=False"
 
 
-def _resolve_specs(
-    plain_params: Sequence[PlainParam], groups: MeshGroups, options: Options
-) -> str | None:
+def _resolve_specs(groups: Mapping[PlainParam, MeshGroups], options: Options) -> str | None:
     """Set the spec of every parameter; return the first error, or None."""
-    for plain in plain_params:
+    for plain, own in groups.items():
         try:
             param_options = options.for_parameter(plain.fqns)
-            if problem := _device_error(plain.param.device, groups.mesh, param_options):
+            if problem := _device_error(plain.param.device, own.mesh, param_options):
                 return f"parameter {plain.fqn!r} {problem}"
-            plain.spec = _spec_of(plain, groups, param_options)
+            plain.spec = _spec_of(plain, own, param_options)
         except Exception as error:  # including the user's fp8 filter: all ranks must raise
             return f"parameter {plain.fqn!r}: {type(error).__name__}: {error}"
     return None

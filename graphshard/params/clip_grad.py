@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from .._torch.distributed import process_group
+from .param_spec import ParamSpec
+from .sharded_param import sharded_param_of
 
 
 @torch.no_grad()
@@ -53,4 +59,19 @@ def clip_grad_norm_(
 def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
     grads = [param.grad for param in params if param.grad is not None]
     norm: Any = get_total_norm(grads, norm_type, foreach=foreach)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    known = sharded_param_of(params[0])
+    return norm if known is None else _over_all_ranks(norm, norm_type, known.spec)
+
+
+def _over_all_ranks(norm: torch.Tensor, norm_type: float, spec: ParamSpec) -> torch.Tensor:
+    """Return the norm of the parameters of all ranks, of which each mesh has others."""
+    if not spec.is_local:
+        return norm
+    group = process_group(spec.groups.all_ranks)
+    if math.isinf(norm_type):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+        return norm
+    total = norm**norm_type / spec.mesh.size()  # each rank of the mesh adds the same norm
+    dist.all_reduce(total, group=group)
+    return total ** (1 / norm_type)

@@ -60,7 +60,7 @@ def receive(
         like: meta tensor with its shape and dtype.
         spec: how to split the tensor, or None to send all of it to every rank.
     """
-    if spec is not None and spec.rows is not None and groups.tp_mesh is None:
+    if spec is not None and spec.rows is not None and groups.tp_mesh is spec.groups.tp_mesh is None:
         return spec.dtensor(_scatter(full, like.dtype, spec))
     received = torch.empty(like.shape, dtype=like.dtype, device=groups.device)
     if full is not None:

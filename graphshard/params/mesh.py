@@ -38,12 +38,25 @@ class MeshGroups:
 
     Attributes:
         mesh: 1D mesh to shard over, or 2D mesh (replicas, shards).
-        tp_mesh: 1D mesh over which tensor parallelism has split parameters, or None. The ranks of
-            both meshes train one model.
+        tp_mesh: 1D mesh over which tensor or expert parallelism has split parameters before; None:
+            it has not. The ranks of both train one model.
+        default: groups of the backend's mesh, if ``mesh`` is another one from ``overrides``. Ranks
+            of it that are not in ``mesh`` have other values of the parameter, as of other experts.
     """
 
     mesh: DeviceMesh
     tp_mesh: DeviceMesh | None = None
+    default: MeshGroups | None = None
+
+    @property
+    def of_model(self) -> MeshGroups:
+        """Groups of the backend's mesh, which are those of most parameters."""
+        return self.default or self
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks with different batches, which gradients are divided by."""
+        return self.of_model.mesh.size()
 
     @cached_property
     def whole_mesh(self) -> DeviceMesh:
@@ -80,12 +93,14 @@ class MeshGroups:
 
     @cached_property
     def data_ranks(self) -> str:
-        """Group of all ranks of ``mesh``, over which gradients are averaged."""
+        """Group of all ranks of ``mesh``, over which gradients are reduced."""
         return self.shards if self.mesh.ndim == 1 else self._group_of_mesh(self.mesh)
 
     @cached_property
     def all_ranks(self) -> str:
         """Group of all ranks that train the model: these agree, and raise together."""
+        if self.default is not None:
+            return self.default.all_ranks
         return self.data_ranks if self.tp_mesh is None else self._group_of_mesh(self.whole_mesh)
 
     @cached_property

@@ -138,6 +138,16 @@ class ParamSpec:
         ranks = self.num_backward_ranks
         return None if ranks is None else self.groups.regather_group(ranks)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks outside of the parameter's mesh have parameters of the same name."""
+        default = self.groups.default
+        return (
+            default is not None
+            and self.tp_placements is None
+            and self.mesh.size() < default.whole_mesh.size()
+        )
+
     def group_names(self) -> set[str]:
         groups = self.groups  # all that its markers may use
         names = (groups.shards, groups.replicas, groups.data_ranks, self.regather_group)
@@ -345,10 +355,14 @@ def find_padding(
 
 def padding_advice(itemsizes: Mapping[ParamSpec, int]) -> str:
     """Return a description of notable padding with a remedy, or "" if padding takes little."""
-    # The keys are the parameters of one model on one mesh.
-    split = {spec: itemsize for spec, itemsize in itemsizes.items() if spec.rows is not None}
-    if not split:
-        return ""
+    by_groups: dict[MeshGroups, dict[ParamSpec, int]] = {}
+    for spec, itemsize in itemsizes.items():
+        if spec.rows is not None:
+            by_groups.setdefault(spec.groups, {})[spec] = itemsize
+    return ". ".join(filter(None, map(_advice_on_mesh, by_groups.values())))
+
+
+def _advice_on_mesh(split: Mapping[ParamSpec, int]) -> str:
     held_bytes = sum(itemsize * spec.padded_shape.numel() for spec, itemsize in split.items())
     full_bytes = sum(itemsize * spec.unsharded_shape.numel() for spec, itemsize in split.items())
     groups = next(iter(split)).groups

@@ -103,11 +103,14 @@ def shard_module(
     plain_params = find_plain_params(root, options.ignored_params)
     if has_replacements and not plain_params:
         return
-    groups = find_groups(root, mesh, options.ignored_params)
+    groups = find_groups(root, plain_params, mesh, options)
     error = find_error(root, plain_params, groups, options, allow_meta=allow_meta)
     _check_same_shards(root, plain_params, groups, options, error=error)
-    call_log_of_mesh(groups)  # start the watcher before any compile
-    require_collective_save(groups)
+    # Sorted by name: ranks may have registered parameters in different orders.
+    by_name = sorted(plain_params, key=lambda plain: plain.fqn)
+    for own in dict.fromkeys([groups, *(plain.spec.groups for plain in by_name)]):
+        call_log_of_mesh(own)  # start the watcher before any compile
+        require_collective_save(own)
     _warn_of_torchao(root)
     model = ShardedModel(type(root).__name__, options)
     with torch.no_grad(), torch.inference_mode(False):
@@ -122,7 +125,7 @@ def shard_module(
         if syncs:
             for _, buffer in sorted(root.named_buffers()):
                 broadcast_from_first_rank(buffer, groups)
-        sharded_params = _shard_parameters(plain_params, groups, model, used, syncs=syncs)
+        sharded_params = _shard_parameters(by_name, model, used, syncs=syncs)
         _install(root, plain_params, sharded_params, model)
         _repoint_optimizers(sharded_params)
         on_data_assigned(assign_data)
@@ -181,7 +184,8 @@ def _raise_if_used_unequal(
 ) -> None:
     # A running forward may have used the values, so making them equal now would be too late.
     tensors = {plain.fqn: plain.param for plain in plain_params} | dict(root.named_buffers())
-    unequal = [name for name in sorted(tensors) if _is_unequal(tensors[name], groups)]
+    own = {plain.fqn: plain.spec.groups for plain in plain_params}
+    unequal = [n for n in sorted(tensors) if _is_unequal(tensors[n], own.get(n, groups))]
     rank = dist.get_rank(process_group(groups.all_ranks))
     what = f"{unequal[0]!r} of rank {rank} of the mesh" if unequal else None
     if (what := first_text(what, groups.all_ranks)) is not None:
@@ -235,13 +239,10 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
 
 
 def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
-    """Overwrite ``tensor`` with the values of the first rank.
-
-    A DTensor gets those of the first rank that has the same coordinate on the TP mesh.
-    """
-    group = process_group(groups.all_ranks)
-    if isinstance(tensor, DTensor):
-        tensor, group = local_tensor(tensor), process_group(groups.data_ranks)
+    """Overwrite ``tensor`` with the values of the first rank that has the same part of it."""
+    is_part = isinstance(tensor, DTensor) or groups.default is not None
+    group = process_group(groups.data_ranks if is_part else groups.all_ranks)
+    tensor = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     if tensor.numel() == 0:
         return
     tensor = without_expanded_dims(tensor)
@@ -255,7 +256,6 @@ def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
 
 def _shard_parameters(
     plain_params: Sequence[PlainParam],
-    groups: MeshGroups,
     model: ShardedModel,
     used: Collection[nn.Parameter],
     *,
@@ -263,11 +263,10 @@ def _shard_parameters(
 ) -> dict[nn.Parameter, ShardedParam]:
     """Shard the parameters one by one, and free the full ones unless they are ``used``."""
     sharded_params = {}
-    # Sorted by name: ranks may have registered parameters in different orders.
-    for plain in sorted(plain_params, key=lambda plain: plain.fqn):
+    for plain in plain_params:
         _ = plain.spec.regather_group  # may create a process group
         if syncs:
-            broadcast_from_first_rank(plain.param, groups)
+            broadcast_from_first_rank(plain.param, plain.spec.groups)
         sharded_param = sharded_params[plain.param] = _shard_parameter(plain, model)
         if plain.param in used:
             _hand_over_grads(plain.param, sharded_param)

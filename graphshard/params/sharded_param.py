@@ -238,9 +238,10 @@ class ShardedParam:
 
     def gradient(self, padded_grad: torch.Tensor) -> torch.Tensor:
         """Make the DTensor's gradient from this rank's padded gradient, and run its hooks on it."""
-        param, factor = self.dtensor, self.model.gradient_divide_factor
-        if factor is not None:  # padded_grad is an average over all ranks
-            padded_grad.mul_(self.spec.groups.mesh.size() / factor)
+        param, num_ranks = self.dtensor, self.spec.groups.mesh.size()
+        factor = self.model.gradient_divide_factor or self.spec.groups.num_data_ranks
+        if factor != num_ranks:  # padded_grad is an average over the parameter's mesh
+            padded_grad.mul_(num_ranks / factor)
         grad: torch.Tensor = dtensor_like(self.spec.local_view(padded_grad), param)
         for hook in gradient_hooks(param):
             replaced = hook(grad)

@@ -159,13 +159,19 @@ def checked_module(
             raise ValueError(
                 f"parameter {name!r} is on the meta device: call model.to_empty(device=...) first"
             )
+        if (sharded := sharded_param_of(param)) is not None and sharded.spec.is_local:
+            raise ValueError(
+                f"parameter {name!r} is on {sharded.spec.mesh} only, and others have more of "
+                "that name: before sharding, make it a DTensor of all of them, as "
+                'distribute_tensor(param, mesh["ep"], [Shard(0)]) does'
+            )
     return root
 
 
 def mesh_groups_of(root: nn.Module) -> MeshGroups | None:
     """Return the groups of the mesh that ``root`` is sharded over, or None if not sharded."""
     sharded_params = (sharded_param_of(param) for param in root.parameters())
-    return next((p.spec.groups for p in sharded_params if p is not None), None)
+    return next((p.spec.groups.of_model for p in sharded_params if p is not None), None)
 
 
 def is_first_rank(groups: MeshGroups | None) -> bool:
