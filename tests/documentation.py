@@ -41,6 +41,7 @@ ON_CPU = {
     "graphshard.backend(dp": 'graphshard.backend(dp, compiler="aot_eager"',
     '{"mp_policy": policy})': '{"mp_policy": policy, "compiler": "aot_eager"})',
     "mp_policy=policy)  # the": 'mp_policy=policy, compiler="aot_eager")  # the',
+    "=parallelize, mp_policy": '=parallelize, compiler="aot_eager", mp_policy',
     "ShardedFabricStrategy(": 'ShardedFabricStrategy(compiler="aot_eager", ',
     "loader, mp_policy": 'loader, compiler="aot_eager", mp_policy',
     "lightning.Trainer(": "lightning.Trainer(**LIGHTNING, max_steps=1, ",

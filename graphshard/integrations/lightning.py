@@ -8,33 +8,54 @@
     Fabric(strategy=ShardedFabricStrategy(mp_policy=policy), devices=8)
 
 Both strategies are Lightning's ``ModelParallelStrategy``, which saves DTensors (one folder written
-by all ranks, or one file) and leaves sharding to the user. They change two things: all ranks are
-data parallel, whereas Lightning's "auto" sizes shard nothing on one node; and accumulated
-microbatches communicate nothing, which Lightning supports only for DDP and FSDP2. Based on
-Lightning 2.6: ``pytorch/strategies/parallel.py``, ``pytorch/strategies/model_parallel.py`` and
-``fabric/strategies/model_parallel.py``.
+by all ranks, or one file) and leaves sharding to the user. They change three things: all ranks are
+data parallel unless ``tensor_parallel_size`` is set, whereas Lightning's "auto" sizes shard nothing
+on one node; accumulated microbatches communicate nothing, which Lightning supports only for DDP and
+FSDP2; and gradients on several meshes can be clipped, as by :func:`graphshard.clip_grad_norm_`.
+
+For tensor parallelism, pass ``tensor_parallel_size`` to the strategy, and to ``configure`` or the
+Fabric strategy a function that splits the model over one axis of Lightning's mesh:
+
+    def parallelize(model, mesh):
+        return parallelize_module(model, mesh["tensor_parallel"], plan)
+
+Based on Lightning 2.6: ``pytorch/strategies/parallel.py``, ``pytorch/strategies/model_parallel.py``
+and ``fabric/strategies/model_parallel.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning import LightningModule
+from lightning import LightningModule, Trainer
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from ..dynamo_backend import backend
+from ..params.checks import instances_of
+from ..params.clip_grad import clip_grad_norm_
 from ..params.grad_sync import no_sync
-from .common import is_sharded, may_be_moved, shard_and_compile
+from .common import is_sharded, is_split, may_be_moved, shard_and_compile
+
+Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
+"""``parallelize(model, mesh)``: splits ``model`` in place over ``mesh["tensor_parallel"]``, and
+returns it, as the ``parallelize_fn`` of Lightning's Fabric strategy does."""
 
 
-def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
+def configure(
+    owner: LightningModule,
+    model: nn.Module,
+    *,
+    parallelize_fn: Parallelize | None = None,
+    **options: Any,
+) -> None:
     """Shard and compile a module of ``owner``; call it in ``configure_model``.
 
     Lightning calls ``configure_model`` again for validation and for every further ``fit``; a module
@@ -44,7 +65,9 @@ def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
         owner: LightningModule attached to a Trainer.
         model: module that ``training_step`` calls; not ``owner``, whose forward Lightning does not
             call.
-        options: arguments of :func:`graphshard.backend`; the mesh defaults to the strategy's.
+        parallelize_fn: function that applies tensor parallelism before ``model`` is sharded.
+        options: arguments of :func:`graphshard.backend`; the mesh defaults to the strategy's axis
+            ``data_parallel``.
 
     Raises:
         ValueError: ``model`` is ``owner``, the Trainer's strategy has no mesh (DDP, FSDP), or
@@ -62,19 +85,21 @@ def configure(owner: LightningModule, model: nn.Module, **options: Any) -> None:
                 f"the Trainer has {type(strategy).__name__}: pass the Trainer "
                 "strategy=ShardedStrategy() from graphshard.integrations.lightning"
             )
-        _shard_on(strategy.root_device, model, owner.device_mesh, options)
+        _shard_on(strategy.root_device, model, owner.device_mesh, parallelize_fn, options)
 
 
 class _DataParallel:
-    """Mixin, placed before a Lightning strategy, that makes all ranks data parallel."""
+    """Mixin, placed before a Lightning strategy, that makes all other ranks data parallel."""
 
     _data_parallel_size: Any
+    _tensor_parallel_size: Any
     num_processes: int
     num_nodes: int
 
     def setup_environment(self) -> None:
         if self._data_parallel_size == "auto":
-            self._data_parallel_size = self.num_processes * self.num_nodes
+            num_ranks = self.num_processes * self.num_nodes
+            self._data_parallel_size = num_ranks // self._tensor_parallel_size
         super().setup_environment()  # type: ignore[misc]
 
 
@@ -82,11 +107,23 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
     """Strategy for ``lightning.Trainer``: data parallel, accumulation without communication.
 
     Args:
+        tensor_parallel_size: number of ranks that hold the parts of one model. Pass
+            :func:`configure` a function that splits it.
         kwargs: arguments of ``ModelParallelStrategy``, such as ``save_distributed_checkpoint``.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(tensor_parallel_size=1, **kwargs)
+    def __init__(self, *, tensor_parallel_size: int = 1, **kwargs: Any) -> None:
+        super().__init__(tensor_parallel_size=tensor_parallel_size, **kwargs)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up the module and its optimizers, and clip gradients on several meshes."""
+        super().setup(trainer)
+        precision: Any = self.precision_plugin
+
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            clip_grad_norm_(precision.main_params(optimizer), clip_val)
+
+        precision.clip_grad_by_norm = clip_grad_by_norm
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -100,23 +137,45 @@ class ShardedFabricStrategy(_DataParallel, FabricStrategy):
     """Strategy for ``lightning.Fabric``: ``fabric.setup(model)`` shards and compiles in place.
 
     Args:
+        parallelize_fn: function that applies tensor parallelism before a model is sharded.
+        tensor_parallel_size: number of ranks that hold the parts of one model.
         save_distributed_checkpoint: whether ``fabric.save`` writes a folder of shards, rather than
             one file with full tensors.
         options: arguments of :func:`graphshard.backend`.
     """
 
-    def __init__(self, *, save_distributed_checkpoint: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        parallelize_fn: Parallelize | None = None,
+        *,
+        tensor_parallel_size: int = 1,
+        save_distributed_checkpoint: bool = True,
+        **options: Any,
+    ) -> None:
         super().__init__(
             self._shard,
-            tensor_parallel_size=1,
+            tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=save_distributed_checkpoint,
         )
-        self._options = options
+        self._split, self._options = parallelize_fn, options
         self._backward_sync_control = _NoSync()
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        _shard_on(self.root_device, model, mesh, self._options)
+        _shard_on(self.root_device, model, mesh, self._split, self._options)
         return model
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip gradients, which may be on several meshes."""
+        self.precision.unscale_gradients(optimizer)
+        parameters = self.precision.main_params(optimizer)
+        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
 class _NoSync(BackwardSyncControl):
@@ -125,10 +184,36 @@ class _NoSync(BackwardSyncControl):
 
 
 def _shard_on(
-    device: torch.device, model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]
+    device: torch.device,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    parallelize_fn: Parallelize | None,
+    options: Mapping[str, Any],
 ) -> None:
     options = {"mesh": mesh["data_parallel"], **options}
     dynamo_backend = backend(**options)
     if may_be_moved(model, options):  # Lightning itself materializes a meta-device model later
         model.to(device)
+    if parallelize_fn is not None:
+        _split(model, mesh, parallelize_fn)
+    num_parts = mesh["tensor_parallel"].size()
+    if num_parts > 1 and not is_split(model):
+        raise ValueError(
+            f"tensor_parallel_size={num_parts}, but {type(model).__name__} is not split: pass "
+            "parallelize_fn, which calls parallelize_module"
+        )
     shard_and_compile(model, dynamo_backend, options)
+
+
+def _split(model: nn.Module, mesh: DeviceMesh, parallelize_fn: Parallelize) -> None:
+    before = dict(model.named_parameters())
+    if (split := parallelize_fn(model, mesh)) is not model:
+        raise ValueError(
+            f"parallelize_fn returned a {type(split).__name__}: it must split the "
+            f"{type(model).__name__} in place, and return it"
+        )
+    # parallelize_module makes new parameters, but Fabric's users create their optimizer before.
+    new = {before[name]: param for name, param in model.named_parameters() if name in before}
+    for optimizer in instances_of(Optimizer):
+        for group in optimizer.param_groups:
+            group["params"][:] = [new.get(param, param) for param in group["params"]]

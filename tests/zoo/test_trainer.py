@@ -24,6 +24,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 import graphshard
@@ -246,6 +247,21 @@ def _refuse(folder: str) -> None:
 
 def test_conflicting_trainer_arguments_are_refused(tmp_path: Path) -> None:
     ranks.run(1, _refuse, str(tmp_path))
+
+
+@on_ranks(2)
+def test_model_that_transformers_splits_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "whole"
+    if dist.get_rank() == 0:
+        small_llama().save_pretrained(folder)
+    dist.barrier()
+    as_by_torchrun()
+    config = DistributedConfig(tp_size=2, tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    with pytest.raises(ValueError, match="tensor parallelism has split LlamaForCausalLM"):
+        _trainer(str(tmp_path), model).train()
+    with pytest.raises(ValueError, match="both must be slices of one mesh"):
+        graphshard.shard(model)
 
 
 @pytest.mark.parametrize("adapted", [False, True])
