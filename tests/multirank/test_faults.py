@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
 from tests import ranks
@@ -53,6 +54,7 @@ ALL = [
     if (fault, point) != ("raise", "in a collective")  # a thread blocked in a wait cannot raise
 ]
 """(fault, point, rank of the victim)."""
+SPLIT = [("kill", "in forward", 3), ("raise", "compile", 2)]
 IN_A_CHECKPOINT = ["after", "save"]
 """Points after which the others enter the collectives of a checkpoint, whose errors are torch's."""
 SOME_STOPS = ["in a collective"]
@@ -150,23 +152,42 @@ class _Faulty:
         return call
 
 
-def _train(fault: str, point: str, folder: Path, steps: range, victim: int = 1) -> list[Tensor]:
+def _train(
+    fault: str, point: str, folder: Path, steps: range, victim: int = 1, *, splits: bool = False
+) -> list[Tensor]:
     """Train and save checkpoints; return the full parameters.
 
     Args:
         steps: steps to train; a range that does not begin at 0 resumes from the checkpoint of the
             step before.
+        splits: whether tensor parallelism splits the model over pairs of four ranks.
     """
     faulty = _Faulty(fault, point, victim)
     with pytest.MonkeyPatch.context() as patch:
         faulty.watch(patch)
-        return _train_by(faulty, fault == "none", folder, steps)
+        return _train_by(faulty, fault == "none", folder, steps, splits)
 
 
-def _train_by(faulty: _Faulty, saves_all: bool, folder: Path, steps: range) -> list[Tensor]:
+def _split(model: Net) -> DeviceMesh:
+    """Split the layers over two of four ranks; return the mesh to shard them over."""
+    ranks_2d, timeout = torch.arange(4).view(2, 2), timedelta(seconds=TIMEOUT_S)
+    dist.distributed_c10d._set_pg_timeout(timeout)  # of the default group: all ranks agree in it
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
+        for rows in (ranks_2d.t(), ranks_2d)
+    ]
+    mesh = DeviceMesh.from_group(groups, "cpu", mesh=ranks_2d, mesh_dim_names=("dp", "tp"))
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    return mesh["dp"]
+
+
+def _train_by(
+    faulty: _Faulty, saves_all: bool, folder: Path, steps: range, splits: bool
+) -> list[Tensor]:
     group: Any = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh, model = DeviceMesh.from_group(group, "cpu"), _net()
+    model = _net()
+    mesh = _split(model) if splits else DeviceMesh.from_group(group, "cpu")
     graphshard.shard(model, mesh, compiler="aot_eager")
     backend = graphshard.backend(mesh, compiler="aot_eager")
     compiled, optimizer = torch.compile(model, backend=backend, dynamic=False), sgd(model)
@@ -178,7 +199,7 @@ def _train_by(faulty: _Faulty, saves_all: bool, folder: Path, steps: range) -> l
         meets[:] = [at]
         at("before")
         at("in a collective")
-        loss = compiled(_batch(step).chunk(world)[rank])
+        loss = compiled(_batch(step).chunk(mesh.size())[mesh.get_local_rank()])
         at("between")
         loss.backward()
         at("after")
@@ -213,10 +234,25 @@ def _assert_trained(trained: list[list[Tensor]]) -> None:
 def test_fault_on_one_rank_ends_others_with_named_error(
     fault: str, point: str, victim: int, tmp_path: Path
 ) -> None:
+    _assert_others_end(3, fault, point, tmp_path, victim)
+
+
+@pytest.mark.parametrize(("fault", "point", "victim"), SPLIT)
+def test_fault_on_one_rank_of_a_split_model(
+    fault: str, point: str, victim: int, tmp_path: Path
+) -> None:
+    """The rank opposite to the victim shares no group of the mesh with it."""
+    _assert_others_end(4, fault, point, tmp_path, victim, splits=True)
+
+
+def _assert_others_end(
+    world: int, fault: str, point: str, folder: Path, victim: int, *, splits: bool = False
+) -> None:
+    train = (_train, fault, point, folder, range(STEPS), victim)
     with pytest.raises(ranks.RankError) as raised:
-        ranks.run_fresh(3, _train, fault, point, tmp_path, range(STEPS), victim, timeout_s=60)
+        ranks.run_fresh(world, *train, timeout_s=60, splits=splits)
     others = [failure for failure in raised.value.failures if failure.rank != victim]
-    assert len(others) == 2
+    assert len(others) == world - 1
     for failure in others:
         assert "still running" not in failure.text and "died" not in failure.text, failure.text
         named = "BackendError: process group" in failure.text
