@@ -2,6 +2,7 @@
 
     cls.from_pretrained   on the meta device, from the names, shapes and dtypes in the files:
                           renames, casts, fuses, ties, reports; initializes what no file has
+    parallelize           on the meta device: tensor parallelism, if asked for
     graphshard.shard      on the meta device
     fill                  each rank reads its rows, one parameter at a time
 
@@ -33,6 +34,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from .._torch.nn import buffers_of, parameters_of
 from ..dynamo_backend import backend, shard
 from ..options.options import mesh_for
+from ..params.checks import find_groups
 from ..params.mesh import MeshGroups
 from ..params.meta_init import fill, plain_twin
 from ..params.shard import broadcast_from_first_rank, move_buffers
@@ -47,15 +49,19 @@ _QUANTIZED = (
     "quantized parameters cannot be sharded: load the model with transformers, then call "
     "graphshard.shard with these parameters in ignored_params"
 )
+_PARALLELIZE = (
+    "graphshard shards the model; leave it out. For tensor parallelism, pass a function that calls "
+    "parallelize_module as parallelize"
+)
 # Arguments of ``from_pretrained`` that contradict sharding, with advice.
 _REFUSED = {
     "device_map": "the mesh places the shards; leave it out",
     "max_memory": "the mesh places the shards; leave it out",
     "offload_folder": 'to keep shards on the host, pass sharding={"offload_policy": ...} instead',
-    "distributed_config": "graphshard shards the model; leave it out",
+    "distributed_config": _PARALLELIZE,
     "device_mesh": "pass it to graphshard as mesh instead",
-    "tp_plan": "graphshard shards the model; leave it out",
-    "tp_size": "graphshard shards the model; leave it out",
+    "tp_plan": _PARALLELIZE,
+    "tp_size": _PARALLELIZE,
     "quantization_config": _QUANTIZED,
     "gguf_file": _QUANTIZED,
 }
@@ -71,6 +77,7 @@ def from_pretrained(
     *,
     sharding: Mapping[str, Any] | None = None,
     strict: bool = False,
+    parallelize: Callable[[Any], object] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a sharded model, bitwise equal to ``cls.from_pretrained`` followed by ``shard``.
@@ -88,6 +95,8 @@ def from_pretrained(
         sharding: other arguments of :func:`graphshard.backend`, as a dictionary.
         strict: whether to raise, rather than only report, if a parameter is in no file or a tensor
             in a file is not in the model.
+        parallelize: function that splits the model, which is on the meta device, by torch's
+            ``parallelize_module``. The ranks of both meshes must call ``from_pretrained``.
         kwargs: arguments of ``cls.from_pretrained``: ``dtype``, ``config``,
             ``attn_implementation``, ``output_loading_info``, ``ignore_mismatched_sizes`` and so on.
 
@@ -114,6 +123,11 @@ def from_pretrained(
     values = _take_values(model, outline.stored)
     descriptions = {name: _describe(value) for name, value in values.items()}
     raise_if_different(descriptions, groups.all_ranks, lambda *_: _SAME_FILES)
+    if parallelize is not None:
+        with raise_on_all_ranks(groups.all_ranks):
+            parallelize(model)
+            _check_ties(model, values)
+        groups = find_groups(model, mesh, frozenset())
     if dynamo_backend.options.sync_module_states:
         _make_new_equal(model, values, groups)
     move_buffers(model, groups.device)
@@ -329,6 +343,16 @@ def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) 
         parameters = parameters_of(module)
         parameters.update({n: p if p is None else twins[p] for n, p in parameters.items()})
     return values
+
+
+def _check_ties(model: nn.Module, values: Values) -> None:
+    """Raise ValueError if ``parallelize`` has untied a parameter, which no file then has."""
+    for name, _ in model.named_parameters():
+        if name not in values:
+            raise ValueError(
+                f"parallelize unties {name!r}: parallelize_module splits tied modules one by one; "
+                "leave them out of the plan"
+            )
 
 
 def _make_new_equal(model: nn.Module, values: Values, groups: MeshGroups) -> None:

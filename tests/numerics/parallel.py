@@ -147,7 +147,7 @@ def train(
     for batch in batches:
         loss = call(batch)
         loss.backward()
-        grads = {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+        grads = {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
         history.append({"loss": loss.detach(), **grads})
         optim = optim or optimizer(model.parameters(), lr=0.05)  # the first call shards the model
         optim.step()
