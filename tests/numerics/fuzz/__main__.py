@@ -21,13 +21,15 @@ def main() -> int:
     parser.add_argument("--seeds", "--seed", required=True, help="such as 123, or 1,7,100:500")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after that")
     parser.add_argument("--blocks", type=int, default=5, help="of a model at most")
+    parser.add_argument("--split", action="store_true", help="add tensor parallelism")
     parser.add_argument("--shrink", action="store_true", help="drop what a failure does not need")
     parser.add_argument("--verbose", action="store_true", help="tracebacks, and times of cases")
     arguments = parser.parse_args()
     seeds = [seed for part in arguments.seeds.split(",") for seed in _range(part)]
     failed = num_run = 0
     end = time.monotonic() + arguments.seconds
-    for case in _by_world_size([draw(seed, arguments.blocks) for seed in seeds]):
+    cases = [draw(seed, arguments.blocks, splits=arguments.split) for seed in seeds]
+    for case in _by_world_size(cases):
         if time.monotonic() > end:
             break
         num_run += 1

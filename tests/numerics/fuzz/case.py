@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.numerics.fuzz.formulas import FORMULAS
 from tests.numerics.fuzz.habits import HOOKS, TABLES, WRITES_OF_DATA
-from tests.numerics.fuzz.modules import BREAKS, MODULES, WRAPPERS, WRITES
+from tests.numerics.fuzz.modules import BREAKS, MODULES, SPLIT, WRAPPERS, WRITES
 
 Block = tuple[Any, ...]
 """``(kind,)``, ``(kind, number)`` or ``(wrapper, block, ...)``."""
@@ -38,6 +38,7 @@ class Case:
         output: kind of result; "loss" is a scalar.
         frozen: whether each parameter of the blocks is frozen, repeated cyclically.
         mesh: sizes of the mesh axes; two axes are replicas and shards.
+        splits: number of ranks over which tensor parallelism splits the blocks in `SPLIT`.
         reshard: ``reshard_after_forward``.
         overrides: (glob, option, value) triples; a glob that matches a block covers its parameters.
         ignored: indices of ``ignored_params``, among the floating-point parameters.
@@ -74,6 +75,7 @@ class Case:
     output: str = "loss"
     frozen: tuple[bool, ...] = ()
     mesh: tuple[int, ...] = (2,)
+    splits: int = 1
     reshard: bool | int = True
     overrides: tuple[tuple[str, str, Any], ...] = ()
     ignored: tuple[int, ...] = ()
@@ -115,7 +117,7 @@ class Case:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return math.prod(self.mesh)
+        return math.prod(self.mesh) * self.splits
 
 
 def walk(blocks: tuple[Block, ...]) -> Iterator[Block]:
@@ -126,11 +128,12 @@ def walk(blocks: tuple[Block, ...]) -> Iterator[Block]:
             yield from walk(block[1:])
 
 
-def draw(seed: int, max_blocks: int = 5) -> Case:
+def draw(seed: int, max_blocks: int = 5, *, splits: bool = False) -> Case:
     """Return the case of a seed.
 
     Args:
         max_blocks: largest number of top-level blocks; with fewer, cases run faster.
+        splits: whether tensor parallelism splits some blocks.
     """
     rng = Random(seed)
     values: dict[str, Any] = {"seed": seed, **_training(rng), **_strategy(rng), **_pipeline(rng)}
@@ -138,8 +141,29 @@ def draw(seed: int, max_blocks: int = 5) -> Case:
     values["precision"] = _rarely(rng, rng.choice(PRECISIONS), "float64", 0.6)
     values["dim"] = 16 if values["precision"] == "fp8" else rng.randint(2, 7)
     values["blocks"] = tuple(_block(rng, 0) for _ in range(rng.randint(1, max_blocks)))
+    if splits:
+        values |= _split(rng, values["blocks"])
     values["overrides"] = _overrides(rng, len(values["blocks"]), values["mesh"][-1])
     return _allowed(Case(**values))
+
+
+def _split(rng: Random, blocks: tuple[Block, ...]) -> dict[str, Any]:
+    """Draw a mesh with tensor parallelism, and replace some blocks by ones that it splits."""
+
+    def replaced(block: Block, share: float) -> Block:
+        kind, *parts = block
+        if kind in WRAPPERS:
+            return (kind, *(replaced(part, share) for part in parts))
+        return (rng.choice(tuple(SPLIT)),) if rng.random() < share else block
+
+    first, *others = blocks
+    mesh = rng.choice(((2,), (2,), (2,), (1,)))
+    return {
+        "blocks": (replaced(first, 1.0), *(replaced(block, 0.4) for block in others)),
+        "mesh": mesh,
+        "splits": 2,
+        "reshard": rng.choice((True, True, False, *mesh)),
+    }
 
 
 def _rarely(rng: Random, special: Any, usual: Any, share: float) -> Any:
@@ -244,6 +268,10 @@ def _habits(rng: Random) -> dict[str, Any]:
 def _allowed(case: Case) -> Case:
     """Return the case without combinations that README or torch rules out."""
     changes: dict[str, Any] = {}
+    if case.rows != "same":  # tensor parallelism splits even numbers of rows only
+        case = replace(case, blocks=_without_kind("split_sequence", case.blocks))
+    if case.rows == "by_both":  # plain torch.compile, too, fails on it with two dynamic sizes
+        case = replace(case, blocks=_without_kind("split_rows", case.blocks))
     if case.precision != "float64":
         changes["blocks"] = tuple(_steady(block) for block in case.blocks)
     if case.precision not in EXACT:
@@ -292,6 +320,17 @@ def _steady(block: Block) -> Block:
     if block[0] in WRAPPERS:
         return (block[0], *map(_steady, block[1:]))
     return ("linear",) if block[0] in UNSTEADY else block
+
+
+def _without_kind(excluded: str, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    return tuple(
+        (kind, *_without_kind(excluded, tuple(rest)))
+        if kind in WRAPPERS
+        else ("split_mlp",)
+        if kind == excluded
+        else (kind, *rest)
+        for kind, *rest in blocks
+    )
 
 
 def _without_breaks(block: Block) -> Block:

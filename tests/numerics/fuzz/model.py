@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.numerics.compare import generator
 from tests.numerics.fuzz.case import Block, Case
 from tests.numerics.fuzz.formulas import FORMULAS, Computed
-from tests.numerics.fuzz.modules import MODULES, WRAPPERS, Flag, Wrapper, call
+from tests.numerics.fuzz.modules import MODULES, SPLIT, WRAPPERS, Flag, Wrapper, call
 
 VOCAB = 11
 WIDTH = 3
@@ -40,8 +40,8 @@ class _Builder:
         """Return a new module without nested blocks."""
         if kind in FORMULAS:
             return Computed(kind, self.dim)
-        if kind in MODULES:
-            return MODULES[kind](self.dim)
+        if kind in MODULES or kind in SPLIT:
+            return (MODULES | SPLIT)[kind](self.dim)
         linear = nn.Linear(self.dim, self.dim)
         if kind == "tied" and self.linears:
             linear.weight = self.linears[rest[0] % len(self.linears)].weight

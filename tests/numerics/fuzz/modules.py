@@ -11,6 +11,17 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 from tests.numerics.fuzz.habits import READERS
@@ -202,6 +213,78 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
     "experts": Experts,
     **READERS,
 }
+"""Leaves that any case may have."""
+
+
+class Split(nn.Sequential):
+    """Layers with a plan that splits them by tensor parallelism."""
+
+    def __init__(self, plan: dict[str, ParallelStyle], *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.plan = plan
+
+    def parallelize(self, tp: DeviceMesh) -> None:
+        """Split the layers over the ranks of `tp`; the styles of "" are for the whole block."""
+        parallelize_module(self, tp, {name: style for name, style in self.plan.items() if name})
+        if "" in self.plan:
+            parallelize_module(self, tp, self.plan[""])
+
+
+class Heads(nn.Module):
+    """Causal attention with heads of 4 dims, as many as its inputs have room for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[rows, length, 12 * heads]` to `[rows, length, 4 * heads]`."""
+        q, k, v = x.unflatten(-1, (-1, 3, 4)).transpose(1, 2).unbind(3)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class WholeToRows(ParallelStyle):
+    """Split the input of a block by rows, and gather its output."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        whole, rows = Replicate(), Shard(0)
+        enter = PrepareModuleInput(
+            input_layouts=(whole,), desired_input_layouts=(rows,), use_local_output=True
+        )
+        leave = PrepareModuleOutput(output_layouts=rows, desired_output_layouts=whole)
+        return leave._apply(enter._apply(module, device_mesh), device_mesh)
+
+
+SPLIT: dict[str, Callable[[int], nn.Module]] = {
+    "split_mlp": lambda dim: Split(
+        {"0": ColwiseParallel(), "2": RowwiseParallel()},
+        nn.Linear(dim, 6),
+        nn.GELU(),
+        nn.Linear(6, dim),
+    ),
+    "split_heads": lambda dim: Split(
+        {"0": ColwiseParallel(), "2": RowwiseParallel()},
+        nn.Linear(dim, 24),
+        Heads(),
+        nn.Linear(8, dim, bias=False),
+    ),
+    "split_columns": lambda dim: Split(
+        {"0": ColwiseParallel(output_layouts=Replicate())}, nn.Linear(dim, 10), nn.Linear(10, dim)
+    ),
+    "split_rows": lambda dim: Split(
+        {"1": RowwiseParallel(input_layouts=Replicate())}, nn.Linear(dim, 2), nn.Linear(2, dim)
+    ),
+    "split_sequence": lambda dim: Split(
+        {
+            "0": SequenceParallel(sequence_dim=0),
+            "1": ColwiseParallel(input_layouts=Shard(0)),
+            "3": RowwiseParallel(output_layouts=Shard(0)),
+            "": WholeToRows(),
+        },
+        nn.LayerNorm(dim),
+        nn.Linear(dim, 6),
+        nn.GELU(),
+        nn.Linear(6, dim),
+    ),
+}
+"""Blocks that tensor parallelism splits over two ranks."""
 
 
 class Wrapper(nn.Module):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
@@ -26,7 +26,7 @@ from tests.numerics.compare import whole
 from tests.numerics.fuzz.case import EXACT, Case
 from tests.numerics.fuzz.habits import write
 from tests.numerics.fuzz.model import batch, flag
-from tests.numerics.fuzz.modules import BREAKS
+from tests.numerics.fuzz.modules import BREAKS, Split
 from tests.numerics.fuzz.plain import (
     POLICIES,
     Plain,
@@ -73,20 +73,25 @@ class _Trial:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.rank = dist.get_rank()
+        # The ranks over which tensor parallelism splits the model get the same batches.
+        self.rank = dist.get_rank() // case.splits
+        self.mesh, tp = _meshes(case)
         self.faults: list[str] = []
         self.plain = Plain(case)
         # In low precision, a float32 copy shows how much rounding to expect.
         exact = replace(case, precision="float32")
         self.exact = None if case.precision in EXACT else Plain(exact)
-        self.model = prepared(case, case.seed + (self.rank if case.sync else 0))
+        self.model = prepared(case, case.seed + (dist.get_rank() if case.sync else 0))
+        for block in self.model.modules() if tp else ():
+            if isinstance(block, Split):
+                block.parallelize(tp)
         self.optimizer = _optimizer(case, self.model) if case.early else None
         self.options = _options(case, self.model)
         torch._dynamo.utils.counters.clear()
         self.compiled = self._compile()
 
     def _compile(self) -> Callable[..., Any]:
-        case, model, mesh = self.case, self.model, _mesh(self.case)
+        case, model, mesh = self.case, self.model, self.mesh
         if case.entrance == "shard":
             graphshard.shard(model, mesh, **self.options)
         backend = graphshard.backend(mesh, **self.options)
@@ -284,10 +289,13 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def _mesh(case: Case) -> Any:
-    return init_device_mesh(
-        "cpu", case.mesh, mesh_dim_names=("replicate", "shard")[-len(case.mesh) :]
-    )
+def _meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the mesh to shard over, and that of tensor parallelism, if any."""
+    names = ("replicate", "shard")[-len(case.mesh) :]
+    if case.splits == 1:
+        return init_device_mesh("cpu", case.mesh, mesh_dim_names=names), None
+    mesh = init_device_mesh("cpu", (*case.mesh, case.splits), mesh_dim_names=(*names, "tp"))
+    return mesh[names], mesh["tp"]
 
 
 def _options(case: Case, model: nn.Module) -> dict[str, Any]:
