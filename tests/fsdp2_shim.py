@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import graphshard
 from graphshard.params.grad_sync import ALL_REDUCES, SYNCS, module_flag
@@ -54,7 +54,8 @@ def fully_shard(
     """Shard and compile a module; the signature is that of FSDP2's ``fully_shard``.
 
     Raises:
-        NoCounterpartError: for ``shard_placement_fn``, or parameters that are DTensors already.
+        NoCounterpartError: for ``shard_placement_fn``, or parameters that tensor parallelism has
+            split unevenly.
     """
     if shard_placement_fn is not None:
         raise NoCounterpartError("shard_placement_fn")
@@ -68,16 +69,23 @@ def fully_shard(
         "sync_module_states": False,
     }
     for part in [module] if isinstance(module, nn.Module) else module:
-        if any(
-            isinstance(param, DTensor) and sharded_param_of(param) is None
-            for param in part.parameters()
-        ):
-            raise NoCounterpartError("parameters that are DTensors already")
+        if any(_is_uneven(p) for p in part.parameters() if sharded_param_of(p) is None):
+            raise NoCounterpartError("parameters that are split unevenly")
         graphshard.shard(part, **options)
         sharded.add(part)
         backends.append(graphshard.backend(**options))
         _compile_in_place(part, backends[-1])
     return module
+
+
+def _is_uneven(param: nn.Parameter) -> bool:
+    if not isinstance(param, DTensor):
+        return False
+    axes = enumerate(param.placements)
+    return any(
+        isinstance(placement, Shard) and param.shape[placement.dim] % param.device_mesh.size(axis)
+        for axis, placement in axes
+    )
 
 
 fully_shard.state = lambda module: Anything()  # type: ignore[attr-defined]
