@@ -34,7 +34,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from .._torch.nn import buffers_of, parameters_of
 from ..dynamo_backend import backend, shard
 from ..options.options import mesh_for
-from ..params.checks import find_groups
+from ..params.checks import find_groups, find_plain_params
 from ..params.mesh import MeshGroups
 from ..params.meta_init import fill, plain_twin
 from ..params.shard import broadcast_from_first_rank, move_buffers
@@ -127,7 +127,8 @@ def from_pretrained(
         with raise_on_all_ranks(groups.all_ranks):
             parallelize(model)
             _check_ties(model, values)
-        groups = find_groups(model, mesh, frozenset())
+        plain_params = find_plain_params(model, frozenset())
+        groups = find_groups(model, plain_params, mesh, dynamo_backend.options)
     if dynamo_backend.options.sync_module_states:
         _make_new_equal(model, values, groups)
     move_buffers(model, groups.device)

@@ -81,8 +81,8 @@ def _compile(model: Any, mesh: DeviceMesh) -> Any:
     return torch.compile(model, backend=backend, fullgraph=True)
 
 
-def _train_both(model: Any, eager: Any, mesh: DeviceMesh) -> Any:
-    """Train under graphshard and FSDP2, compare bitwise, and return the compiled model."""
+def _train_both(model: Any, eager: Any, mesh: DeviceMesh) -> None:
+    """Train under graphshard and FSDP2, and compare bitwise."""
     fully_shard(eager, mesh=mesh["dp"])
     compiled, data = _compile(model, mesh), _batches(mesh)
     ours = train(lambda batch: model_loss(compiled, batch), model, data)
@@ -90,18 +90,13 @@ def _train_both(model: Any, eager: Any, mesh: DeviceMesh) -> Any:
     for mine, other in zip(ours, theirs, strict=True):
         assert_like_fsdp2(mine, other)
     assert_like_fsdp2(model.state_dict(), eager.state_dict())
-    return compiled
 
 
 @on_ranks(4)
 def test_plan_of_transformers() -> None:
     mesh = mesh_2d()
     model, eager = (_with_its_own_plan(_llama(), mesh) for _ in range(2))
-    compiled = _train_both(model, eager, mesh)
-    with torch.no_grad():
-        for batch in _batches(mesh):
-            ours, theirs = model_loss(compiled, batch), model_loss(eager, batch)
-            torch.testing.assert_close(ours, theirs)
+    _train_both(model, eager, mesh)
 
 
 @on_ranks(4)

@@ -258,8 +258,6 @@ def test_model_that_transformers_splits_is_refused(tmp_path: Path) -> None:
     as_by_torchrun()
     config = DistributedConfig(tp_size=2, tp_plan="auto")
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
-    with pytest.raises(ValueError, match="tensor parallelism has split LlamaForCausalLM"):
-        _trainer(str(tmp_path), model).train()
     with pytest.raises(ValueError, match="both must be slices of one mesh"):
         graphshard.shard(model)
 
