@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "files": set(),
     "cpython_tuning": set(),
     "scripts": {"_torch"},
+    "tensor_parallel": set(),
     "errors": {"_torch"},
     "ops": {"_torch", "kinds"},
     "planning": {"errors", "kinds"},
@@ -77,6 +78,7 @@ ALLOWED: dict[str, set[str]] = {
         "params",
         "planning",
         "scripts",
+        "tensor_parallel",
     },
     "forecast": {
         "_torch",
@@ -91,6 +93,7 @@ ALLOWED: dict[str, set[str]] = {
         "planning",
         "scripts",
         "show",
+        "tensor_parallel",
     },
     "__main__": {"__init__", "check", "cost", "forecast", "show", "tools"},
 }

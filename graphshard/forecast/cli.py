@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from ..files import write_whole
+from ..scripts import load_function
 from .cluster import Cluster, cluster
 from .largest import largest
 from .plan import forecast
@@ -32,6 +34,11 @@ MODEL is one of
   FOLDER               with the config.json of a transformers model
   FAMILY:key=value,..  a transformers configuration: llama:hidden_size=8192,num_hidden_layers=80
   NAME                 a public model: {", ".join(PUBLIC_MODELS)}
+
+--tp splits configurations by graphshard.tensor_parallel.parallelize, much as torchtitan does:
+attention and feed-forward as base_model_tp_plan of the configuration says, embedding and head by
+rows of the vocabulary, norms and residual along the sequence (SequenceParallel). Logits are
+gathered. Models with experts, and models without such a plan, need --tp-plan.
 """
 
 
@@ -50,7 +57,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--device", default="H100", metavar="GPU", help="or a file from calibrate (%(default)s)")
     add("--gpus", type=int, default=8, help="total number of GPUs (%(default)s)")
     add("--nodes", type=int, help="number of nodes (as few as the device's usual node size allows)")
-    add("--batch", default="1x4096", help="samples x tokens per GPU, or samples (%(default)s)")
+    add(
+        "--batch",
+        default="1x4096",
+        help="samples x tokens per GPU (or --tp GPUs), or samples (%(default)s)",
+    )
+    add(
+        "--tp",
+        type=int,
+        default=1,
+        help="number of neighboring GPUs that tensor and sequence parallelism split the model over "
+        "(%(default)s): see below; they share a batch",
+    )
+    add(
+        "--tp-plan",
+        metavar="FILE.py:FUNCTION",
+        help="function of a model and a mesh that applies torch's parallelize_module instead",
+    )
     add("--strategy", default="zero3", help=f"{STRATEGIES} (%(default)s)")
     add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (%(default)s)")
     add("--dtype", default="bf16", help="float32, bf16 or fp8 (%(default)s)")
@@ -91,6 +114,8 @@ def _plan(args: argparse.Namespace) -> int:
             return _print_largest(args, batch, recipe, machine)
         tables, traced = [], None
         if args.search:
+            if recipe.tp > 1:
+                raise ValueError(f"--search with --tp {recipe.tp}: drop one of the two options")
             if args.model.rpartition(":")[0].endswith(".py"):
                 raise ValueError(
                     f"--search: cannot vary the batch of {args.model}: pass a config, not a "
@@ -98,14 +123,14 @@ def _plan(args: argparse.Namespace) -> int:
                 )
 
             def make_workload(size: int) -> Workload:
-                return find_workload(args.model, batch._replace(size=size))
+                return _workload(args, batch._replace(size=size))
 
             result = search(make_workload, batch.size, recipe, machine, _show_progress)
             print(f"{result}\n")
             best = result.best
             batch, recipe = batch._replace(size=best.microbatch), best.recipe
             tables, traced = [result.table()], best.traced
-        workload = find_workload(args.model, batch)
+        workload = _workload(args, batch)
         shown = forecast(workload, recipe, machine, _show_progress, traced)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
@@ -115,9 +140,21 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if shown.fits else 1
 
 
+def _workload(args: argparse.Namespace, batch: BatchShape) -> Workload:
+    workload = find_workload(args.model, batch)
+    if args.tp_plan is None:
+        return workload
+    if args.tp == 1:
+        raise ValueError(f"--tp-plan {args.tp_plan}: set --tp as well")
+    script, _, function = args.tp_plan.rpartition(":")
+    return dataclasses.replace(workload, parallelize=load_function(script, function))
+
+
 def _print_largest(
     args: argparse.Namespace, batch: BatchShape, recipe: Recipe, machine: Cluster
 ) -> int:
+    if recipe.tp > 1:
+        raise ValueError(f"--largest with --tp {recipe.tp}: drop one of the two options")
     if not is_config(args.model):
         raise ValueError(f"--largest: cannot scale {args.model}: pass a config, not a function")
     if args.json is not None:
@@ -155,6 +192,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         args.accumulate,
         budget,
         args.offload,
+        args.tp,
     )
 
 

@@ -162,6 +162,7 @@ def _trace(
         cluster.hardware,
         recipe.traced_options(),
         functools.partial(recompute_layers, part=part),
+        workload.parallelize,
     )
 
 
@@ -183,7 +184,7 @@ def for_strategy(traced: TracedStep, recipe: Recipe, num_gpus: int) -> TracedSte
     """Adapt a ZeRO-3 step to the strategy of ``recipe``; return None if it needs its own trace."""
     if recipe.kind != "hsdp":
         return traced  # for ZeRO-2, too: ``plan_step`` removes the gathers of backward
-    return on_mesh(traced, num_gpus, recipe.ranks(num_gpus))
+    return on_mesh(traced, num_gpus // recipe.tp, recipe.ranks(num_gpus))
 
 
 def on_mesh(traced: TracedStep, num_ranks: int, ranks: Ranks) -> TracedStep | None:
@@ -249,7 +250,7 @@ def _transfer_on_mesh(transfer: Transfer, ranks: Ranks, ratio: Fraction) -> Tran
         shard_bytes=int(transfer.shard_bytes * ratio),
         replicas="replicate" if averaged else "",
         num_replicas=ranks.replicas if averaged else 1,
-        replica_stride=ranks.shards if averaged else 1,
+        replica_stride=ranks.shards * ranks.tp if averaged else 1,
     )
 
 

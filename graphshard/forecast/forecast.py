@@ -98,12 +98,12 @@ class Forecast:
         params = [param for dump in self.dumps for param in dump.plan.params]
         shapes = {param.fqn: param.shape for param in params if param.padded_rows is not None}
         num_gpus = self.cluster.num_gpus
-        shards = self.recipe.ranks(num_gpus).shards
-        padding = find_padding(shapes, shards, self.held.parameters, self.held.params_bytes)
+        shards, tp = self.recipe.ranks(num_gpus).shards, self.recipe.tp
+        padding = find_padding(shapes, shards, self.held.parameters, self.held.params_bytes / tp)
         if padding is None:
             return None
         hsdp = f"; hsdp:{padding.rows} would send no padding of it"
-        return f"{padding}{hsdp if padding.splits_evenly(num_gpus) else ''}"
+        return f"{padding}{hsdp if padding.splits_evenly(num_gpus // tp) else ''}"
 
     def code(self) -> str:
         """Return Python code that sets up training with this recipe."""
@@ -208,7 +208,7 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
     )
     if memory.activations:
         # With flash attention, activations are proportional to batch and sequence.
-        tokens = forecast.tokens // (recipe.accumulate * forecast.cluster.num_gpus)
+        tokens = forecast.tokens * recipe.tp // (recipe.accumulate * forecast.cluster.num_gpus)
         yield (
             "activations",
             f"{memory.activations / tokens / 1e3:,.1f} KB x {tokens:,} {forecast.unit} of a "
@@ -224,6 +224,8 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
 def _recipe_text(forecast: Forecast) -> str:
     recipe = forecast.recipe
     parts = [recipe.strategy, recipe.dtype, recipe.optimizer]
+    if recipe.tp > 1:
+        parts.insert(1, f"tp {recipe.tp}")
     if recipe.offload:
         parts.append("offloaded to the host")
     if recipe.recompute == 1:

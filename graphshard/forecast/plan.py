@@ -11,6 +11,7 @@ from ..kinds import GraphKind
 from ..scripts import Inputs
 from ..show.dump import Dump
 from ..show.table import exposed_reason, is_notable
+from ..tensor_parallel import Parallelize
 from .cluster import Cluster
 from .derive import Progress, trace_step
 from .forecast import Exposed, Forecast
@@ -34,6 +35,8 @@ def plan(
     accumulate: int = 1,
     budget_gb: float | None = None,
     offload: bool = False,
+    tp: int = 1,
+    parallelize: Parallelize | None = None,
 ) -> Forecast:
     """Forecast a training step of a model on a cluster, which need not exist.
 
@@ -44,8 +47,8 @@ def plan(
     Args:
         model: unsharded model on any device, including meta. The loss is the ``loss`` of its
             outputs, or their first tensor (summed, unless it is a scalar).
-        inputs: inputs of one microbatch on one rank: a tuple of positional arguments, or a
-            dictionary of keyword arguments. Values do not matter.
+        inputs: inputs of one microbatch on one rank, or on the ``tp`` ranks that share it: a tuple
+            of positional arguments, or a dictionary of keyword arguments. Values do not matter.
         cluster: cluster from :func:`graphshard.cluster`.
         strategy: "zero3", "zero2", "hsdp:N", "hpz:N" or "ddp", where N is a number of ranks.
         dtype: "float32"; "bf16": parameters gathered and used in bfloat16, gradients reduced in
@@ -57,15 +60,19 @@ def plan(
         budget_gb: memory that the schedule may use, in GB (1e9 bytes; default: no limit).
         offload: whether the host keeps shards, gradients and optimizer state, as with
             ``CPUOffloadPolicy()``.
+        tp: number of neighboring ranks over which ``parallelize`` splits the model; N counts groups
+            of them.
+        parallelize: function ``parallelize(model, mesh)`` that applies torch's
+            ``parallelize_module`` to a copy of the model.
 
     Raises:
-        ValueError: an argument is invalid, the strategy's N does not divide the number of GPUs, or
-            shapes or control flow depend on values of tensors.
+        ValueError: an argument is invalid, the strategy's N or ``tp`` does not divide the number of
+            GPUs, or shapes or control flow depend on values of tensors.
         BackendError: no schedule stays within ``budget_gb``.
         RuntimeError: this process already has a process group.
     """
-    recipe = Recipe(strategy, dtype, optimizer, recompute, accumulate, budget_gb, offload)
-    return forecast(module_workload(model, inputs), recipe, cluster)
+    recipe = Recipe(strategy, dtype, optimizer, recompute, accumulate, budget_gb, offload, tp)
+    return forecast(module_workload(model, inputs, parallelize), recipe, cluster)
 
 
 def forecast(
@@ -101,6 +108,8 @@ def _notes(recipe: Recipe, cluster: Cluster) -> list[str]:
         notes.append(
             "attention in float32 is a flash kernel; CUDA's float32 attention takes more memory"
         )
+    if recipe.tp > 1:
+        notes.append("collectives of tensor parallelism take no time: a step takes longer")
     if recipe.offload:
         per_s = cluster.hardware.host_memory.largest / 1e9
         notes.append(
@@ -125,7 +134,7 @@ def make_forecast(
     """Return the forecast of a traced step.
 
     Args:
-        tokens: number of tokens, or samples, in a microbatch of one rank.
+        tokens: number of tokens, or samples, in a microbatch.
 
     Raises:
         BackendError: no schedule stays within the budget.
@@ -141,7 +150,7 @@ def make_forecast(
         num_params=int(traced.held.num_params),
         cluster=cluster,
         recipe=recipe,
-        tokens=tokens * recipe.accumulate * cluster.num_gpus,
+        tokens=tokens * recipe.accumulate * cluster.num_gpus // recipe.tp,
         unit=unit,
         time=step.time,
         memory=step.memory,

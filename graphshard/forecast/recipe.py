@@ -59,6 +59,7 @@ class Recipe:
         budget_gb: device memory that the schedule may use, in GB (default: no limit).
         offload: whether the host keeps shards, gradients and optimizer state, and runs the
             optimizer.
+        tp: number of ranks over which tensor parallelism splits the model; they share a microbatch.
 
     Raises:
         ValueError: a value is invalid, or two values exclude each other.
@@ -71,6 +72,7 @@ class Recipe:
     accumulate: int = 1
     budget_gb: float | None = None
     offload: bool = False
+    tp: int = 1
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"zero3|zero2|ddp|(hsdp|hpz):[1-9]\d*", self.strategy):
@@ -99,6 +101,10 @@ class Recipe:
                 'offload with dtype="fp8": the time that the host takes to compute fp8 scales is '
                 "not known; use bf16"
             )
+        if not (isinstance(self.tp, int) and self.tp > 0):
+            raise ValueError(f"tp={self.tp!r}: must be a positive integer")
+        if self.tp > 1 and self.dtype == "fp8":
+            raise ValueError(f'tp={self.tp} with dtype="fp8": split parameters stay out of fp8')
 
     @property
     def kind(self) -> str:
@@ -112,16 +118,22 @@ class Recipe:
         """Return the shape of the mesh over ``num_gpus`` ranks.
 
         Raises:
-            ValueError: the strategy's number of ranks does not divide ``num_gpus``.
+            ValueError: the strategy's number of ranks, or ``tp``, does not divide ``num_gpus``.
         """
-        if num_gpus % max(self.num_ranks, 1):
+        if num_gpus % self.tp:
             raise ValueError(
-                f"strategy={self.strategy!r}: {self.num_ranks} does not divide {num_gpus} GPUs; "
-                "use a number of ranks that does"
+                f"tp={self.tp}: does not divide {num_gpus} GPUs; use a number of ranks that does"
+            )
+        num_groups = num_gpus // self.tp
+        if num_groups % max(self.num_ranks, 1):
+            groups = f"{num_groups} groups of {self.tp} GPUs" if self.tp > 1 else f"{num_gpus} GPUs"
+            raise ValueError(
+                f"strategy={self.strategy!r}: {self.num_ranks} does not divide {groups}; use a "
+                "number of ranks that does"
             )
         if self.kind == "hsdp":
-            return Ranks(num_gpus // self.num_ranks, self.num_ranks)
-        return Ranks(1, num_gpus)
+            return Ranks(num_groups // self.num_ranks, self.num_ranks, self.tp)
+        return Ranks(1, num_groups, self.tp)
 
     def _arguments(self) -> Iterator[tuple[str, object, str]]:
         """Yield arguments of ``graphshard.backend``: name, value, and Python code of the value."""
@@ -160,21 +172,26 @@ class Recipe:
             memory_budget_gb: memory budget of a graph, if any.
             recomputed: result of ``workload.recomputed_layers``, for partial recomputation.
         """
-        replicas, shards = self.ranks(num_gpus)
-        is_2d = replicas > 1
-        mesh = f"{(replicas, shards)}" if is_2d else f"({shards},)"
-        names = ', mesh_dim_names=("replicate", "shard")' if is_2d else ""
-        arguments = ["mesh", *(f"{name}={code}" for name, _, code in self._arguments())]
+        axes = self.ranks(num_gpus).axes
+        quoted = {name: f'"{name}"' for name in axes}
+        names = f", mesh_dim_names=({', '.join(quoted.values())})" if len(axes) > 1 else ""
+        data_axes = ", ".join(text for name, text in quoted.items() if name != "tp")
+        arguments = [
+            f"mesh[{data_axes}]" if self.tp > 1 else "mesh",
+            *(f"{name}={code}" for name, _, code in self._arguments()),
+        ]
         if memory_budget_gb is not None:
             arguments.append(
                 f"schedule=graphshard.SchedulePolicy(memory_budget_gb={memory_budget_gb:.1f})"
             )
-        lines = [f'mesh = init_device_mesh("{device_type}", {mesh}{names})']
+        lines = [f'mesh = init_device_mesh("{device_type}", {tuple(axes.values())}{names})']
         if self.recompute == 1:
             lines.append("model.gradient_checkpointing_enable()  # or checkpoint() of each layer")
         for layers in recomputed if self.recompute < 1 else ():
             recomputing = "functools.partial(checkpoint, layer.forward, use_reentrant=False)"
             lines += [f"for layer in {layers}:", f"    layer.forward = {recomputing}"]
+        if self.tp > 1:
+            lines.append('parallelize(model, mesh["tp"])  # see --help')
         lines.append(
             f"model = torch.compile(model, backend=graphshard.backend({', '.join(arguments)}))"
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from .._torch.distributed import fake_ranks
@@ -38,6 +40,7 @@ from ..pipeline.settings import CompileSettings
 from ..pipeline.traced_graph import TracedGraph
 from ..planning.plan import PlanParam, Problem
 from ..scripts import Inputs, call_model, loss_of
+from ..tensor_parallel import Parallelize
 
 # Returns a model, which is copied, and the inputs of one microbatch on one rank. Called with meta
 # as the default device.
@@ -106,10 +109,22 @@ class TracedStep:
 
 
 class Ranks(NamedTuple):
-    """Shape of a mesh: ``replicas`` groups of ``shards`` ranks each."""
+    """Shape of a mesh: ``replicas`` x ``shards`` groups of ``tp`` ranks each.
+
+    Attributes:
+        shards: number of shards of a replica's parameters.
+        tp: number of ranks over which tensor parallelism has split parameters before.
+    """
 
     replicas: int
     shards: int
+    tp: int = 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh's axes, keyed by name."""
+        sizes = zip(("replicate", "shard", "tp"), self)
+        return {name: size for name, size in sizes if size > 1 or name == "shard"}
 
 
 def trace(
@@ -118,13 +133,15 @@ def trace(
     hardware: Hardware,
     options: Mapping[str, Any],
     prepare: Callable[[nn.Module], None] = lambda model: None,
+    parallelize: Parallelize | None = None,
 ) -> TracedStep:
     """Trace a training step on rank 0.
 
     Args:
         hardware: machine to price kernels for.
         options: arguments of ``graphshard.backend``.
-        prepare: function called with the copy of the model before it is sharded.
+        prepare: function called with the copy of the model before it is split or sharded.
+        parallelize: function that splits the copy over the axis tp, if ``ranks.tp`` is not 1.
 
     Raises:
         UntraceableError: shapes or control flow depend on values of tensors.
@@ -138,13 +155,16 @@ def trace(
         )
     reader = _GraphReader(hardware)
     fake = new_fake_mode()
-    with _fake_mesh(ranks) as mesh, warnings.catch_warnings(), _fresh_dynamo():
+    with _fake_mesh(ranks) as whole_mesh, warnings.catch_warnings(), _fresh_dynamo():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
             real = make()
         with fake:
             model, inputs = _without_values(*real)
             prepare(model)
+            if ranks.tp > 1:
+                _split(model, whole_mesh["tp"], parallelize)
+        mesh = whole_mesh[tuple(name for name in ranks.axes if name != "tp")]
         # No other rank exists to send values. ``shard`` runs outside of the fake mode: it exchanges
         # names between ranks, which needs real tensors.
         options = {**options, "sync_module_states": False}
@@ -177,6 +197,17 @@ def _empty_like(value: Any) -> Any:
     # On the CPU attention is a single operator, as on a GPU.
     empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
     return empty.requires_grad_(value.requires_grad)
+
+
+def _split(model: nn.Module, mesh: DeviceMesh, parallelize: Parallelize | None) -> None:
+    if parallelize is None:
+        raise ValueError(
+            f"tp={mesh.size()}: pass a function that applies parallelize_module to the model: "
+            "parallelize=.., or --tp-plan FILE.py:FUNCTION"
+        )
+    parallelize(model, mesh)
+    if not any(isinstance(param, DTensor) for param in model.parameters()):
+        raise ValueError(f"tp={mesh.size()}: the function to apply it split no parameter")
 
 
 def _run(compiled: Callable[..., object], inputs: Inputs) -> None:
@@ -275,9 +306,8 @@ def scaled(rate: Rate, factor: float) -> Rate:
 @contextlib.contextmanager
 def _fake_mesh(ranks: Ranks) -> Iterator[DeviceMesh]:
     """Make a mesh in which only this rank exists."""
-    shape = tuple(ranks) if ranks.replicas > 1 else (ranks.shards,)
-    names = ("replicate", "shard")[-len(shape) :]
-    with fake_ranks(ranks.replicas * ranks.shards):
+    names, shape = zip(*ranks.axes.items())
+    with fake_ranks(math.prod(shape)):
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 

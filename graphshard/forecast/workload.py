@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from .._torch.tensors import tree_leaves
 from ..scripts import Inputs, load_function, unpack
+from ..tensor_parallel import Parallelize, parallelize
 from .public_models import PUBLIC_MODELS
 
 
@@ -46,6 +48,7 @@ class Workload:
         num_layers: number of layers of the model, or None if ``make`` cannot change it.
         period: number of layers in the repeating pattern.
         notes: assumptions for forecasts of this workload.
+        parallelize: function that splits a model for tensor parallelism, if known.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Workload:
     num_layers: int | None = None
     period: int = 1
     notes: tuple[str, ...] = ()
+    parallelize: Parallelize | None = None
 
 
 MakeWorkload = Callable[[int], Workload]  # from the number of samples in a microbatch
@@ -91,14 +95,16 @@ def _script_workload(script: str, function: str) -> Workload:
     return Workload(f"{script}:{function}", make, tokens, unit)
 
 
-def module_workload(model: nn.Module, inputs: Inputs) -> Workload:
+def module_workload(
+    model: nn.Module, inputs: Inputs, parallelize: Parallelize | None = None
+) -> Workload:
     """Return the workload of a module, which is not modified."""
     tokens, unit = count_tokens(inputs)
 
     def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
         return model, inputs
 
-    return Workload(type(model).__name__, make, tokens, unit)
+    return Workload(type(model).__name__, make, tokens, unit, parallelize=parallelize)
 
 
 def count_tokens(inputs: Inputs) -> tuple[int, str]:
@@ -268,7 +274,17 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
         num_layers=config.num_hidden_layers,
         period=_period(config),
         notes=(_FLASH,),
+        parallelize=functools.partial(_split, name, length or 1),
     )
+
+
+def _split(name: str, length: int, model: nn.Module, mesh: DeviceMesh) -> None:
+    if length % mesh.size():
+        raise ValueError(
+            f"tp={mesh.size()}: does not divide the {length} tokens of a sample of {name}, which "
+            "sequence parallelism splits: pass a length that it divides, as in --batch 1x8192"
+        )
+    parallelize(model, mesh)
 
 
 def _auto_class(config: Any) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ def peaks(recorder: Any) -> list[int]:
     """Return the peak bytes of a step of each of ``RECIPES``, from the actions of its code."""
     found = []
     for recipe in RECIPES:
-        replicas, shards = recipe.ranks(8)
+        replicas, shards, _ = recipe.ranks(8)
         mesh = (shards,) if replicas == 1 else (replicas, shards)
         options = {**recipe.options(), "schedule": SchedulePolicy(hardware="H100")}
         recording = record_steps(recorder, _make, Rank(mesh), options)

@@ -182,8 +182,7 @@ def test_plans_equal_those_of_the_backend(recipe: Recipe) -> None:
     planned = plan_step(traced, recipe, cluster("H100", 8))
     ranks = recipe.ranks(8)
     with fake_ranks(8):
-        shape = tuple(ranks) if ranks.replicas > 1 else (ranks.shards,)
-        mesh = dist.device_mesh.init_device_mesh("cpu", shape)
+        mesh = dist.device_mesh.init_device_mesh("cpu", tuple(ranks.axes.values()))
         schedule = graphshard.SchedulePolicy(hardware="H100")
         options = {**recipe.options(), "schedule": schedule, "sync_module_states": False}
         backend = graphshard.backend(mesh, **options)

@@ -1,0 +1,140 @@
+"""Tensor parallelism for models of transformers: what ``graphshard plan --tp`` assumes.
+
+ranks along tp    embed ─► [norm ─► gather ─► q k v, attention ─► out ─► scatter] .. ─► head
+sequence          split     split   whole                               split        whole
+heads, features             whole   split                               whole        split
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+Parallelize = Callable[[nn.Module, DeviceMesh], object]  # splits a model over a mesh, in place
+
+_SEQUENCE, _WHOLE = Shard(1), Replicate()  # layouts of activations [batch, length, features]
+
+# Styles of transformers. The last one is a norm of each head: any dimension but the normalized one
+# can stand for that of the heads.
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": lambda: RowwiseParallel(output_layouts=_SEQUENCE),
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(
+        sequence_dim=2, use_local_output=True
+    ),
+}
+# Modules whose inputs are gathered along the sequence, and how layers call them.
+_GATHERS: dict[str, Callable[[], ParallelStyle]] = {
+    "self_attn": lambda: PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": _SEQUENCE},
+        desired_input_kwarg_layouts={"hidden_states": _WHOLE},
+    ),
+    "mlp": lambda: PrepareModuleInput(input_layouts=_SEQUENCE, desired_input_layouts=_WHOLE),
+}
+_LAYER = "layers.*."
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a causal language model of transformers over ``mesh``, in place.
+
+    The projections of each layer are split as the configuration's ``base_model_tp_plan`` says, the
+    embedding and the head by rows of the vocabulary, and activations between them along the
+    sequence (sequence parallelism: Korthikanti et al., arXiv 2205.05198). Logits are gathered, as
+    in the plan of transformers.
+
+    Args:
+        model: unsharded model whose attention takes no mask, as with
+            ``attn_implementation="flash_attention_2"``.
+        mesh: 1D mesh, such as ``init_device_mesh(..)["tp"]``; its size divides the length of
+            sequences.
+
+    Raises:
+        ValueError: the model has no plan, its plan has a style that is not supported, as for
+            experts, or ``mesh`` does not divide its heads or another size.
+    """
+    config: Any = getattr(model, "config", None)
+    styles = getattr(config, "base_model_tp_plan", None)
+    name = getattr(config, "model_type", type(model).__name__)
+    if not styles:
+        raise ValueError(f"{name}: has no base_model_tp_plan: {_OWN_PLAN}")
+    _check_styles(name, styles)
+    _check_heads(name, config, mesh.size())
+    lm: Any = model
+    base = getattr(lm, lm.base_model_prefix)
+    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    plans = [(layer, _layer_plan(name, layer, styles)) for layer in base.layers]
+    for layer, plan in plans:
+        parallelize_module(layer, mesh, plan)
+    for child in base.children():
+        if child is not embedding and _own_parameters(child):
+            parallelize_module(child, mesh, SequenceParallel())
+    parallelize_module(
+        embedding, mesh, RowwiseParallel(input_layouts=_WHOLE, output_layouts=_SEQUENCE)
+    )
+    parallelize_module(head, mesh, ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=_WHOLE))
+    lm.tie_weights()
+    base.register_forward_pre_hook(_with_positions, with_kwargs=True)
+
+
+_OWN_PLAN = "pass a function that applies parallelize_module (--tp-plan FILE.py:FUNCTION)"
+
+
+def _check_styles(name: str, styles: dict[str, str]) -> None:
+    for path, style in styles.items():
+        parent = path.removeprefix(_LAYER).rpartition(".")[0]
+        if style not in _STYLES or (style == "colwise" and parent not in _GATHERS):
+            raise ValueError(
+                f"{name}: cannot split {path} by style {style!r}, only {', '.join(_GATHERS)} by "
+                f"{', '.join(_STYLES)}: {_OWN_PLAN}"
+            )
+
+
+def _check_heads(name: str, config: Any, size: int) -> None:
+    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        number = getattr(config, field, None)
+        if number and number % size:
+            raise ValueError(
+                f"tp={size}: does not divide {field}={number} of {name}; use a number of ranks "
+                "that does"
+            )
+
+
+def _layer_plan(name: str, layer: nn.Module, styles: dict[str, str]) -> dict[str, ParallelStyle]:
+    paths = {path.removeprefix(_LAYER): style for path, style in styles.items()}
+    plan = {path: _STYLES[style]() for path, style in paths.items()}
+    for path, style in paths.items():
+        parent = path.rpartition(".")[0]
+        if style == "colwise":
+            plan[parent] = _GATHERS[parent]()
+    plan |= {path: SequenceParallel() for path, c in layer.named_children() if _own_parameters(c)}
+    missing = [p for p, _ in layer.named_parameters() if p.rpartition(".")[0] not in plan]
+    if missing:
+        raise ValueError(f"{name}: its plan does not have {missing[0]}: {_OWN_PLAN}")
+    return plan
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters(recurse=False))
+
+
+def _with_positions(
+    base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # Without ``position_ids``, models number the embeddings, which are a part of the sequence here.
+    if kwargs.get("position_ids") is None:
+        ids: torch.Tensor = kwargs["input_ids"]
+        kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
+    return args, kwargs
