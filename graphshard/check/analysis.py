@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, zip_longest
@@ -114,16 +115,30 @@ _OPS = {
 
 def find_plan(plans: Sequence[Plan], call: GraphCall) -> Plan | None:
     """Return the plan most similar to a call, among those with as many launches, if any."""
+    call = _without_others(plans, call)
     same = [plan for plan in plans if _num_launches(plan) == len(call.launches)]
     return min(same, key=lambda plan: len(_differences(plan, call)), default=None)
 
 
 def order_differences(plans: Sequence[Plan], call: GraphCall) -> list[str]:
     """Describe each difference in order between a call and the most similar of ``plans``."""
+    call = _without_others(plans, call)
     if plan := find_plan(plans, call):
         return _differences(plan, call)
     counts = " or ".join(f"{_num_launches(plan)} ({plan.graph})" for plan in plans)
     return [f"{len(call.launches)} launches instead of {counts}"]
+
+
+def _without_others(plans: Sequence[Plan], call: GraphCall) -> GraphCall:
+    """Return the call without launches in groups of no plan, as for tensor parallelism."""
+    groups = {"", *(bucket.group for plan in plans for bucket in plan.buckets)}
+    kept = [i for i, launch in enumerate(call.launches) if launch.group in groups]
+    number = {old: new for new, old in enumerate(kept)}
+    return dataclasses.replace(
+        call,
+        launches=[call.launches[i] for i in kept],
+        order=[number[i] if i >= 0 else ~number[~i] for i in call.order if max(i, ~i) in number],
+    )
 
 
 def _num_launches(plan: Plan) -> int:

@@ -46,6 +46,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--replicas", type=int, default=1, help="number of replicas, as in HSDP (%(default)s)"
     )
     parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        help="number of neighboring ranks that tensor parallelism splits the model over "
+        "(%(default)s)",
+    )
+    parser.add_argument(
+        "--tp-plan",
+        metavar="SCRIPT:FUNCTION",
+        help="function of a model and a mesh that applies torch's parallelize_module "
+        "(default: graphshard.tensor_parallel.parallelize, for models of transformers)",
+    )
+    parser.add_argument(
         "--rank", type=int, default=0, help="rank whose step is checked (%(default)s)"
     )
     parser.add_argument(
@@ -57,7 +70,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _check(args: argparse.Namespace) -> int:
     script, function = _validate(args)
-    target = Target(script, function, args.device, args.world, args.replicas, args.rank)
+    machine = (args.device, args.world, args.replicas, args.rank)
+    target = Target(script, function, *machine, args.tp, args.tp_plan)
     try:
         report: Report = call(
             "graphshard.check.report:check", args.device, target, timeout_s=args.timeout
@@ -87,10 +101,14 @@ def _validate(args: argparse.Namespace) -> tuple[str, str]:
     if args.device not in GPUS:
         known = ", ".join(GPUS)
         raise argparse.ArgumentTypeError(f"--device {args.device}: must be one of {known}")
-    if args.replicas < 1 or args.world < 1 or args.world % args.replicas:
+    sizes = (args.world, args.replicas, args.tp)
+    if min(sizes) < 1 or args.world % (args.replicas * args.tp):
         raise argparse.ArgumentTypeError(
-            f"--world {args.world} --replicas {args.replicas}: replicas must divide the world size"
+            f"--world {args.world} --replicas {args.replicas} --tp {args.tp}: replicas x tp must "
+            "divide the world size"
         )
+    if args.tp_plan is not None and args.tp == 1:
+        raise argparse.ArgumentTypeError(f"--tp-plan {args.tp_plan}: set --tp as well")
     if not 0 <= args.rank < args.world:
         raise argparse.ArgumentTypeError(f"--rank {args.rank}: must be from 0 to {args.world - 1}")
     return script, function

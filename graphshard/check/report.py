@@ -21,6 +21,7 @@ from .._torch.no_gpu.stand_ins import (
 from ..dynamo_backend import backend
 from ..options.schedule_policy import SchedulePolicy
 from ..scripts import Inputs, load_function, unpack
+from ..tensor_parallel import Parallelize, parallelize
 from .analysis import (
     count,
     find_plan,
@@ -57,6 +58,8 @@ class Target:
         device: one of ``gpus.GPUS``.
         replicas: number of groups of ranks that hold the same shards.
         rank: rank whose step is checked.
+        tp: number of ranks over which tensor parallelism splits the model.
+        tp_plan: "SCRIPT:FUNCTION" that splits it; default: ``tensor_parallel.parallelize``.
     """
 
     script: str
@@ -65,6 +68,19 @@ class Target:
     world: int
     replicas: int = 1
     rank: int = 0
+    tp: int = 1
+    tp_plan: str | None = None
+
+    def mesh(self) -> SimulatedRank:
+        shards = self.world // self.replicas // self.tp
+        shape = (shards,) if self.replicas == 1 else (self.replicas, shards)
+        return SimulatedRank(shape, self.rank, self.tp)
+
+    def parallelize(self) -> Parallelize:
+        if self.tp_plan is None:
+            return parallelize
+        script, _, function = self.tp_plan.rpartition(":")
+        return load_function(script, function)
 
 
 @dataclass(frozen=True)
@@ -96,10 +112,10 @@ def check(recorder: Recorder, target: Target) -> Report:
         options.update({"schedule": SchedulePolicy(hardware=target.device), **chosen})
         return model, inputs
 
-    shards = target.world // target.replicas
-    mesh = (shards,) if target.replicas == 1 else (target.replicas, shards)
     try:
-        recording = record_steps(recorder, make_model, SimulatedRank(mesh, target.rank), options)
+        recording = record_steps(
+            recorder, make_model, target.mesh(), options, parallelize=target.parallelize()
+        )
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RuntimeError(f"{_READS[type(error)].format(error)}: {_NO_VALUES}") from error
     errors = tuple(_errors(recording, target.device))
@@ -111,7 +127,8 @@ def _check_names(function: str, options: Mapping[str, Any]) -> None:
     if wrong := sorted(options.keys() - known):
         raise ValueError(
             f"{function} returned unknown options {', '.join(wrong)}: return arguments of "
-            f"graphshard.backend, {', '.join(sorted(known))}; --world and --replicas set the mesh"
+            f"graphshard.backend, {', '.join(sorted(known))}; --world, --replicas and --tp set the "
+            "mesh"
         )
 
 

@@ -23,6 +23,7 @@ from .._torch.tensors import new_fake_mode, tree_leaves
 from ..dynamo_backend import backend, shard
 from ..planning.plan import Plan
 from ..scripts import Inputs, call_model, loss_of
+from ..tensor_parallel import Parallelize
 from .actions import Action, GraphCall
 from .recorder import Recorder
 
@@ -49,10 +50,11 @@ class SimulatedRank:
 
     mesh: tuple[int, ...]  # sizes of the axes: (shards,) or (replicas, shards)
     rank: int = 0
+    tp: int = 1  # size of a further axis, for tensor parallelism
 
     @property
     def world_size(self) -> int:
-        return math.prod(self.mesh)
+        return math.prod(self.mesh) * self.tp
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def record_steps(
     *,
     step: Step = forward_backward,
     dynamic: bool | None = None,
+    parallelize: Parallelize | None = None,
 ) -> Recording:
     """Train a sharded model for a few steps and record the last one.
 
@@ -93,12 +96,16 @@ def record_steps(
         make_model: function that is called with the GPU as the default device.
         options: arguments of ``graphshard.backend``, read after ``make_model``, which may add some.
         dynamic: argument of ``torch.compile``.
+        parallelize: function that splits the model over the axis tp, if it has several ranks.
     """
     recorder.clear()
-    with simulated_mesh(cluster) as mesh:
+    with simulated_mesh(cluster) as whole_mesh:
         fake = new_fake_mode()
         with fake, torch.device("cuda:0"):
             model, inputs = make_model()
+            if parallelize is not None and cluster.tp > 1:
+                parallelize(model, whole_mesh["tp"])
+        mesh = whole_mesh[_data_axes(cluster)]
         # No other rank exists to broadcast initial values.
         options = {**options, "sync_module_states": False}
         ours = backend(mesh, **options)
@@ -118,9 +125,15 @@ def record_steps(
 @contextmanager
 def simulated_mesh(cluster: SimulatedRank) -> Iterator[DeviceMesh]:
     """Yield the mesh of a fake process group."""
-    names = ("replicate", "shard")[-len(cluster.mesh) :]
+    names, shape = _data_axes(cluster), cluster.mesh
+    if cluster.tp > 1:
+        names, shape = (*names, "tp"), (*shape, cluster.tp)
     with fake_ranks(cluster.world_size, cluster.rank):
-        yield init_device_mesh("cuda", cluster.mesh, mesh_dim_names=names)
+        yield init_device_mesh("cuda", shape, mesh_dim_names=names)
+
+
+def _data_axes(cluster: SimulatedRank) -> tuple[str, ...]:
+    return ("replicate", "shard")[-len(cluster.mesh) :]
 
 
 def train(
