@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .._torch.dtensor import has_root_of
+from .._torch.dtensor import slice_equal_to
 from .._torch.instances import live_instances
 from .._torch.nn import ddp_parameters, has_forward, parameters_if_initialized, parameters_of
 from .._torch.tensors import is_traceable_wrapper_subclass, storage_of
@@ -124,7 +124,7 @@ def find_groups(
     tp_meshes += [b.device_mesh for b in root.buffers() if isinstance(b, DTensor)]
     for tp_mesh in filter(None, tp_meshes):
         if _tp_mesh_error(tp_mesh, mesh) is None:
-            return MeshGroups(mesh, tp_mesh)
+            return MeshGroups(mesh, slice_equal_to(tp_mesh, mesh))
     return MeshGroups(mesh)
 
 
@@ -317,7 +317,7 @@ def _layout_error(param: DTensor, groups: MeshGroups) -> str | None:
 def _tp_mesh_error(tp_mesh: DeviceMesh, mesh: DeviceMesh) -> str | None:
     """Return why parameters on ``tp_mesh`` cannot be sharded over ``mesh``, or None."""
     slices = f'slices of one mesh, as in parallelize_module(model, mesh["tp"], plan) and {_DP_MESH}'
-    if not has_root_of(tp_mesh, mesh):
+    if slice_equal_to(tp_mesh, mesh) is None:
         return f"and cannot be sharded over {mesh}: both must be {slices}"
     if tp_mesh.ndim != 1:
         return "and only tensor parallelism over one axis is supported"
