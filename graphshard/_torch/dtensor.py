@@ -52,12 +52,19 @@ def rows_of_parts(num_parts: int, dim: int) -> Placement:
     return Shard(dim) if num_parts == 1 else _StridedShard(dim, split_factor=num_parts)
 
 
+def has_root_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Return whether two meshes are slices of the same mesh."""
+    return mesh._get_root_mesh() == other._get_root_mesh()
+
+
 def slice_equal_to(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:
     """Return a slice of the mesh that ``other`` is a slice of, equal to ``mesh``; None if not one.
 
     DTensor caches specs by their mesh. Equal slices of different meshes are equal, so the mesh of a
     DTensor may be a slice of an earlier mesh.
     """
+    if has_root_of(mesh, other):
+        return mesh
     names, root = mesh.mesh_dim_names, other._get_root_mesh()
     if names is None or not set(names) <= set(root.mesh_dim_names or ()):
         return None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import TypeVar
 
-from ..planning.plan import PlanParam, Problem, Transfer
+from ..planning.plan import PlanParam, Problem, Transfer, UserCollective
 from .trace import HeldMemory, StepGraph, TracedStep
 
 _Number = TypeVar("_Number", int, float)
@@ -57,8 +57,6 @@ def deepen(short: TracedStep, longer: TracedStep, periods: int, layers: Layers) 
     """
     if len(short.graphs) != len(longer.graphs):
         raise NotPeriodicError("models of different depth have different numbers of graphs")
-    if any(graph.problem.user_collectives for graph in (*short.graphs, *longer.graphs)):
-        raise NotPeriodicError("the model calls collectives of its own")
     graphs = [_deepened(a, b, periods, layers) for a, b in zip(short.graphs, longer.graphs)]
     a, b = dataclasses.asdict(short.held), dataclasses.asdict(longer.held)
     held = HeldMemory(**{name: _extrapolate(a[name], b[name], periods) for name in a})
@@ -88,6 +86,10 @@ def _deepened(short: StepGraph, longer: StepGraph, periods: int, layers: Layers)
         input_bytes=_extrapolate(short.input_bytes, longer.input_bytes, periods),
         num_flops=_extrapolate(short.num_flops, longer.num_flops, periods),
     )
+
+
+def _moved(user: UserCollective, num_steps: int) -> UserCollective:
+    return dataclasses.replace(user, launch=user.launch + num_steps, wait=user.wait + num_steps)
 
 
 def _extrapolate(short: _Number, longer: _Number, periods: int) -> _Number:
@@ -146,6 +148,7 @@ class _Segment:
         derived, longer = self.deepened(1), self.longer
         return (
             _named_transfers(derived) == _named_transfers(longer)
+            and tuple(self._user_collectives(0)) == self.short.problem.user_collectives
             and derived.problem.fixed_bytes == longer.problem.fixed_bytes
             and derived.problem.fixed_border_bytes == longer.problem.fixed_border_bytes
             and all(_alike(derived.compute_us[n], us) for n, us in longer.compute_us.items())
@@ -163,6 +166,7 @@ class _Segment:
                 short.fixed_border_bytes, longer.fixed_border_bytes, periods
             ),
             transfers=tuple(self._transfers(params, periods)),
+            user_collectives=tuple(self._user_collectives(periods)),
         )
         return StepGraph(
             params=tuple(params.params),
@@ -174,6 +178,22 @@ class _Segment:
             input_bytes=_extrapolate(self.short.input_bytes, self.longer.input_bytes, periods),
             num_flops=_extrapolate(self.short.num_flops, self.longer.num_flops, periods),
         )
+
+    def _user_collectives(self, periods: int) -> Iterator[UserCollective]:
+        """Yield those of the longer graph, with its segment ``periods`` times."""
+        users, stop = self.longer.problem.user_collectives, self.start + self.length
+        added = (periods - 1) * self.length
+        for user in users:
+            if user.launch < self.start:
+                late = added if user.wait >= stop else 0
+                yield dataclasses.replace(user, wait=user.wait + late)
+        for copy in range(periods):
+            for user in users:
+                if self.start <= user.launch < stop:
+                    yield _moved(user, copy * self.length)
+        for user in users:
+            if user.launch >= stop:
+                yield _moved(user, added)
 
     def _steps(self, short: Sequence[str], longer: Sequence[str], periods: int) -> tuple[str, ...]:
         segment = longer[self.start : self.start + self.length]

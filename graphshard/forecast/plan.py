@@ -108,8 +108,6 @@ def _notes(recipe: Recipe, cluster: Cluster) -> list[str]:
         notes.append(
             "attention in float32 is a flash kernel; CUDA's float32 attention takes more memory"
         )
-    if recipe.tp > 1:
-        notes.append("collectives of tensor parallelism take no time: a step takes longer")
     if recipe.offload:
         per_s = cluster.hardware.host_memory.largest / 1e9
         notes.append(

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .._torch.dtensor import slice_equal_to
+from .._torch.dtensor import has_root_of, slice_equal_to
 from .._torch.instances import live_instances
 from .._torch.nn import ddp_parameters, has_forward, parameters_if_initialized, parameters_of
 from .._torch.tensors import is_traceable_wrapper_subclass, storage_of
