@@ -63,8 +63,6 @@ def _is_chunk_cat(buffer: torch.Tensor, sent: Sequence[_PackedTensor], world: in
     """Return whether one kernel can pack ``sent`` for several ranks."""
     if world == 1 or not sent:
         return False
-    if not any(tensor.is_contiguous() for tensor, _, _ in sent):
-        return False  # gradients of stacked experts, say, which it would copy first
     evenly = all(rows and rows == -(-tensor.shape[0] // world) for tensor, rows, _ in sent)
     return evenly and chunk_cat_is_one_kernel(buffer, [tensor for tensor, _, _ in sent])
 
@@ -75,21 +73,15 @@ def _parts(
     """Yield the parts of a buffer, each with its source; set the padding to zero."""
     start = 0
     for tensor, num_rows, dtype in sent:
-        in_place = (
-            num_rows > 0 and not tensor.is_contiguous() and dtype_named(dtype) == buffer.dtype
-        )
-        source = tensor if in_place else _flattened(tensor, dtype_named(dtype), buffer.dtype)
-        stop = start + _num_sent_per_rank(source, tensor, num_rows)
+        flat = _flattened(tensor, dtype_named(dtype), buffer.dtype)
+        stop = start + _num_sent_per_rank(flat, tensor, num_rows)
         part = buffer.view(world, buffer.numel() // world)[:, start:stop]
         start = stop
-        if in_place:  # rows, which a flat view would copy
-            part = part.unflatten(1, (num_rows, *tensor.shape[1:]))
-        num_full, rest = divmod(source.shape[0], part.shape[1])
-        full = source[: source.shape[0] - rest]
-        yield part[:num_full], full.unflatten(0, (num_full, part.shape[1]))
+        num_full, rest = divmod(flat.numel(), part.shape[1])
+        yield part[:num_full], flat[: flat.numel() - rest].view(num_full, -1)
         if num_full < world:
             part[num_full:].zero_()
-            yield part[num_full, :rest], source[source.shape[0] - rest :]
+            yield part[num_full, :rest], flat[flat.numel() - rest :]
 
 
 def _flattened(tensor: torch.Tensor, dtype: torch.dtype, buffer_dtype: torch.dtype) -> torch.Tensor:
