@@ -16,7 +16,8 @@ def write_whole(path: Path, text: str) -> None:
     """Write ``text`` to ``path``; readers see either the old contents or all of the new.
 
     Raises:
-        OSError: the folder of ``path`` does not exist, or cannot be written to.
+        OSError: the folder of ``path`` does not exist or cannot be written to, or ``path`` is a
+            folder.
     """
     with whole(path) as scratch:
         scratch.write_text(text)
@@ -26,10 +27,12 @@ def write_whole(path: Path, text: str) -> None:
 def whole(target: Path) -> Iterator[Path]:
     """Yield a path for a new file or folder that replaces ``target`` when the block ends.
 
-    If the block raises, ``target`` is unchanged. A folder is replaced only if it is empty.
+    If the block raises, ``target`` is unchanged.
 
     Raises:
-        OSError: the folder of ``target`` does not exist, or cannot be written to.
+        OSError: the folder of ``target`` does not exist or cannot be written to; or, at the end of
+            the block, ``target`` is a folder that is not empty, or is not of the same kind (file or
+            folder) as what the block wrote. What the block wrote is then lost.
     """
     # ``mkdtemp`` creates the folder exclusively: processes on other hosts get different names, too.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:

@@ -35,9 +35,9 @@ BufferMarkers: TypeAlias = Sequence[fx.Node]  # transfers that share one buffer
 
 
 def lower(gm: fx.GraphModule, context: PassContext) -> None:
-    """Read a graph as a problem, plan it, and rewrite it according to the plan, in place.
+    """Plan the transfers of a graph, and replace its markers with bucketed collectives, in place.
 
-    Stores the plan in ``context``.
+    Stores the plan in ``context.plan``.
     """
     assert context.kind is not None and context.plan_buckets is not None
     params, param_of = number_params(gm.graph)

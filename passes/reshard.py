@@ -21,7 +21,10 @@ from graphshard.passes.contract import PassContext
 
 
 def param_derived(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that depend on parameters, sizes and constants alone, and are not kept."""
+    """Return the nodes computed from parameters, sizes and constants alone.
+
+    Excludes nodes computed from a parameter that stays unsharded until backward.
+    """
     derived: dict[fx.Node, None] = {}
     constant: set[fx.Node] = set()
     for node in graph.nodes:

@@ -115,7 +115,7 @@ def keep_secondary_shards(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def note_held_bytes(gm: fx.GraphModule, context: PassContext) -> None:
-    """Note the memory of the gathered parameters that forward already saves."""
+    """Annotate backward's inputs with the bytes that saved gathered parameters keep alive."""
     saved = {node.name: node for node in outputs_of(gm.graph) if isinstance(node, fx.Node)}
     for placeholder in context.backward_graph.find_nodes(op="placeholder"):
         node = saved.get(placeholder.name)

@@ -131,7 +131,8 @@ def _use_input(read: fx.Node) -> None:
 
 
 def use_dense_gradients(gm: fx.GraphModule, context: PassContext) -> None:
-    """Replace ``sparse=True`` of embeddings, whose gradients could not be reduced, in place."""
+    """Set ``sparse=False`` on embeddings of sharded weights, in place."""
+    # The reduction of a gradient takes a dense tensor.
     # A placeholder of a body may also be a full parameter, and then has the storage of its read.
     inputs = set(map(traced_storage, gm.graph.find_nodes(op="placeholder")))
     for part in graph_modules(gm):

@@ -134,8 +134,8 @@ def _plan(args: argparse.Namespace) -> int:
         shown = forecast(workload, recipe, machine, _show_progress, traced)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    _write(args.json, shown.to_json)
-    _write(args.html, lambda: forecast_page(shown, tables))
+    _write("--json", args.json, shown.to_json)
+    _write("--html", args.html, lambda: forecast_page(shown, tables))
     print(shown)
     return 0 if shown.fits else 1
 
@@ -167,19 +167,19 @@ def _print_largest(
 
     result = largest(make_workload, recipe, machine, batch.size, _show_progress)
     title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
-    _write(args.html, lambda: result.page(title))
+    _write("--html", args.html, lambda: result.page(title))
     print(result)
     return 0
 
 
-def _write(path: Path | None, make: Callable[[], str]) -> None:
+def _write(option: str, path: Path | None, make: Callable[[], str]) -> None:
     if path is None:
         return
     text = make()  # outside of ``try``, which handles errors of writing
     try:
         write_whole(path, text)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"--json, --html: {error}") from error
+        raise argparse.ArgumentTypeError(f"cannot write {option} {path}: {error}") from error
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

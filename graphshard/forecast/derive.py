@@ -1,4 +1,4 @@
-"""Derive steps of other depths, on other meshes or with shards on the host, from traced steps.
+"""Derive training steps for other numbers of layers, meshes or CPU offload from traced steps.
 
 If layers repeat, two shallow copies of a model determine any number of layers (``deepen``). If
 backward recomputes only the first layers of a model, there are two kinds of layers, and four copies

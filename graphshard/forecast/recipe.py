@@ -83,7 +83,7 @@ class Recipe:
             raise ValueError(f"optimizer={self.optimizer!r}: must be one of {list(OPTIMIZERS)}")
         if self.strategy == "ddp" and self.dtype == "fp8":
             raise ValueError(
-                'dtype="fp8" with ddp: replicated parameters stay out of fp8; use bf16'
+                'dtype="fp8" with strategy="ddp": replicated parameters stay out of fp8; use bf16'
             )
         if not (isinstance(self.accumulate, int) and self.accumulate > 0):
             raise ValueError(f"accumulate={self.accumulate!r}: must be a positive integer")
@@ -94,7 +94,8 @@ class Recipe:
             )
         if self.offload and self.kind == "ddp":
             raise ValueError(
-                "offload with ddp: replicated parameters stay on the GPU; use zero3, or hsdp:N"
+                'offload with strategy="ddp": replicated parameters stay on the GPU; use zero3, or '
+                "hsdp:N"
             )
         if self.offload and self.dtype == "fp8":
             raise ValueError(

@@ -33,7 +33,10 @@ class BatchShape(NamedTuple):
         """Parse "1x8192" (samples x tokens) or "64" (samples)."""
         parts = text.lower().split("x")
         if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
-            raise ValueError(f'batch={text!r}: write samples x tokens, as in "1x8192", or samples')
+            raise ValueError(
+                f"batch={text!r}: must be positive integers, samples x tokens as in "
+                '"1x8192", or samples as in "64"'
+            )
         return cls(*map(int, parts))
 
 
@@ -215,7 +218,9 @@ def find_config(model: str) -> Any:
         return families[family](**_parse_sizes(text))
     except Exception as error:  # a configuration may raise anything
         reason = " ".join(str(error).split())
-        raise ValueError(f"{model}: cannot build this configuration: {reason}") from error
+        raise ValueError(
+            f"{model}: cannot build this configuration: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _parse_sizes(text: str) -> dict[str, object]:

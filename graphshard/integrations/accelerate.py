@@ -120,7 +120,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
 
 
 class ShardedAccelerator(Accelerator):
-    """Accelerator with sharded models; `prepare` turns an ``Accelerator`` into one."""
+    """Accelerator with sharded models; this module's :func:`prepare` changes an object's class."""
 
     _models: list[Any]
     _optimizers: list[Any]

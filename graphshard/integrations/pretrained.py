@@ -253,7 +253,7 @@ class _Outline:
 def _stored_state(
     state_dict: Mapping[str, torch.Tensor] | None, files: Sequence[str], load_config: Any
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint as stored tensors, still in their files."""
+    """Return the tensors of a checkpoint as stored tensors; safetensors files are not read yet."""
     stored = {name: _from_tensor(tensor) for name, tensor in (state_dict or {}).items()}
     for path in map(Path, files):
         if path.suffix == ".safetensors":

@@ -85,7 +85,10 @@ def buffer_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
 def launch_bucket(
     call: Call, kind: TransferKind, buffers: Sequence[BufferInputs], group: str, world: int
 ) -> list[Any]:
-    """Copy in and launch a bucket; return the results to wait for, one per buffer."""
+    """Copy in and launch a bucket; return the results to wait for, one per buffer.
+
+    If buffers differ in dtype, all are sent as uint8.
+    """
     buffers = [[_scaled(call, sent, group) for sent in inputs] for inputs in buffers]
     packed = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}
     copied = [i for i, inputs in enumerate(buffers) if _needs_copy_in(kind, inputs, world)]

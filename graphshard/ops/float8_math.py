@@ -3,17 +3,18 @@
 Scaling is dynamic, by the recipes of ``torchao.float8`` (torchao/float8/config.py,
 float8_utils.py). Before each of a linear's three products, both sides are multiplied by a scale,
 ``largest fp8 value / largest absolute value``, then clamped and cast; the product is divided by
-both scales:
+both scales, except in "rowwise" ``grad_x`` (see ``grad_input``):
 
     y      = x8 @ w8.T          x8: e4m3   w8: e4m3
     grad_x = g8 @ w8            g8: e5m2 ("tensorwise"), e4m3 ("rowwise")
     grad_w = g8.T @ x8
 
 "tensorwise" has one scale per tensor. "rowwise" has one scale, rounded down to a power of two, for
-each vector along which a product sums. Unlike in torchao, the weight has one scale per row in both
-of its products, because backward uses the bytes of forward; see ``grad_input``.
+each row of the left matrix and each column of the right one. Unlike in torchao, ``w8`` has one
+scale per row in ``grad_x`` too, because backward uses the bytes of forward: ``g`` is divided by
+these scales before it is scaled and cast itself.
 
-All functions run ATen calls, or insert them into a graph, through a ``Call``.
+Functions that take a ``Call`` run ATen calls, or insert them into a graph.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Muon(torch.optim.Muon):
                 name, shape = _name(self.param_groups, number, i), tuple(param.shape)
                 self.param_groups.pop()
                 raise ValueError(
-                    f"Muon only steps matrices, but {name} has the shape {shape}: give it to "
+                    f"Muon only updates 2D parameters, but {name} has shape {shape}: give it to "
                     "another optimizer, such as torch.optim.AdamW, and give Muon the "
                     "model.parameters() with p.ndim == 2, without embeddings and the output layer"
                 )

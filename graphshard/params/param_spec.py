@@ -116,7 +116,10 @@ class ParamSpec:
 
     @functools.cached_property
     def tp_part(self) -> tuple[slice, ...]:
-        """Index of the unsharded tensor in the full parameter."""
+        """Slices of the full parameter that are gathered.
+
+        All of it or, with tensor parallelism, this rank's part.
+        """
         index, tp_mesh = [slice(0, size) for size in self.shape], self.groups.tp_mesh
         for placement in self.tp_placements or ():  # of the mesh's one axis
             if isinstance(placement, Shard):
@@ -277,7 +280,11 @@ class ParamSpec:
         return shard
 
     def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
-        """Reduce full gradients within each replica to a shard in the reduction dtype, eagerly."""
+        """Reduce-scatter ``grad`` over the shard group only, eagerly, in the reduction dtype.
+
+        Returns:
+            This rank's padded shard of the mean over the shard group; replicas are not averaged.
+        """
         marker = self.marker(None)
         assert isinstance(marker, UnshardSpec), "a replicated parameter has no shards to reduce to"
         shard: torch.Tensor = marker.partial_reduction(grad, self.padded_shape).call(run)

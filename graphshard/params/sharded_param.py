@@ -133,7 +133,11 @@ class ShardedParam:
     # --- DTensor, shard and owners ---
 
     def attach(self, dtensor: DTensor, *, empty: bool = False) -> None:
-        """Make a shard for ``dtensor``, whose local tensor becomes a view of the shard."""
+        """Set ``shard`` for ``dtensor``, whose local tensor becomes a view of the shard.
+
+        The shard uses the local tensor's memory if that needs no padding, is contiguous with its
+        rows first, and is where shards are held; else it is a copy.
+        """
         local = local_tensor(dtensor).detach()
         padded = self.spec.rows_first(local)
         if padded.shape != self.spec.padded_shape or not padded.is_contiguous():

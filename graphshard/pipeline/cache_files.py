@@ -155,7 +155,7 @@ def load_compiled(path: str | Path) -> None:
             artifacts = file.read(_GRAPHS)
             for name in file.namelist():
                 if name.startswith(_FILES):
-                    _write(Path(cache_dir(), name.removeprefix(_FILES)), file.read(name))
+                    _write(path, name.removeprefix(_FILES), file.read(name))
     except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
         why = f"{path}: was not written by graphshard.save_compiled ({error})"
         raise ValueError(why) from error
@@ -227,10 +227,13 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(p) for p in sorted(paths) if Path(p).is_relative_to(folder.resolve()))
 
 
-def _write(path: Path, contents: bytes) -> None:
+def _write(archive: str | Path, name: str, contents: bytes) -> None:
+    """Write the entry ``name`` of ``archive`` to the cache folder, unless the file exists."""
+    path = Path(cache_dir(), name)
     if not path.resolve().is_relative_to(Path(cache_dir()).resolve()):
         raise ValueError(
-            f"{path}: is outside of the cache folder; graphshard.save_compiled saves no such file"
+            f"{archive}: has an entry outside of the cache folder, {name!r}, as "
+            "graphshard.save_compiled never writes: do not load this file"
         )
     if path.exists():
         return

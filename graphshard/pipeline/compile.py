@@ -205,7 +205,7 @@ class Lowering(CustomGraphPass):
     """Plans and lowers each final graph, and keeps its plan in memory, in a file and in the dumps.
 
     Attributes:
-        has_loaded: whether a graph came from Inductor's cache, without running any pass.
+        has_loaded: whether a graph came from Inductor's cache, so its plan was read from a file.
     """
 
     def __init__(self, traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> None:

@@ -1,4 +1,4 @@
-"""Run the passes of a stage: lint, verify, time and dump what they rewrite."""
+"""Run the passes of a stage: time each pass, then check the graphs and dump their code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _DUMPS = {Stage.JOINT: "joint", Stage.FINAL: "{kind}"}
 def run_stage(
     stage: Stage, gm: fx.GraphModule, context: PassContext, writer: DumpWriter | None = None
 ) -> None:
-    """Run the passes of a stage that the context asks for, and check the graphs after them.
+    """Run and time the passes of a stage that the context asks for, and check their graphs.
+
+    Graphs with a plan are verified against it. Graphs are linted except in ``Stage.FINAL`` and
+    ``Stage.LOWERED``, after which the compiler does so.
 
     Args:
         gm: graph that the stage rewrites, in place; the forward graph in ``Stage.PARTITIONED``.

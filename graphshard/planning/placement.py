@@ -39,8 +39,9 @@ from .simulate import (
 )
 
 # Price of memory in time, for schedules without a memory budget: one whose peak is a fraction ``x``
-# above the modest peak (see ``Placer``) is scored as if it took ``1 + MEMORY_PRICE * x**2`` times
-# as long: 10 % more memory must save 1 % of the time, and 20 % more must save 4 %. Measured with
+# above the modest peak (see ``Placer``) is scored as if the simulated time were
+# ``1 + MEMORY_PRICE * x**2`` times as long: 10 % more memory must save 1 % of it, and 20 % more
+# must save 4 %. Compute time lost to hidden collectives is added after this. Measured with
 # ``benchmarks/robustness.py``: at 0.5, 405B on 1,024 GPUs with slow links takes 5 % more memory
 # than with FSDP2's rule, and 1 % less time than at 1.0.
 MEMORY_PRICE = 1.0

@@ -27,7 +27,8 @@ class Saving:
     """A strategy for saving values in forward for backward.
 
     Attributes:
-        activations: fraction of the activations to save, from 0 to 1, or None for torch's config.
+        activations: fraction of the activations to save, from 0 to 1, or None for
+            ``torch._functorch.config.activation_memory_budget``.
         all_params: whether all parameters that both graphs gather stay unsharded, instead of only
             those that ``keep_unsharded`` chooses.
         offloads: whether activations that do not fit otherwise are offloaded to the host.

@@ -11,8 +11,10 @@
 - ``members``: the ranks of a process group, and how to release this rank from its collectives.
 
 May import ``planning``. Nothing here knows a mesh: the ranks that must agree are a process group.
-A call takes a constant number of store operations, and none while all goes well. Around graph
-breaks, ranks also agree on which parameters have gradients: ``eager._used_on_any_rank`` and
+The ranks compare their first run of each graph through the store. A later call uses the store only
+if a rank has posted about it: in a stall, an audit or after an error. If a rank diverges, all ranks
+raise. Around graph breaks, ranks also agree on which parameters have gradients:
+``eager._used_on_any_rank`` and
 ``ShardedModel._pending_on_any_rank``.
 
 Global state, held weakly: ``call_log._call_logs`` has one log per process group, because all

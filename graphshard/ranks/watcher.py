@@ -118,7 +118,7 @@ class Watcher:
             self.events.post_call(call, plan_id, history, self._history.plan_text(plan_id))
 
     def compare(self, event: CallEvent) -> bool:
-        """Agree to an event about one of this rank's calls, or post an error and return False."""
+        """Return whether this rank's call matches ``event``; agree if so, else post an error."""
         if self._history.entry(event.call) == LoggedCall(event.plan_id, event.history):
             self.events.agree(event)
             return True

@@ -124,7 +124,7 @@ def _ranks(settings: Settings) -> str:
 
 
 def _train(trainings: Sequence[Training], settings: Settings, device: torch.device) -> None:
-    """Run all trainings step by step, on the same batches; show progress on rank 0."""
+    """Run all training runs step by step, on the same batches; show progress on rank 0."""
     ours, data = trainings[0], batches(load_text(), SIZES[settings.device], 1 + dist.get_rank())
     steps, is_terminal = settings.num_steps, sys.stdout.isatty()
     for step in range(1, steps + 1):

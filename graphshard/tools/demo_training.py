@@ -1,4 +1,4 @@
-"""The demo's trainings: the same GPT and AdamW under graphshard, DDP and FSDP2."""
+"""The demo's training runs: the same GPT and AdamW under graphshard, DDP and FSDP2."""
 
 from __future__ import annotations
 

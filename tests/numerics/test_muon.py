@@ -229,10 +229,10 @@ def test_resumed_training_matches_uninterrupted(tmp_path: Path, by_file: bool) -
 
 def test_parameters_that_are_not_matrices_raise() -> None:
     layer = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=r"parameter 'bias' has the shape \(2,\).*AdamW"):
+    with pytest.raises(ValueError, match=r"parameter 'bias' has shape \(2,\).*AdamW"):
         Muon(layer.named_parameters())
     optimizer = Muon([layer.weight])
-    with pytest.raises(ValueError, match=r"parameter 0 of group 1 has the shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1 has shape \(2,\)"):
         optimizer.add_param_group({"params": [layer.bias]})
     assert len(optimizer.param_groups) == 1
 
