@@ -289,9 +289,9 @@ def backend(
             outermost modules that it matches. ``"shard": False`` replicates a parameter and
             all-reduces its gradient, as DDP does; it never travels in fp8. ``"dim": 1`` splits
             another dimension than the first, as ``Shard(1)`` from FSDP2's ``shard_placement_fn``
-            does. ``"mesh"`` is another slice of the mesh that ``mesh`` is a slice of, to shard and
-            reduce over: that of the ranks that share experts. Gradients are still divided by the
-            number of all ranks of ``mesh``.
+            does. ``"mesh"`` is another mesh to shard and reduce over, for experts that only its
+            ranks share; both meshes must be slices of one mesh. Gradients of these parameters are
+            still divided by the number of ranks of the argument ``mesh``.
         fp8: policy for linears that compute and gather their weights in fp8. Defaults to no fp8.
         schedule: limits and options of the schedule. Defaults to ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.

@@ -1,4 +1,4 @@
-"""Tensor parallelism for models of transformers: what ``graphshard plan --tp`` assumes.
+"""Tensor parallelism for transformers models: what ``graphshard plan --tp`` assumes.
 
 ranks along tp    embed ─► [norm ─► gather ─► q k v, attention ─► out ─► scatter] .. ─► head
 sequence          split     split   whole                               split        whole
@@ -63,7 +63,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Raises:
         ValueError: the model has no plan, its plan has a style that is not supported, as for
-            experts, or ``mesh`` does not divide its heads or another size.
+            experts, or leaves out a parameter, or the size of ``mesh`` does not divide the number
+            of heads, the intermediate size or the vocabulary.
     """
     config: Any = getattr(model, "config", None)
     styles = getattr(config, "base_model_tp_plan", None)
@@ -122,7 +123,7 @@ def _layer_plan(name: str, layer: nn.Module, styles: dict[str, str]) -> dict[str
     plan |= {path: SequenceParallel() for path, c in layer.named_children() if _own_parameters(c)}
     missing = [p for p, _ in layer.named_parameters() if p.rpartition(".")[0] not in plan]
     if missing:
-        raise ValueError(f"{name}: its plan does not have {missing[0]}: {_OWN_PLAN}")
+        raise ValueError(f"{name}: its base_model_tp_plan lacks {missing[0]}: {_OWN_PLAN}")
     return plan
 
 

@@ -142,7 +142,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
 
 
 def describe_user_collective(node: fx.Node, launch: int, wait: int) -> UserCollective:
-    """Describe a collective that the model itself launches, given its steps."""
+    """Describe a collective that the model itself calls, given the steps of launch and wait."""
     op = str(node.target).split(".")[1].removesuffix("_")
     group = node.kwargs.get("group_name", node.args[-1] if node.args else "")
     # A name or, in torch 2.13, also a group; unknown if the graph computes it.
@@ -155,7 +155,7 @@ def describe_user_collective(node: fx.Node, launch: int, wait: int) -> UserColle
     return UserCollective(op, kind, full, name, span.world, launch, wait, span.stride)
 
 
-# Others, such as an all-to-all or a broadcast, take about as long as an all-gather of their result.
+# Others, such as an all-to-all or a broadcast, are priced as an all-gather of their result.
 _RATES = (TransferKind.ALL_REDUCE, TransferKind.REDUCE_SCATTER)
 
 

@@ -3,7 +3,7 @@
     before   shard = reduce_grad(grad16, .., fp32)         cast, reduce_scatter in fp32
     after    shard = reduce_grad(grad16, .., fp32, True)   all_to_all in bf16, sum in fp32
 
-The values that are summed are the same; each rank adds them in the order of the ranks.
+The values that are summed are the same; only the order of the sum differs from a ring's.
 """
 
 from __future__ import annotations

@@ -58,10 +58,10 @@ def has_root_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
 
 
 def slice_equal_to(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh | None:
-    """Return a slice of the mesh that ``other`` is a slice of, equal to ``mesh``; None if not one.
+    """Return ``mesh`` as a slice of the root mesh of ``other``, or None if no slice equals it.
 
-    DTensor caches specs by their mesh. Equal slices of different meshes are equal, so the mesh of a
-    DTensor may be a slice of an earlier mesh.
+    A DTensor's mesh may be a slice of an earlier root mesh: DTensor caches specs by mesh, and
+    slices of different root meshes may compare equal.
     """
     if has_root_of(mesh, other):
         return mesh

@@ -130,7 +130,7 @@ def order_differences(plans: Sequence[Plan], call: GraphCall) -> list[str]:
 
 
 def _without_others(plans: Sequence[Plan], call: GraphCall) -> GraphCall:
-    """Return the call without launches in groups of no plan, as for tensor parallelism."""
+    """Return ``call`` without launches in groups that no plan uses, as for tensor parallelism."""
     groups = {"", *(bucket.group for plan in plans for bucket in plan.buckets)}
     kept = [i for i, launch in enumerate(call.launches) if launch.group in groups]
     number = {old: new for new, old in enumerate(kept)}

@@ -96,7 +96,7 @@ def record_steps(
         make_model: function that is called with the GPU as the default device.
         options: arguments of ``graphshard.backend``, read after ``make_model``, which may add some.
         dynamic: argument of ``torch.compile``.
-        parallelize: function that splits the model over the axis tp, if it has several ranks.
+        parallelize: function that splits the model over the mesh axis "tp", if ``cluster.tp`` > 1.
     """
     recorder.clear()
     with simulated_mesh(cluster) as whole_mesh:

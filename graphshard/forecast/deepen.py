@@ -180,7 +180,7 @@ class _Segment:
         )
 
     def _user_collectives(self, periods: int) -> Iterator[UserCollective]:
-        """Yield those of the longer graph, with its segment ``periods`` times."""
+        """Yield the longer graph's user collectives, with the segment ``periods`` times."""
         users, stop = self.longer.problem.user_collectives, self.start + self.length
         added = (periods - 1) * self.length
         for user in users:

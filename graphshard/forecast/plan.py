@@ -60,10 +60,10 @@ def plan(
         budget_gb: memory that the schedule may use, in GB (1e9 bytes; default: no limit).
         offload: whether the host keeps shards, gradients and optimizer state, as with
             ``CPUOffloadPolicy()``.
-        tp: number of neighboring ranks over which ``parallelize`` splits the model; N counts groups
-            of them.
+        tp: number of neighboring ranks over which ``parallelize`` splits the model. The N of
+            ``strategy`` counts groups of ``tp`` ranks.
         parallelize: function ``parallelize(model, mesh)`` that applies torch's
-            ``parallelize_module`` to a copy of the model.
+            ``parallelize_module`` to a copy of the model; required if ``tp`` > 1.
 
     Raises:
         ValueError: an argument is invalid, the strategy's N or ``tp`` does not divide the number of

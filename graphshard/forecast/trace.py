@@ -113,7 +113,7 @@ class Ranks(NamedTuple):
 
     Attributes:
         shards: number of shards of a replica's parameters.
-        tp: number of ranks over which tensor parallelism has split parameters before.
+        tp: number of ranks over which tensor parallelism splits the model.
     """
 
     replicas: int
@@ -141,7 +141,7 @@ def trace(
         hardware: machine to price kernels for.
         options: arguments of ``graphshard.backend``.
         prepare: function called with the copy of the model before it is split or sharded.
-        parallelize: function that splits the copy over the axis tp, if ``ranks.tp`` is not 1.
+        parallelize: function that splits the copy over the mesh axis "tp", if ``ranks.tp`` > 1.
 
     Raises:
         UntraceableError: shapes or control flow depend on values of tensors.
@@ -207,7 +207,10 @@ def _split(model: nn.Module, mesh: DeviceMesh, parallelize: Parallelize | None) 
         )
     parallelize(model, mesh)
     if not any(isinstance(param, DTensor) for param in model.parameters()):
-        raise ValueError(f"tp={mesh.size()}: the function to apply it split no parameter")
+        raise ValueError(
+            f"tp={mesh.size()}: parallelize has split no parameter; it must apply "
+            "parallelize_module to the model"
+        )
 
 
 def _run(compiled: Callable[..., object], inputs: Inputs) -> None:

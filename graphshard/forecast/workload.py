@@ -51,7 +51,7 @@ class Workload:
         num_layers: number of layers of the model, or None if ``make`` cannot change it.
         period: number of layers in the repeating pattern.
         notes: assumptions for forecasts of this workload.
-        parallelize: function that splits a model for tensor parallelism, if known.
+        parallelize: function that splits a model for tensor parallelism, or None.
     """
 
     name: str

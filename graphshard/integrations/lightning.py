@@ -8,10 +8,12 @@
     Fabric(strategy=ShardedFabricStrategy(mp_policy=policy), devices=8)
 
 Both strategies are Lightning's ``ModelParallelStrategy``, which saves DTensors (one folder written
-by all ranks, or one file) and leaves sharding to the user. They change three things: all ranks are
-data parallel unless ``tensor_parallel_size`` is set, whereas Lightning's "auto" sizes shard nothing
-on one node; accumulated microbatches communicate nothing, which Lightning supports only for DDP and
-FSDP2; and gradients on several meshes can be clipped, as by :func:`graphshard.clip_grad_norm_`.
+by all ranks, or one file) and leaves sharding to the user. They change three things:
+
+- The data parallel size is the number of ranks, divided by ``tensor_parallel_size`` (1 by default).
+  Lightning's "auto" sizes would shard nothing on one node.
+- Accumulated microbatches communicate nothing, which Lightning supports only for DDP and FSDP2.
+- Gradients on several meshes can be clipped, as by :func:`graphshard.clip_grad_norm_`.
 
 For tensor parallelism, pass ``tensor_parallel_size`` to the strategy, and to ``configure`` or the
 Fabric strategy a function that splits the model over one axis of Lightning's mesh:
@@ -89,7 +91,7 @@ def configure(
 
 
 class _DataParallel:
-    """Mixin, placed before a Lightning strategy, that makes all other ranks data parallel."""
+    """Mixin, placed before a Lightning strategy, whose "auto" data parallel size uses all ranks."""
 
     _data_parallel_size: Any
     _tensor_parallel_size: Any
@@ -116,7 +118,7 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
         super().__init__(tensor_parallel_size=tensor_parallel_size, **kwargs)
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up the module and its optimizers, and clip gradients on several meshes."""
+        """Set up the module and its optimizers, and let norms be clipped across several meshes."""
         super().setup(trainer)
         precision: Any = self.precision_plugin
 
@@ -172,7 +174,7 @@ class ShardedFabricStrategy(_DataParallel, FabricStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip gradients, which may be on several meshes."""
+        """Clip gradients, which may be on several meshes, and return their total norm."""
         self.precision.unscale_gradients(optimizer)
         parameters = self.precision.main_params(optimizer)
         return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)

@@ -96,7 +96,8 @@ def from_pretrained(
         strict: whether to raise, rather than only report, if a parameter is in no file or a tensor
             in a file is not in the model.
         parallelize: function that splits the model, which is on the meta device, by torch's
-            ``parallelize_module``. The ranks of both meshes must call ``from_pretrained``.
+            ``parallelize_module``. All ranks of its mesh and of ``mesh`` must call
+            ``from_pretrained``.
         kwargs: arguments of ``cls.from_pretrained``: ``dtype``, ``config``,
             ``attn_implementation``, ``output_loading_info``, ``ignore_mismatched_sizes`` and so on.
 
@@ -347,7 +348,7 @@ def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) 
 
 
 def _check_ties(model: nn.Module, values: Values) -> None:
-    """Raise ValueError if ``parallelize`` has untied a parameter, which no file then has."""
+    """Raise ValueError if ``parallelize`` untied a parameter, so no file has a value for it."""
     for name, _ in model.named_parameters():
         if name not in values:
             raise ValueError(

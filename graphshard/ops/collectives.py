@@ -50,8 +50,8 @@ class CollectiveInput(NamedTuple):
         scale_index: position of this tensor's scale in ``scales``.
         partial: key of an accumulator whose total is added to the reduced shard before the average
             over replicas, or None.
-        summed_in: dtype in which each rank sums its rows, which all ranks send it in an all-to-all;
-            None if the collective itself reduces.
+        summed_in: dtype in which each rank sums the rows that it receives in an all-to-all, or None
+            if the collective itself reduces.
     """
 
     source: Value
@@ -167,10 +167,11 @@ def launch_collective(
     *,
     exchanges: bool = False,
 ) -> list[Any]:
-    """Launch one collective for all buffers; return the results to wait for, one per buffer.
+    """Launch a collective for several buffers; return the results to wait for, one per buffer.
 
     Args:
-        exchanges: whether ranks only exchange the rows to reduce, and `wait_buffer` sums them.
+        exchanges: whether to launch an all-to-all for each buffer instead of a reduction;
+            `wait_buffer` then sums the rows.
     """
     if exchanges:
         # All-to-alls cannot be coalesced.

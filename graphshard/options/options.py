@@ -196,12 +196,12 @@ class Options:
 
 def _common_names() -> list[str]:
     """Return the options of a parameter that an argument of ``backend`` sets for all parameters."""
-    names = {f.name for f in fields(Options)} - {"mesh"}  # a parameter's own is from ``overrides``
+    names = {f.name for f in fields(Options)} - {"mesh"}  # only ``overrides`` set a parameter's
     return [f.name for f in fields(ParamOptions) if f.name in names]
 
 
 def _without_ranks(value: object) -> object:
-    """Return what is equal on all ranks of an argument in ``overrides``."""
+    """Return the part of a value in ``overrides`` that must be equal on all ranks."""
     if isinstance(value, DeviceMesh):
         return f"mesh {value.mesh_dim_names} {tuple(value.shape)}"
     return value

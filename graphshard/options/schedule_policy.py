@@ -40,10 +40,10 @@ class SchedulePolicy:
         hardware: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by
             ``python -m graphshard calibrate``, or "auto" for the entry with the device's name. Must
             be equal on all ranks.
-        reduce: how gradients that are narrower than ``reduce_dtype`` are reduced, except by gloo,
+        reduce: how gradients narrower than ``mp_policy.reduce_dtype`` are reduced, except by gloo,
             which always exchanges. "ring" casts them, and a reduce-scatter sums them. "exchange"
-            sends them as they are in an all-to-all: half the bytes for bf16 gradients in float32.
-            Each rank sums its rows in ``reduce_dtype``, always in the same order. Between nodes
+            sends them as they are in an all-to-all, half the bytes for bf16 gradients summed in
+            float32; each rank sums its rows in ``reduce_dtype``, in a fixed order. Between nodes
             with several GPUs, an exchange sends more through each network card than a ring.
         regions: whether to compile repeated layers only once, between the same launches and waits.
             "auto" does so only where it saves Inductor more time than the calls cost over a

@@ -111,8 +111,8 @@ def find_groups(
 ) -> MeshGroups:
     """Return the groups of ``mesh`` and, if tensors are DTensors already, of their mesh.
 
-    The latter is left out if it does not fit, which :func:`find_error` reports. It is not that of
-    parameters with a mesh of their own in ``overrides``.
+    The mesh of DTensors is left out if it does not fit; :func:`find_error` reports that. Parameters
+    with a mesh of their own in ``overrides`` are ignored.
     """
     sharded = filter(None, map(sharded_param_of, root.parameters()))
     tp_meshes = [known.spec.groups.of_model.tp_mesh for known in sharded]
@@ -408,12 +408,12 @@ def _spec_of(plain: PlainParam, groups: MeshGroups, options: ParamOptions) -> Pa
 
 
 def _dim(param: nn.Parameter, options: ParamOptions) -> int:
-    """Return the dimension to split, counted from the first."""
+    """Return the dimension to split, from 0 on; raise ValueError if ``param`` lacks it."""
     dim, ndim = options.dim, max(param.ndim, 1)
     if not -ndim <= dim < ndim:
         raise ValueError(
-            f"dim={dim} is out of range for the shape {tuple(param.shape)}: set the dim of "
-            "parameters that have it only, by a narrower glob in overrides"
+            f"dim={dim} is out of range for the shape {tuple(param.shape)}: use a glob in "
+            "overrides that matches only parameters with this dimension"
         )
     return dim % ndim
 

@@ -65,7 +65,7 @@ def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | No
 
 
 def _over_all_ranks(norm: torch.Tensor, norm_type: float, spec: ParamSpec) -> torch.Tensor:
-    """Return the norm of the parameters of all ranks, of which each mesh has others."""
+    """Return the norm over all ranks, if ranks outside of the mesh hold different parameters."""
     if not spec.is_local:
         return norm
     group = process_group(spec.groups.all_ranks)

@@ -206,7 +206,7 @@ def _reduce(
 def _used_on_any_rank(
     sharded_params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
 ) -> list[bool]:
-    """Return, for each parameter, whether any rank has a gradient; this is an all-reduce."""
+    """Return, for each parameter, whether any rank has a gradient; all-reduces if several."""
     used_here = [grad is not None for grad in grads]
     if len(sharded_params) <= 1:  # without its gradient, no rank's backward would get here
         return used_here

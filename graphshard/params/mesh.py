@@ -38,10 +38,10 @@ class MeshGroups:
 
     Attributes:
         mesh: 1D mesh to shard over, or 2D mesh (replicas, shards).
-        tp_mesh: 1D mesh over which tensor or expert parallelism has split parameters before; None:
-            it has not. The ranks of both train one model.
-        default: groups of the backend's mesh, if ``mesh`` is another one from ``overrides``. Ranks
-            of it that are not in ``mesh`` have other values of the parameter, as of other experts.
+        tp_mesh: 1D mesh over which tensor or expert parallelism has split parameters before they
+            are sharded over ``mesh``, or None. The ranks of both meshes train one model.
+        default: groups of the backend's mesh if ``mesh`` is from ``overrides``, else None. Ranks
+            outside of ``mesh`` then hold other values under the same name, such as other experts.
     """
 
     mesh: DeviceMesh
@@ -55,7 +55,7 @@ class MeshGroups:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of ranks with different batches, which gradients are divided by."""
+        """Number of ranks with different batches, the default divisor of gradients."""
         return self.of_model.mesh.size()
 
     @cached_property

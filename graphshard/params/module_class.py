@@ -58,7 +58,7 @@ class Reading(NamedTuple):
     """How an accessor reads a parameter.
 
     Attributes:
-        marker: op that gathers rows.
+        marker: marker that unshards the parameter, with names of attributes instead of tensors.
         dim: dimension that the rows are slices of.
         tensor_parallel: how to make a DTensor of the result, or None.
     """
@@ -272,7 +272,7 @@ def _wrap(dim: int, parallel: TensorParallel) -> Callable[[Any], Any]:
 
 
 def _converted(getter: Callable[[Any], Any], convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Apply ``convert`` to the rows that ``getter`` gathers in graphs."""
+    """Return ``getter`` with ``convert`` applied to its result in graphs."""
 
     def get(self: Any) -> Any:
         value = getter(self)

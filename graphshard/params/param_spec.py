@@ -5,8 +5,8 @@
 
 Rows are split like ``torch.chunk`` does, and padded to the same number on every rank: see
 [Note: padded shards] in ``graphshard.ops.markers``. If another dimension than 0 is split, its
-slices are the rows: shards, markers and collectives have that dimension first, and what users and
-forward see are views in which it is in its place.
+slices are the rows: shards, markers and collectives have that dimension first. Users and forward
+see views with the dimensions in their original order.
 
 A parameter that tensor parallelism has split before is a DTensor. Graphs gather and reduce this
 rank's part of it, here called the unsharded tensor, like a plain parameter of that shape:
@@ -143,7 +143,7 @@ class ParamSpec:
 
     @property
     def is_local(self) -> bool:
-        """Whether ranks outside of the parameter's mesh have parameters of the same name."""
+        """Whether ranks outside of the mesh hold other parameters under this name, as experts."""
         default = self.groups.default
         return (
             default is not None
@@ -199,7 +199,7 @@ class ParamSpec:
 
     def unsharded(self, full: torch.Tensor) -> torch.Tensor:
         """Return the part of ``full``, a plain tensor or a DTensor on the TP mesh, to shard."""
-        if isinstance(full, DTensor):  # communicates if it is placed otherwise, as some gradients
+        if isinstance(full, DTensor):  # communicates if its placements differ, as gradients' may
             detached: Any = full.detach()
             return local_tensor(detached.redistribute(placements=self.tp_placements))
         return full.detach()[self.tp_part]
@@ -224,11 +224,11 @@ class ParamSpec:
         return padded if self.rows is None else self.in_place(padded[: self.num_local_rows])
 
     def rows_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of ``tensor`` with the dimension that is split first."""
+        """Return a view of ``tensor`` with its split dimension moved to the front."""
         return tensor.movedim(self.dim, 0) if self.dim else tensor
 
     def in_place(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a view of ``rows`` with the dimension that is split in its place."""
+        """Return a view of ``rows`` with its first dimension moved back to ``dim``."""
         return rows.movedim(0, self.dim) if self.dim else rows
 
     def dtensor(self, padded: torch.Tensor) -> DTensor:

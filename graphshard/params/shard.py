@@ -202,7 +202,7 @@ def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:
     first = tensor.detach().clone(memory_format=torch.contiguous_format)
     broadcast_from_first_rank(first, groups)
     equal = torch.equal(as_bytes(own.contiguous()), as_bytes(values_on_rank(first)))
-    return not equal  # bytes, which are also equal for NaNs
+    return not equal  # bytes are compared, because NaNs are unequal
 
 
 def _warn_of_torchao(root: nn.Module) -> None:
@@ -385,8 +385,8 @@ def _shard_state(value: object, spec: ParamSpec) -> object:
 def sync_buffers(model: nn.Module) -> None:
     """Copy the buffers of the mesh's first rank to all ranks, in one broadcast.
 
-    Under tensor parallelism, another broadcast copies those that are DTensors: each rank gets the
-    values of the first rank with the same coordinate along that axis.
+    If tensor parallelism has split buffers, another broadcast copies these DTensors: each rank gets
+    the values of the first rank with the same coordinate along the tensor parallel axis.
 
     As under FSDP2, the forwards of each rank update only that rank's buffers. DDP broadcasts them
     at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.

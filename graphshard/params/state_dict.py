@@ -161,9 +161,9 @@ def checked_module(
             )
         if (sharded := sharded_param_of(param)) is not None and sharded.spec.is_local:
             raise ValueError(
-                f"parameter {name!r} is on {sharded.spec.mesh} only, and others have more of "
-                "that name: before sharding, make it a DTensor of all of them, as "
-                'distribute_tensor(param, mesh["ep"], [Shard(0)]) does'
+                f"parameter {name!r} is on {sharded.spec.mesh} only, and other ranks hold others "
+                "of that name: before sharding, make them one DTensor, for example by "
+                'distribute_tensor(param, mesh["ep"], [Shard(0)])'
             )
     return root
 

@@ -140,7 +140,6 @@ class _Chooser:
 
         Keeps an error in ``raised`` instead of raising it.
 
-
         Args:
             excess: largest value that ``excess`` returned on any rank for the last choice.
         """
@@ -280,7 +279,7 @@ def _free_gb(traced: TracedGraph, device: torch.device) -> float:
 def _plan_candidates(
     traced: TracedGraph, settings: CompileSettings, candidates: Sequence[Saving], within_gb: float
 ) -> Sequence[TriedSaving]:
-    """Trace a graph up to its joint graph, and plan each candidate; none without joint graph."""
+    """Trace a graph up to its joint graph, and plan each candidate; [] if it has no joint graph."""
     trials = _Trials([settings.with_saving(saving, within_gb) for saving in candidates])
     if settings.compiler == "aot_eager":
         aot_autograd(fw_compiler=stub_compiler, partition_fn=trials)(traced.gm, traced.inputs)

@@ -53,7 +53,7 @@ class Queue:
         cap: maximum size of a candidate with more than one transfer, or None for no limit.
         order: positions in ``Problem.transfers``.
         yields: whether a bucket that is ready just before a user collective is launched just after
-            it. For a reduction, this can take memory.
+            it. For a reduction, this can take more memory.
     """
 
     def __init__(

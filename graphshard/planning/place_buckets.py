@@ -62,14 +62,14 @@ def _check_user_collectives(problem: Problem, theirs: Problem) -> None:
     for our, their in zip_longest(*names, fillvalue="none"):
         if our != their:
             raise BackendError(
-                f"the {problem.graph} graph and the first rank's call different collectives of "
-                f"their own: {our} instead of {their}. The forward must call the same collectives "
-                "in the same order on all ranks"
+                f"this rank's {problem.graph} graph and the first rank's have different user "
+                f"collectives: {our} instead of {their}. The forward must call the same "
+                "collectives in the same order on all ranks"
             )
 
 
 def _section(problem: Problem, plan: Plan, bucket: Bucket) -> _LaunchRange:
-    """Return the steps of ``problem`` that are between the same user collectives as ``bucket``."""
+    """Return the launch steps between the same user collectives as ``bucket`` in ``plan``."""
     number, users = plan.problem.num_user_launches(bucket.launch), problem.user_collectives
     return _LaunchRange(
         earliest=users[number - 1].launch + 1 if number else 0,

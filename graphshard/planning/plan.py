@@ -128,7 +128,7 @@ class UserCollective:
     Attributes:
         op: name of its operator, such as "all_reduce".
         kind: kind of collective by which its time is predicted.
-        num_bytes: size of the full tensors: gathered, or sent by each rank.
+        num_bytes: size of the gathered tensors or, for a reduction, of those that each rank sends.
         group, world, stride: same as in ``Transfer``.
         launch: step of its launch.
         wait: step that begins with its wait; ``Problem.num_steps`` if the graph does not wait.
@@ -177,12 +177,12 @@ class Problem:
         return len(self.steps)
 
     def num_user_launches(self, step: int) -> int:
-        """Return the number of user collectives launched before a bucket that ``step`` launches."""
+        """Return the number of user collectives launched before the buckets of ``step``."""
         return bisect_left(self.user_collectives, step, key=lambda user: user.launch)
 
     def after_user_launch(self, step: int) -> int:
-        """Return ``step``, or the next step if a user collective is launched there."""
-        # Compute often waits for it, but not for the bucket, which should not delay it.
+        """Return ``step``, or the next step if a user collective is launched in ``step``."""
+        # Compute often waits for a user collective at once, so no bucket should delay it.
         return step + self.num_user_launches(step + 1) - self.num_user_launches(step)
 
 
@@ -259,9 +259,10 @@ def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | No
 
 
 class BucketEvent(NamedTuple):
-    """The launch of, or the wait for, the bucket at a position in ``Plan.buckets``.
+    """The launch of, or the wait for, a bucket or a user collective.
 
-    User collectives are numbered after the buckets.
+    Attributes:
+        bucket: position in ``Plan.buckets``; user collectives are numbered after the buckets.
     """
 
     bucket: int
@@ -298,7 +299,8 @@ def sorted_events(
         users: user collectives, numbered after the buckets.
 
     Returns:
-        For each event: step, two keys that only sort, whether it is a launch, and the bucket.
+        For each event: step, two keys that only sort, whether it is a launch, and the number of the
+        bucket or user collective.
     """
     events = [(launch, False, i, True, i) for i, launch in enumerate(launches)]
     for i, wait in enumerate(waits):
@@ -426,7 +428,7 @@ class Plan:
         return dataclasses.replace(self, params=params)
 
     def collectives_text(self) -> str:
-        """Return the collectives, also those of the user, one line each, in launch order."""
+        """Return our collectives and the user's as text, one line each, in launch order."""
         # Ranks must not differ in this order. If every launch has the same place in the order of
         # all launches, no two groups can wait for each other.
         users = [f"user collective: {user}" for user in self.problem.user_collectives]

@@ -3,7 +3,7 @@
 The compute lane runs the steps in order. Before each step it issues the launches of that step, then
 blocks on its waits. The communication lane runs one collective after the other in launch order,
 like NCCL on the stream of a group. Host copies have a lane for each direction. User collectives
-also have one, but if they use the same interconnect as ours, only one of both runs at a time:
+have another lane; if they use the same interconnect as ours, only one of the two runs at a time:
 
     compute           [step 0][step 1]......[step 2]..............[step 3]
     communication     [gather a][gather b  ][reduce c ]
@@ -358,7 +358,7 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
 
 
 def user_costs(problem: Problem, cost_model: TransferCostModel) -> list[BucketCost]:
-    """Return the time of each user collective, and whether it shares an interconnect with ours."""
+    """Return the cost of each user collective; ``shares`` is set if ours use its interconnect."""
     groups = {(t.world, t.stride) for t in problem.transfers if t.group}
     groups |= {(t.num_replicas, t.replica_stride) for t in problem.transfers if t.replicas}
     ours = {cost_model.crosses_nodes(*group) for group in groups}
