@@ -263,9 +263,10 @@ def backend(
 ) -> Backend:
     """Return a backend for ``torch.compile`` that shards the model it compiles, as FSDP2 does.
 
-    At the first call, every parameter of the compiled module is sharded in place on dim 0 (ZeRO-3,
-    Rajbhandari et al., arXiv 1910.02054) and becomes a ``DTensor``; gradients are averaged over the
-    mesh. Parameters that ``graphshard.shard`` has already sharded keep its arguments.
+    At the first call, the parameters of the compiled module are sharded in place, by default on
+    dim 0 (ZeRO-3, Rajbhandari et al., arXiv 1910.02054), and become ``DTensor``s; gradients are
+    averaged over the mesh. Parameters that ``graphshard.shard`` has already sharded keep its
+    arguments.
 
     Args:
         mesh: ``DeviceMesh`` to shard over. A 1D mesh shards over all of its ranks, a 2D mesh
@@ -324,7 +325,7 @@ def shard(
     """Shard ``model`` in place now, before its first step, and return it.
 
     The arguments are those of :func:`backend`. A model on the meta device stays there: call
-    ``model.to_empty(device=...)`` and initialize it. Only shards are ever allocated.
+    ``model.to_empty(device=...)``, which allocates only shards, and initialize it.
 
     Raises:
         ValueError: ``model`` is not a module; otherwise as :func:`backend`, before anything is

@@ -54,8 +54,8 @@ class PassContext:
         kind: kind of the graph, from ``Stage.FINAL`` on.
         backward: backward graph, in ``Stage.PARTITIONED``.
         num_outputs: number of user outputs of the forward graph; its other outputs are saved.
-        exchanges_gradients: whether gradients narrower than their reduction dtype are exchanged in
-            their own (``SchedulePolicy.reduce``).
+        exchanges_gradients: whether gradients are sent in their own dtype if it is narrower than
+            that of the reduction (``SchedulePolicy.reduce``).
         ranks_differ: whether only some ranks may have an activation budget.
         choose_kept: chooses parameters to keep unsharded (``planning.keep_unsharded``).
         choose_offloaded: chooses activations to offload (``planning.offload``).

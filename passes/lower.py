@@ -7,7 +7,7 @@ A bucket is launched before one step and waited for before another:
 
 Host shards are copied to the device before they are gathered, and reduced ones are copied to the
 host afterwards. Small tensors of a bucket share a buffer (``copy_in``, ``copy_out``); several
-buffers are sent as one coalesced collective.
+buffers are sent as one coalesced collective, or as one all-to-all each.
 """
 
 from __future__ import annotations

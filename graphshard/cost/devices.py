@@ -175,7 +175,7 @@ class DeviceMatch(NamedTuple):
 
 
 def find_hardware_or_default(name: str) -> DeviceMatch:
-    """Return the table's entry for a device, or ``DEFAULT`` if it has none."""
+    """Return the table's entry for a device or, with a warning to show, that of ``DEFAULT``."""
     try:
         return DeviceMatch(find_hardware(name), warning=None)
     except ValueError:

@@ -89,7 +89,7 @@ def strategies(cluster: Cluster) -> list[str]:
 
 
 def largest_that_fits(memory_at: Callable[[int], int], limit: int, least: int) -> int | None:
-    """Return the largest number, at least ``least``, whose memory is within ``limit``, if any.
+    """Return the largest number from ``least`` on whose memory is within ``limit``, or None.
 
     Args:
         memory_at: function from a number to its memory in bytes.

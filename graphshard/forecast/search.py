@@ -1,4 +1,4 @@
-"""Plan and compare all recipes for training a model on a cluster.
+"""Plan and compare recipes for training a model on a cluster.
 
 For each precision and microbatch size, with all layers or none recomputed, one trace serves ZeRO-3,
 ZeRO-2, HSDP and offload, which differ only in where shards are held. hpZ on several nodes takes
@@ -148,7 +148,7 @@ def search(
     cluster: Cluster,
     progress: Progress = lambda text: None,
 ) -> SearchResult:
-    """Plan all recipes for a step.
+    """Plan recipes for a training step, and return the candidates and those refused.
 
     Args:
         size: number of samples of a rank in a step, over all microbatches.

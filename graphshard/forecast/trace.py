@@ -145,7 +145,8 @@ def trace(
 
     Raises:
         UntraceableError: shapes or control flow depend on values of tensors.
-        ValueError: the model has no loss, or no trainable parameter.
+        ValueError: the model has no loss or no trainable parameter; or, if ``ranks.tp`` > 1,
+            ``parallelize`` is None or splits no parameter.
         RuntimeError: this process already has a process group.
     """
     if dist.is_initialized():
@@ -308,7 +309,7 @@ def scaled(rate: Rate, factor: float) -> Rate:
 
 @contextlib.contextmanager
 def _fake_mesh(ranks: Ranks) -> Iterator[DeviceMesh]:
-    """Make a mesh in which only this rank exists."""
+    """Yield a mesh in which only this rank exists."""
     names, shape = zip(*ranks.axes.items())
     with fake_ranks(math.prod(shape)):
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)

@@ -134,7 +134,7 @@ class ShardedAccelerator(Accelerator):
         return full_state_dict(model) if self._sharded is None else {}
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Save everything; all ranks write the sharded models and their optimizers."""
+        """Save as Accelerate does, but on all ranks for sharded models and their optimizers."""
         with self._sharded_apart():
             folder: str = super().save_state(*args, **kwargs)
         self.wait_for_everyone()

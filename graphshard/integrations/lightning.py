@@ -72,8 +72,9 @@ def configure(
             ``data_parallel``.
 
     Raises:
-        ValueError: ``model`` is ``owner``, the Trainer's strategy has no mesh (DDP, FSDP), or
-            :func:`graphshard.backend` rejects an option.
+        ValueError: ``model`` is ``owner``, the Trainer's strategy has no mesh (DDP, FSDP),
+            ``parallelize_fn`` returns another module, the strategy has a ``tensor_parallel_size``
+            but no parameter is split, or :func:`graphshard.backend` rejects an option.
     """
     if model is owner:
         raise ValueError(
@@ -106,7 +107,7 @@ class _DataParallel:
 
 
 class ShardedStrategy(_DataParallel, ModelParallelStrategy):
-    """Strategy for ``lightning.Trainer``: data parallel, accumulation without communication.
+    """Strategy for ``lightning.Trainer`` with modules that :func:`configure` shards.
 
     Args:
         tensor_parallel_size: number of ranks that hold the parts of one model. Pass

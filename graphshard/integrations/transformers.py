@@ -45,8 +45,8 @@ class ShardedTrainerMixin(Trainer):
     Raises:
         ValueError: ``sharding`` is not a dictionary, or ``args`` has ``fsdp`` or ``fsdp_config``.
             When training begins: ``args`` sets another strategy or compiler (``deepspeed``,
-            ``torch_compile``), ``save_on_each_node`` or Adafactor, or a peft adapter uses
-            prompt learning.
+            ``torch_compile``), ``save_on_each_node`` or Adafactor, tensor parallelism has split
+            the model, or a peft adapter uses prompt learning.
     """
 
     model: Any

@@ -1,12 +1,13 @@
 """The calls of a bucket's collective (copy-in, launch, wait, copy-out), eager or in a graph.
 
-Transfers that share a packed buffer are laid out in it rank by rank; several buffers are sent in
-one coalesced collective:
+Transfers that share a packed buffer are laid out in it rank by rank. Several buffers are sent in
+one coalesced collective, or in one all-to-all each:
 
     a tensor unchanged    shard ─► all_gather_into_tensor ─► wait ─► full
     any other buffer      shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► ..
 
-``copy_in`` casts, pads and packs all of a bucket at once.
+``copy_in`` casts, pads and packs all buffers of a bucket at once, except those of fp8 weights,
+which Inductor's kernels pack.
 """
 
 from __future__ import annotations

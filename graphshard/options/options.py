@@ -139,7 +139,7 @@ class Options:
         object.__setattr__(self, "dump", _writable_folder(self.dump))
 
     def fingerprint(self) -> str:
-        """Return everything that must be equal on all ranks, as text."""
+        """Return the options that must be equal on all ranks, as text."""
         names = [f.name for f in fields(self) if f.name not in _MAY_DIFFER_BETWEEN_RANKS]
         values = {name: getattr(self, name) for name in names}
         values["overrides"] = {

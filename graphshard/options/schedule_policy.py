@@ -38,8 +38,8 @@ class SchedulePolicy:
             recomputation alone: vectors are kept unsharded, and if only recomputation needs another
             parameter, the results of the ops that use it are saved instead.
         hardware: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by
-            ``python -m graphshard calibrate``, or "auto" for the entry with the device's name. Must
-            be equal on all ranks.
+            ``python -m graphshard calibrate``, or "auto" for the entry with the device's name (if
+            there is none, a default entry, with a warning). Must be equal on all ranks.
         reduce: how gradients narrower than ``mp_policy.reduce_dtype`` are reduced, except by gloo,
             which always exchanges. "ring" casts them, and a reduce-scatter sums them. "exchange"
             sends them as they are in an all-to-all, half the bytes for bf16 gradients summed in

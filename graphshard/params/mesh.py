@@ -60,7 +60,7 @@ class MeshGroups:
 
     @cached_property
     def whole_mesh(self) -> DeviceMesh:
-        """Mesh of all ranks that train the model: the axes of ``mesh``, then of ``tp_mesh``."""
+        """Mesh with the axes of ``mesh``, then those of ``tp_mesh``, if any."""
         return self.mesh if self.tp_mesh is None else concatenated(self.mesh, self.tp_mesh)
 
     @property

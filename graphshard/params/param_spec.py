@@ -61,7 +61,7 @@ class ParamSpec:
     """How a parameter is split, gathered and used, and how its gradient is reduced.
 
     Attributes:
-        shape: full shape, ``[rows, ...]``.
+        shape: full shape, with dimensions in the model's order.
         fqn: first name at the time of sharding, used in messages.
         num_backward_ranks: number of ranks that backward gathers from; None keeps the parameter
             unsharded between forward and backward.
@@ -143,7 +143,7 @@ class ParamSpec:
 
     @property
     def is_local(self) -> bool:
-        """Whether ranks outside of the mesh hold other parameters under this name, as experts."""
+        """Whether ranks outside of the mesh have other values under this name, as of experts."""
         default = self.groups.default
         return (
             default is not None
@@ -348,7 +348,7 @@ def find_padding(
     """Return the padding of a model, or None if it takes little memory.
 
     Args:
-        shapes: full shapes of the parameters that are split by rows, keyed by name.
+        shapes: shapes of the gathered parameters that are split, ``[rows, ...]``, keyed by name.
         held_bytes: bytes of their shards on a rank, including padding.
         full_bytes: bytes of the full parameters.
     """

@@ -319,7 +319,7 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
 
 
 def _accumulate_full_grad(sharded_param: ShardedParam, grad: torch.Tensor) -> None:
-    """Average a full gradient over all ranks, and accumulate this rank's part of it."""
+    """All-reduce a full gradient over the parameter's mesh, and accumulate this rank's part."""
     spec = sharded_param.spec
     group = process_group(spec.groups.data_ranks)
     own = spec.unsharded(grad)

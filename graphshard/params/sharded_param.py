@@ -449,12 +449,16 @@ def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.
 
 @torch.no_grad()
 def assign_data(dtensor: DTensor, value: object) -> bool:
-    """Assign this rank's rows of ``value`` to a sharded parameter: ``p.data = value``.
+    """Assign this rank's part of ``value`` to a sharded parameter: ``p.data = value``.
 
     ``value`` is copied; a DTensor with other placements is redistributed, which is a collective.
 
     Returns:
-        False, without assigning, unless ``dtensor`` is sharded and ``value`` is a tensor.
+        Whether ``value`` was assigned: False if it is not a tensor, or if ``dtensor`` is not
+        sharded or no longer attached to its shard.
+
+    Raises:
+        BackendError: ``value`` has another shape, or is a DTensor on another mesh.
     """
     sharded_param = sharded_param_of(dtensor)
     if sharded_param is None or not isinstance(value, torch.Tensor):

@@ -3,8 +3,9 @@
     full_state_dict         shards ──gather──► full tensor ──► host of the first rank
     load_full_state_dict    host of the first rank ──► full tensor ──scatter──► shards ──► copy_
 
-Tensors travel one at a time: the first rank never holds more than one full tensor on top of its
-shards and the state dict, and other ranks hold none. To load, the first rank broadcasts names,
+Tensors travel one at a time: the first rank holds at most one full tensor on top of its shards and
+the state dict, and other ranks hold none, except of parameters that tensor parallelism has split:
+these are full on every rank while they travel. To load, the first rank broadcasts names,
 shapes and dtypes; then torch's ``load_state_dict`` walks the modules on every rank, and each tensor
 is sent when the walk reaches its parameter. Strictness, messages and load hooks work as usual.
 
@@ -82,7 +83,8 @@ def full_state_dict(
 
     Raises:
         ValueError: ``model`` is not a module, ``optim`` is not its optimizer, a parameter is on the
-            meta device, or the state dict lacks one of ``names``.
+            meta device or differs between ranks (experts that are not DTensors), or the state dict
+            lacks one of ``names``.
         BackendError: on all ranks, if ``names`` differs between ranks or not all of them call this.
     """
     root = checked_module(model, optim)
@@ -124,8 +126,9 @@ def load_full_state_dict(
 
     Raises:
         RuntimeError: names or shapes differ; raised by ``load_state_dict``.
-        ValueError: on all ranks, if ``model`` is not sharded yet or is on the meta device, or the
-            first rank's state dicts cannot be loaded.
+        ValueError: on all ranks, if ``model`` is not sharded yet or is on the meta device, a
+            parameter differs between ranks (experts that are not DTensors), or the first rank's
+            state dicts cannot be loaded.
     """
     root = checked_module(model, optim)
     groups = mesh_groups_of(root)

@@ -13,7 +13,7 @@ or hangs, all others compile.
     save_compiled   torch's cache artifacts, our plans, loaded C++ kernels ─► one file
     load_compiled   one file ─► the caches of this machine
 
-Loading another model's file is harmless: it contains no keys of this model's graphs.
+Loading another model's file has no effect on this model: it contains no keys of its graphs.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ _loaded: dict[str, str] = {}
 
 
 def save_compiled(path: str | Path) -> None:
-    """Write everything that Inductor compiled in this process, or found in its caches, to a file.
+    """Write the code that Inductor compiled for this process, or found in its caches, to a file.
 
     Call it after the first steps of training and evaluation. GPU code is for one device: each rank
     of a host saves its own file.
@@ -141,7 +141,8 @@ def save_compiled(path: str | Path) -> None:
 def load_compiled(path: str | Path) -> None:
     """Load a file that ``save_compiled`` wrote into the caches; call this before the first step.
 
-    If a graph is compiled later that the file does not contain, a warning names the differences.
+    The file contains code that later calls run: load only files that you trust. If a graph is
+    compiled later that the file does not contain, a warning names the differences.
 
     Raises:
         ValueError: the file is not from ``save_compiled``, or was written with a different torch,

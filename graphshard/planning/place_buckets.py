@@ -23,8 +23,8 @@ class _LaunchRange(NamedTuple):
 def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
     """Return the buckets of ``plan``, in their order, with launches and waits that fit ``problem``.
 
-    A bucket keeps its steps as far as its transfers are ready and not yet due there in ``problem``,
-    and its place among the user collectives in any case.
+    A bucket keeps its place among the user collectives. Its steps are moved as little as needed:
+    its transfers must be ready in ``problem``, and not yet due.
 
     Args:
         plan: first rank's plan for the same transfers, possibly in a different order and with

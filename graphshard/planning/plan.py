@@ -2,8 +2,9 @@
 
 A ``Problem`` describes a graph as compute steps and transfers. A *step* is a run of compute between
 two points where a wait may be needed or a launch becomes possible: before the first use of a
-gathered parameter, and after the node that completes a gradient. A ``Plan`` lists buckets in launch
-order, each with the step before which it is launched and the step before which it is waited for.
+gathered parameter, after the node that completes a gradient, and where the model itself launches a
+collective or waits for it. A ``Plan`` lists buckets in launch order, each with the step before
+which it is launched and the step before which it is waited for.
 All records are frozen and can be saved as JSON.
 
     nodes   a   b   mm(w)   c   d   mm(v)   dw   e      steps   [a b] [mm(w) c d] [mm(v) dw] [e]
@@ -39,7 +40,8 @@ class PlanParam:
 
     Attributes:
         input: position among the graph's original inputs, in Dynamo's order.
-        shape: full shape.
+        shape: shape of the gathered parameter, ``[rows, ...]``; with tensor parallelism, that of
+            this rank's part.
         dtype: dtype of the shard.
         padded_rows: number of rows of the padded shard, or None for a replicated parameter.
         fqn: name in the sharded module, or "" until a plan is shown (see ``Plan.named``).
@@ -122,8 +124,8 @@ class Transfer:
 class UserCollective:
     """A collective that the model itself calls, as tensor parallelism does.
 
-    Its launch is a step of its own, and its wait begins a step. Buckets of those steps are launched
-    and waited for just before.
+    Its launch is a step of its own, and its wait begins a step. Buckets that are launched or waited
+    for before such a step come first.
 
     Attributes:
         op: name of its operator, such as "all_reduce".
@@ -367,7 +369,7 @@ class Regions:
 
 @dataclass(frozen=True)
 class Plan:
-    """All collectives and host copies of one graph.
+    """The collectives and host copies that graphshard adds to one graph.
 
     Attributes:
         params: parameters of the graph, in the order of its inputs.

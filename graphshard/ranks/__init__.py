@@ -14,8 +14,7 @@ May import ``planning``. Nothing here knows a mesh: the ranks that must agree ar
 The ranks compare their first run of each graph through the store. A later call uses the store only
 if a rank has posted about it: in a stall, an audit or after an error. If a rank diverges, all ranks
 raise. Around graph breaks, ranks also agree on which parameters have gradients:
-``eager._used_on_any_rank`` and
-``ShardedModel._pending_on_any_rank``.
+``eager._used_on_any_rank`` and ``ShardedModel._pending_on_any_rank``.
 
 Global state, held weakly: ``call_log._call_logs`` has one log per process group, because all
 backends of a process share a group's order of calls; ``watcher._watchers`` has the watchers, whose

@@ -75,7 +75,7 @@ class CallLog:
         return enters and self._watcher is not None and self._members.mismatch_is_fatal()
 
     def first_run(self, plan_id: str, text: str) -> None:
-        """Log a run like :meth:`run`, after all ranks have agreed on it.
+        """Log a run like :meth:`run`, and return once all ranks have agreed to it.
 
         Waits until every rank has reached this call and runs the same plan, for the first time or
         not: that is, until the slowest rank has compiled.

@@ -92,7 +92,7 @@ _FOREVER = timedelta(days=20)
 class EventStore:
     """The events of one process group; an event is deleted once all ranks have read it.
 
-    Each method takes a constant number of store operations.
+    Each method takes a constant number of store operations, plus one for each event it deletes.
 
     Args:
         connect: function that returns a new connection to the group's store; ``wait`` blocks one.

@@ -124,7 +124,7 @@ def _ranks(settings: Settings) -> str:
 
 
 def _train(trainings: Sequence[Training], settings: Settings, device: torch.device) -> None:
-    """Run all training runs step by step, on the same batches; show progress on rank 0."""
+    """Train step by step, each run in turn, on the same batches; show progress on rank 0."""
     ours, data = trainings[0], batches(load_text(), SIZES[settings.device], 1 + dist.get_rank())
     steps, is_terminal = settings.num_steps, sys.stdout.isatty()
     for step in range(1, steps + 1):
@@ -201,7 +201,7 @@ def _rate(settings: Settings, seconds: Sequence[float]) -> str:
 
 
 def _comparison(trainings: Sequence[Training], settings: Settings) -> str:
-    """Return a table with a row for each measurement and a column for each training."""
+    """Return a table with a row for each measurement and a column for each training run."""
     first, last = settings.num_untimed, min(FINAL_STEPS, settings.num_steps)
     final_losses = (f"{statistics.mean(t.losses[-last:]):.6f}" for t in trainings)
     rows = [
@@ -288,7 +288,7 @@ def _next_steps(settings: Settings) -> list[tuple[str, str]]:
 
 
 def _plot(path: Path, trainings: Sequence[Training], settings: Settings) -> None:
-    """Write a chart of loss curves, and bars for speed and memory, by training."""
+    """Write a chart of loss curves, and bars for speed and memory, by training run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")

@@ -46,7 +46,7 @@ class Settings:
 
 @dataclass(eq=False)
 class Training:
-    """One of the trainings that run in turn, with its measurements.
+    """One of the training runs, with its measurements.
 
     Attributes:
         losses: loss of each step, averaged over ranks.
@@ -119,7 +119,7 @@ def _storage_bytes(values: Iterable[object]) -> int:
 def new_trainings(
     settings: Settings, mesh: DeviceMesh, device: torch.device, sharding: Backend
 ) -> list[Training]:
-    """Return the trainings of graphshard, eager DDP, and eager FSDP2 with a unit per block."""
+    """Return the runs of graphshard, eager DDP, and eager FSDP2 with a unit per block."""
     # All of them, on all ranks, start from the same parameters.
     models = [new_model(SIZES[settings.device], device) for _ in range(3)]
     compiled = torch.compile(models[0], backend=sharding)
