@@ -139,7 +139,7 @@ def _refuse(folder: str) -> None:
     as_by_torchrun()
     with pytest.raises(ValueError, match="one model per call: prepare ReLU in another call"):
         prepare(Accelerator(cpu=True), model, nn.ReLU())
-    with pytest.raises(ValueError, match=r"model is a SGD: pass the nn\.Module first"):
+    with pytest.raises(ValueError, match=r"model is a SGD: pass the nn\.Module to train"):
         prepare(Accelerator(cpu=True), torch.optim.SGD(model.parameters()))
     as_by_torchrun()
     with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR: graphshard compiles"):
