@@ -46,8 +46,9 @@ def test_parameter_frozen_on_some_ranks(changed: list[int]) -> None:
     assert_same(messages, "'up.weight' differs between ranks", f"on rank {changed[0]}")
 
 
-def test_fault_on_one_rank() -> None:
-    assert_same(ranks.run_fresh(4, _shard, _break, [3]), "rank 3 of the mesh: buffer 'count'")
+def test_buffer_on_one_rank() -> None:
+    messages = ranks.run_fresh(4, _shard, _break, [3])
+    assert_same(messages, "'count' differs between ranks: missing on rank 0", "on rank 3")
 
 
 def _step_alone(alone: int) -> str:
