@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphshard.ops.marker_specs import ReduceGradSpec, used_dtype
+from graphshard.ops.marker_specs import ReduceGradSpec
 from graphshard.ops.markers import change, reduce_grad
-from graphshard.ops.nodes import value_of
 from graphshard.passes.contract import PassContext
 
 
 def exchange_gradients(gm: fx.GraphModule, context: PassContext) -> None:
     """Mark the reductions of gradients that are narrower than their reduction dtype, in place."""
     for node in gm.graph.find_nodes(op="call_function", target=reduce_grad):
-        spec = ReduceGradSpec.of_node(node)
-        grad = value_of(spec.grad)
-        if grad.dtype.itemsize < used_dtype(grad, spec.reduce_dtype).itemsize:
+        if ReduceGradSpec.of_node(node).is_narrow:
             change(node, exchange=True)

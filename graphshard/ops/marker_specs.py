@@ -221,16 +221,21 @@ class ReduceGradSpec(MarkerSpec):
     host_memory: str | None = None
     exchange: bool = False
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the gradient takes fewer bytes than in the dtype of its reduction."""
+        grad = value_of(self.grad)
+        return grad.dtype.itemsize < used_dtype(grad, self.reduce_dtype).itemsize
+
     def collective_input(self) -> CollectiveInput:
         grad = value_of(self.grad)
         reduced = used_dtype(grad, self.reduce_dtype)
         exchanges = self.exchange or uses_all_to_all(self.group, reduced)
-        # Each rank sums the rows that it receives, and casts them to a wider dtype only then.
-        narrower = exchanges and grad.dtype.itemsize < reduced.itemsize
         return CollectiveInput(
             source=self.grad,
             rows=self.padded_rows,
-            wire_dtype=grad.dtype if narrower else reduced,
+            # Each rank sums the rows that it receives, and casts them to a wider dtype only then.
+            wire_dtype=grad.dtype if exchanges and self.is_narrow else reduced,
             result_dtype=self.result_dtype or grad.dtype,
             partial=self.partial,
             summed_in=reduced if exchanges else None,
