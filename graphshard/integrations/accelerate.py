@@ -103,7 +103,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
         raise ValueError(
             f"tensor parallelism has split {type(model).__name__}, whose ranks need equal batches, "
             "but Accelerate gives each rank its own: leave the model whole, or train it with "
-            "torchtitan or your own loop"
+            "torchtitan, Lightning or your own loop"
         )
     if accelerator.parallelism_config is not None:
         raise ValueError(f"the accelerator has a parallelism_config: {how}")

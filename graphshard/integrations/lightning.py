@@ -41,9 +41,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ..dynamo_backend import backend
-from ..params.checks import instances_of
 from ..params.clip_grad import clip_grad_norm_
 from ..params.grad_sync import no_sync
+from ..params.shard import repoint_param_groups
 from .common import is_sharded, is_split, may_be_moved, shard_and_compile
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
@@ -217,6 +217,4 @@ def _split(model: nn.Module, mesh: DeviceMesh, parallelize_fn: Parallelize) -> N
         )
     # parallelize_module makes new parameters, but Fabric's users create their optimizer before.
     new = {before[name]: param for name, param in model.named_parameters() if name in before}
-    for optimizer in instances_of(Optimizer):
-        for group in optimizer.param_groups:
-            group["params"][:] = [new.get(param, param) for param in group["params"]]
+    repoint_param_groups(new)

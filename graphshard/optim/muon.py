@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch.dtensor import local_tensor
+from .._torch.dtensor import values_on_rank
 from .._torch.nn import adjusted_lr, orthogonalized
 from ..params.full_tensor import spec_of
 from ..params.mesh import MeshGroups, agreed_exchange
@@ -156,7 +156,7 @@ class Muon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(
                 param.grad, memory_format=torch.preserve_format
             )
-        grad, buffer = _local(param.grad), _local(state["momentum_buffer"])
+        grad, buffer = values_on_rank(param.grad), values_on_rank(state["momentum_buffer"])
         buffer.lerp_(grad, 1 - momentum)
         direction = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
         return direction.to(WIRE_DTYPE)  # this rank's rows, to be orthogonalized
@@ -240,10 +240,6 @@ def _name(param_groups: Sequence[Group], number: int, index: int) -> str:
 # --- arithmetic ----------------------------------------------------------------------------------
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def _orthogonalized(matrix: Tensor, group: Group) -> Tensor:
     return orthogonalized(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
@@ -251,6 +247,6 @@ def _orthogonalized(matrix: Tensor, group: Group) -> Tensor:
 def _apply(param: Tensor, group: Group, rows: Tensor) -> None:
     """Decay this rank's rows of ``param`` and step along ``rows``, as ``torch.optim.Muon`` does."""
     lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
-    own = _local(param)
+    own = values_on_rank(param)
     own.mul_(1 - lr * group["weight_decay"])
     own.add_(rows.to(own.device), alpha=-adjusted_lr(lr, group["adjust_lr_fn"], param.shape))

@@ -234,7 +234,7 @@ def _holds_replacement(module: nn.Module) -> bool:
 def move_buffers(root: nn.Module, device: torch.device) -> None:
     """Move buffers to ``device``, as FSDP2 does: an offloaded model may be on the host."""
     for buffer in root.buffers():
-        if not buffer.is_meta and not isinstance(buffer, DTensor):  # that is on its mesh's device
+        if not buffer.is_meta and not isinstance(buffer, DTensor):  # a DTensor is there already
             buffer.data = buffer.to(device)
 
 
@@ -242,7 +242,7 @@ def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
     """Overwrite ``tensor`` with the values of the first rank that has the same part of it."""
     is_part = isinstance(tensor, DTensor) or groups.default is not None
     group = process_group(groups.data_ranks if is_part else groups.all_ranks)
-    tensor = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    tensor = values_on_rank(tensor)
     if tensor.numel() == 0:
         return
     tensor = without_expanded_dims(tensor)
@@ -358,12 +358,19 @@ def _install(
         cast_at_boundary(boundary)
 
 
+def repoint_param_groups(new: Mapping[nn.Parameter, torch.Tensor]) -> list[torch.optim.Optimizer]:
+    """Replace parameters in the param groups of all live optimizers; return the optimizers."""
+    optimizers = list(instances_of(torch.optim.Optimizer))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"][:] = [new.get(param, param) for param in group["params"]]
+    return optimizers
+
+
 def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:
     """Replace parameters by their DTensors in the param groups and state of live optimizers."""
-    for optimizer in instances_of(torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            params = group["params"]
-            params[:] = [sharded_params[p].dtensor if p in sharded_params else p for p in params]
+    dtensors = {old: sharded_param.dtensor for old, sharded_param in sharded_params.items()}
+    for optimizer in repoint_param_groups(dtensors):
         for old, sharded_param in sharded_params.items():
             if old in optimizer.state:
                 state = optimizer.state.pop(old)

@@ -17,7 +17,7 @@ LENGTH = 8
 
 
 class Attention(nn.Module):
-    """Causal attention, with a loss, over sequences of which this rank has a part."""
+    """Causal attention with a loss; this rank has a part of each sequence."""
 
     def __init__(self, cp: DeviceMesh | None) -> None:
         super().__init__()

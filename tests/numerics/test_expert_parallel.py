@@ -195,7 +195,7 @@ def test_plain_experts_of_each_rank(options: dict[str, Any]) -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = _compile(model, mesh, (1, 0), **options)
         _train_like(plain, model, compiled)
-        # The norm is that of all experts, of which no mesh has all.
+        # The norm is that of all experts, although no mesh has all of them.
         batches = draw(MoE.batch, 7)
         compiled(batches[dist.get_rank()]).backward()
         torch.stack([plain(batch) for batch in batches]).mean().backward()

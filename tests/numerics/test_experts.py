@@ -36,7 +36,7 @@ PLACEMENTS = {(3, 8, 12): Shard(2), (3, 12, 8): Shard(1)}
 
 
 class Dense(nn.Module):
-    """Three stacked experts, all of which process every token."""
+    """Three stacked experts that all process every token."""
 
     def __init__(self, hidden: int = 12) -> None:
         super().__init__()
