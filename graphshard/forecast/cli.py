@@ -35,10 +35,10 @@ MODEL is one of
   FAMILY:key=value,..  a transformers configuration: llama:hidden_size=8192,num_hidden_layers=80
   NAME                 a public model: {", ".join(PUBLIC_MODELS)}
 
---tp splits configurations by graphshard.tensor_parallel.parallelize, much as torchtitan does:
-attention and feed-forward as base_model_tp_plan of the configuration says, embedding and head by
-rows of the vocabulary, norms and residual along the sequence (SequenceParallel). Logits are
-gathered. Models with experts, and models without such a plan, need --tp-plan.
+--tp splits configurations with graphshard.tensor_parallel.parallelize, much as torchtitan does:
+attention and feed-forward by the configuration's base_model_tp_plan, embedding and head along the
+vocabulary, norms and residual along the sequence (SequenceParallel). Logits are gathered. Models
+with experts, and models without a base_model_tp_plan, need --tp-plan.
 """
 
 
@@ -54,7 +54,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="see below")
-    add("--device", default="H100", metavar="GPU", help="or a file from calibrate (%(default)s)")
+    add(
+        "--device", default="H100", metavar="GPU", help="name, or file from calibrate (%(default)s)"
+    )
     add("--gpus", type=int, default=8, help="total number of GPUs (%(default)s)")
     add("--nodes", type=int, help="number of nodes (as few as the device's usual node size allows)")
     add(
@@ -72,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add(
         "--tp-plan",
         metavar="FILE.py:FUNCTION",
-        help="function of a model and a mesh that applies torch's parallelize_module instead",
+        help="function FUNCTION(model, mesh) to split the model with instead",
     )
     add("--strategy", default="zero3", help=f"{STRATEGIES} (%(default)s)")
     add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (%(default)s)")
@@ -84,7 +86,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         const=1.0,
         default=0.0,
         metavar="FRACTION",
-        help="recompute layers in backward: the first FRACTION of them, or all by default",
+        help="recompute the first FRACTION of the layers in backward (without FRACTION: all)",
     )
     add("--offload", action="store_true", help="keep shards, gradients and optimizer on the host")
     add("--accumulate", type=int, default=1, help="microbatches in a step (%(default)s)")
@@ -118,7 +120,7 @@ def _plan(args: argparse.Namespace) -> int:
                 raise ValueError(f"--search with --tp {recipe.tp}: drop one of the two options")
             if args.model.rpartition(":")[0].endswith(".py"):
                 raise ValueError(
-                    f"--search: cannot vary the batch of {args.model}: pass a config, not a "
+                    f"--search: cannot vary the batch size of {args.model}: pass a config, not a "
                     "function"
                 )
 
@@ -175,7 +177,7 @@ def _print_largest(
 def _write(option: str, path: Path | None, make: Callable[[], str]) -> None:
     if path is None:
         return
-    text = make()  # outside of ``try``, which handles errors of writing
+    text = make()  # outside of ``try``: an OSError raised here is not a failed write
     try:
         write_whole(path, text)
     except OSError as error:
@@ -205,7 +207,7 @@ def gigabytes(name: str, text: str) -> float:
     """Parse a size such as "72GB" into GB (1e9 bytes).
 
     Raises:
-        ValueError: ``text``, the value of the option ``name``, is not a positive size.
+        ValueError: ``text`` is not a positive size; the message names the option ``name``.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB)?", text, re.IGNORECASE)
     if match is None or not float(match[1]):

@@ -12,7 +12,7 @@ from ..cost.hardware import Hardware
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of one kind, in nodes of equal size; made by :func:`cluster`.
+    """A cluster of identical GPUs in nodes of equal size, created by :func:`cluster`.
 
     Attributes:
         hardware: one GPU and its interconnects; a node has ``hardware.ranks_per_node`` GPUs.
@@ -41,11 +41,11 @@ def cluster(
     link: str | None = None,
     memory_gb: float | None = None,
 ) -> Cluster:
-    """Return a cluster of GPUs of one kind.
+    """Return a cluster of identical GPUs.
 
     Args:
-        device: name in the table of devices (``graphshard/cost/devices.toml``), path of a file
-            written by ``python -m graphshard calibrate``, or a ``Hardware``.
+        device: name in the device table (``graphshard/cost/devices.toml``), path of a file written
+            by ``python -m graphshard calibrate``, or a ``Hardware``.
         gpus: total number of GPUs.
         nodes: number of nodes (default: as few as the device's usual node size allows).
         link: network bandwidth between nodes, per GPU and direction, and optionally the latency of
@@ -68,7 +68,7 @@ def cluster(
 
 
 def _with_node_size(hardware: Hardware, num_gpus: int) -> Hardware:
-    # Peaks are those of a node; each GPU keeps its own network bandwidth.
+    # Peaks are per node: scale them so that the network bandwidth per GPU stays the same.
     ratio = num_gpus / hardware.ranks_per_node
     bus = {
         kind: dataclasses.replace(rate, peak=rate.peak * ratio)

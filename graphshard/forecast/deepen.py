@@ -1,12 +1,12 @@
-"""Derive the graphs of a deep model from the graphs of two shallow ones. Pure.
+"""Derive the graphs of a deep model from the graphs of two shallow ones.
 
     short    | embed | layer | layer | head |
     longer   | embed | layer | layer | layer | head |          one more period of layers
     deep     | embed | layer | layer | layer | layer | .. | head |
 
-The longer graph must be the short one with a *segment* of steps inserted, and show that layers
-repeat (``_Segment.find``). Each further period then inserts the segment once more; whatever else
-grows, such as a step that computes the fp8 scales of all weights, grows by the same amount again.
+The longer graph must equal the short one with a *segment* of steps inserted, and must show that
+layers repeat (``_Segment.find``). Each further period inserts the segment once more. Other
+quantities, such as the time to compute the fp8 scales of all weights, grow linearly.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _Number = TypeVar("_Number", int, float)
 
 
 class NotPeriodicError(ValueError):
-    """Error raised if graphs do not grow evenly with the number of layers."""
+    """Error raised if graphs do not grow linearly with the number of layers."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The naming of a model's layers.
+    """Name and repeating pattern of a model's layers.
 
     Attributes:
         path: name of the list of layers; parameters are called ``path.0.*``, ``path.1.*``, ...
@@ -41,7 +41,7 @@ class Layers:
     period: int = 1
 
     def shifted(self, fqn: str, num_layers: int) -> str:
-        """Return the name of the corresponding parameter, ``num_layers`` layers after ``fqn``."""
+        """Return the name of the parameter that is ``num_layers`` layers after ``fqn``."""
         pattern = rf"^({re.escape(self.path)}\.)(\d+)(?=\.)"
         return re.sub(pattern, lambda match: f"{match[1]}{int(match[2]) + num_layers}", fqn)
 
@@ -98,13 +98,15 @@ def _extrapolate(short: _Number, longer: _Number, periods: int) -> _Number:
 
 @dataclass(frozen=True)
 class _Segment:
-    """The steps that the longer graph has and the short one lacks.
+    """The steps that the longer graph inserts into the short one.
 
     Attributes:
-        start: index of the segment's first step, and of the step after it in the short graph.
+        start: index of the segment's first step in the longer graph, and of the step that follows
+            the segment in the short graph.
         transfers: positions of the segment's transfers in the longer problem.
-        front_shift: number of layers that each inserted segment shifts the parameters before it.
-        back_shift: number of layers that each inserted segment shifts the parameters after it.
+        front_shift: number of layers by which each inserted segment renumbers the parameters of
+            transfers before it.
+        back_shift: number of layers by which it renumbers the parameters of transfers after it.
     """
 
     short: StepGraph
@@ -121,11 +123,11 @@ class _Segment:
         """Return the segment that turns the short graph into the longer one.
 
         Raises:
-            NotPeriodicError: there is none.
+            NotPeriodicError: no such segment exists.
         """
-        # That the longer graph contains the short one proves little. The segment must also equal
-        # the steps just before or just after it, and live bytes must have grown by one amount just
-        # before it, by another just after it, and evenly in between.
+        # Containing the short graph is not enough. The segment must also equal the steps just
+        # before or just after it, and live bytes must grow by a constant amount in the period
+        # before it, by another constant in the period after it, and linearly in between.
         length = longer.problem.num_steps - short.problem.num_steps
         for start in _likely_starts(short.problem, longer.problem, length):
             # Layers may run in order, as in forward, or in reverse, as in backward.
@@ -180,7 +182,7 @@ class _Segment:
         )
 
     def _user_collectives(self, periods: int) -> Iterator[UserCollective]:
-        """Yield the longer graph's user collectives, with the segment ``periods`` times."""
+        """Yield the longer graph's user collectives, the segment's repeated ``periods`` times."""
         users, stop = self.longer.problem.user_collectives, self.start + self.length
         added = (periods - 1) * self.length
         for user in users:
@@ -240,13 +242,13 @@ class _Segment:
     def _moved(
         self, transfer: Transfer, other: Transfer, periods: int, param: int | None
     ) -> Transfer:
-        """Move a transfer of the short graph; ``other`` is the same one in the longer graph."""
+        """Shift a transfer of the short graph; ``other`` is its counterpart in the longer one."""
         added = periods * self.length
 
         def moved(step: int, border: int) -> int:
             return step + added if step >= border else step
 
-        # A gradient completed just before the segment is ready at its first step, and stays there.
+        # A gradient that is ready at ``start`` was completed before the segment: it does not move.
         ready = moved(transfer.ready, self.start + (not transfer.kind.is_fetch))
         due = ready if transfer.due == transfer.ready else moved(transfer.due, self.start)
         last = moved(transfer.last, self.start)
@@ -256,7 +258,7 @@ class _Segment:
             due=due,
             last=last,
             param=param,
-            # A transfer that carries the scales of all weights grows.
+            # The transfer of all weights' fp8 scales grows with the number of layers.
             num_bytes=_extrapolate(transfer.num_bytes, other.num_bytes, periods),
             shard_bytes=_extrapolate(transfer.shard_bytes, other.shard_bytes, periods),
             grad_bytes=_extrapolate(transfer.grad_bytes, other.grad_bytes, periods),
@@ -278,7 +280,7 @@ class _Segment:
 
 
 class _Params:
-    """The parameters of a deep graph, in the order in which its transfers refer to them."""
+    """Parameters of a deep graph, in the order of their first transfers."""
 
     def __init__(self) -> None:
         self.params: list[PlanParam] = []
@@ -306,13 +308,13 @@ def _named_transfers(graph: StepGraph) -> list[tuple[str, Transfer]]:
 
 
 def _likely_starts(short: Problem, longer: Problem, length: int) -> list[int]:
-    """Return the steps at which a segment may start, likeliest first."""
+    """Return the steps at which a segment may start, most likely first."""
     a, b = short.compute_us, longer.compute_us
     starts = [
         start for start in range(1, len(a)) if length > 0 and _is_alike_around(a, b, start, length)
     ]
-    # If two kinds of layers take equally long, a segment seems to fit among either. Among the wrong
-    # kind, live bytes would grow by a different amount in each part of the graph.
+    # If two kinds of layers take equally long, times alone match a segment among either kind. Among
+    # the wrong kind, live bytes grow by more distinct amounts.
     growths = list(map(add, *(_num_growths(*alive, length) for alive in _alive(short, longer))))
     return sorted(starts, key=lambda start: (growths[start], abs(start - len(a) / 2)))
 
@@ -325,7 +327,7 @@ def _alive(short: Problem, longer: Problem) -> tuple[tuple[Sequence[int], Sequen
 
 
 def _num_growths(short: Sequence[int], longer: Sequence[int], length: int) -> list[int]:
-    """Return, for each start, the number of distinct growths of bytes before and after it."""
+    """Return, for each start, by how many distinct amounts bytes grow before and after it."""
     front = _num_distinct([b - a for a, b in zip(short, longer)])
     back = _num_distinct([b - a for a, b in zip(short, longer[length:])][::-1])
     return list(map(add, front, back[::-1]))
@@ -344,7 +346,7 @@ def _num_distinct(values: Sequence[int]) -> list[int]:
 def _is_alike_around(
     short: Sequence[float], longer: Sequence[float], start: int, length: int
 ) -> bool:
-    """Return whether a segment takes as long as a neighbor, and its neighbors match ``short``."""
+    """Return whether step times match ``short`` around a segment, and repeat next to it."""
     stop, least = start + length, max(0, start - length)
     if not _alike(short[least:start], longer[least:start]):
         return False
@@ -356,12 +358,12 @@ def _is_alike_around(
 
 
 def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
-    # Sums of times are rounded, depending on their order.
+    # Rounding depends on the order in which times were added up.
     return len(a) == len(b) and all(abs(x - y) <= 1e-6 * (1 + abs(x)) for x, y in zip(a, b))
 
 
 def _segment_transfers(transfers: Sequence[Transfer], start: int, length: int) -> range | None:
-    """Return the positions of a segment's transfers, or None if these are not contiguous."""
+    """Return the positions of a segment's transfers; None if it has none or they have gaps."""
     stop = start + length
     own = [
         i
@@ -374,7 +376,7 @@ def _segment_transfers(transfers: Sequence[Transfer], start: int, length: int) -
 
 
 def _growths(short: Sequence[int], longer: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """Return the growth of bytes just before a segment, and just after it."""
+    """Return by how many bytes the graph grows just before and just after a segment."""
     return longer[start - 1] - short[start - 1], longer[stop] - short[start]
 
 

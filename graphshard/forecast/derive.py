@@ -1,9 +1,9 @@
-"""Derive training steps for other numbers of layers, meshes or CPU offload from traced steps.
+"""Derive training steps with other depths, meshes or CPU offload from traced steps.
 
-If layers repeat, two shallow copies of a model determine any number of layers (``deepen``). If
-backward recomputes only the first layers of a model, there are two kinds of layers, and four copies
-determine any number of each: one with few layers, and three with one more period of one kind, of
-the other, and of both.
+If layers repeat, two shallow copies of a model determine the step of any depth (``deepen``). With
+partial recomputation layers are of two kinds, recomputed and saved, and four copies determine any
+number of each: a base copy, and copies with one more period of recomputed layers, of saved layers,
+and of both.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .recipe import Recipe
 from .trace import Ranks, StepGraph, TracedStep, trace
 from .workload import Workload, num_recomputed, recompute_layers
 
-Progress = Callable[[str], None]  # called with a description of the next step
+Progress = Callable[[str], None]  # called with a description of the work that starts
 
-# Minimum periods of each kind of layer in a shallow copy, since the first and last may differ.
+# Minimum periods of each kind of layer in a shallow copy: the first and last may differ.
 LEAST_PERIODS = 3
 
 
 class Depth(NamedTuple):
-    """Numbers of leading layers, which backward recomputes, and of the remaining layers."""
+    """Number of leading layers that backward recomputes, and number of the other layers."""
 
     recomputed: int
     saved: int
@@ -58,7 +58,7 @@ class ShallowCopies(NamedTuple):
 
     Attributes:
         steps: grid of steps. The second column has one more period of recomputed layers, the second
-            row one more period of saved layers; each is missing if that kind does not grow.
+            row one more period of saved layers; each is absent if that kind does not grow.
         shallow: depth of the first step.
     """
 
@@ -90,7 +90,7 @@ class ShallowCopies(NamedTuple):
 def trace_step(
     workload: Workload, recipe: Recipe, cluster: Cluster, progress: Progress = lambda text: None
 ) -> TracedStep:
-    """Trace a step of the whole model, or of shallow copies if layers repeat."""
+    """Trace a step of the whole model, or derive it from shallow copies if layers repeat."""
     if workload.num_layers is None:
         return _trace(workload, None, recipe, cluster, progress)
     depth = Depth.at(workload.num_layers, recipe)
@@ -110,7 +110,7 @@ def trace_copies(
     cluster: Cluster,
     progress: Progress = lambda text: None,
 ) -> ShallowCopies:
-    """Trace the shallow copies that determine ``depth``, ignoring ``recipe.recompute``."""
+    """Trace the shallow copies from which to derive ``depth``; ignore ``recipe.recompute``."""
     period = workload.period
     few = depth.shallow(period)
     first, rest = (
@@ -125,7 +125,7 @@ def trace_copies(
 
 
 def depths(num_layers: int, period: int) -> list[Depth]:
-    """Return the depths that four copies of a model determine, fewest saved layers first."""
+    """Return the depths derivable from four copies of a model, fewest saved layers first."""
     least, more = LEAST_PERIODS * period, num_layers % period
     saved = range(least + more, num_layers - least + 1, period)
     return [Depth(num_layers - number, number) for number in saved]
@@ -134,7 +134,7 @@ def depths(num_layers: int, period: int) -> list[Depth]:
 def trace_all_depths(
     workload: Workload, recipe: Recipe, cluster: Cluster, progress: Progress = lambda text: None
 ) -> ShallowCopies:
-    """Trace the four copies that determine all ``depths`` of a model."""
+    """Trace the four copies from which to derive all ``depths`` of a model."""
     assert workload.num_layers is not None
     deep = (LEAST_PERIODS + 2) * workload.period
     depth = Depth(deep, deep + workload.num_layers % workload.period)
@@ -183,15 +183,15 @@ def _path_of_layers(workload: Workload, num_layers: int) -> str:
 def for_strategy(traced: TracedStep, recipe: Recipe, num_gpus: int) -> TracedStep | None:
     """Adapt a ZeRO-3 step to the strategy of ``recipe``; return None if it needs its own trace."""
     if recipe.kind != "hsdp":
-        return traced  # for ZeRO-2, too: ``plan_step`` removes the gathers of backward
+        return traced  # ZeRO-2, too: ``plan_step`` removes the gathers of backward
     return on_mesh(traced, num_gpus // recipe.tp, recipe.ranks(num_gpus))
 
 
 def on_mesh(traced: TracedStep, num_ranks: int, ranks: Ranks) -> TracedStep | None:
     """Adapt a step traced for ``num_ranks`` shards to another mesh, or return None if impossible.
 
-    With ZeRO-3 and HSDP, and if no rank pads its rows, the mesh determines only how many bytes each
-    rank holds and which ranks exchange them. ``traced`` must not have replicas.
+    If no rank pads its rows, ZeRO-3 and HSDP differ only in how many bytes each rank holds and in
+    which ranks exchange them. ``traced`` must not have replicas.
     """
     # The time to compute the fp8 scales of each rank's shards is not adapted: an error of 1.3 ms in
     # a step of one second for Llama 3 8B on 8 shards instead of 64.
@@ -218,7 +218,7 @@ def _divides(param: PlanParam, num_ranks: int, ranks: Ranks) -> bool:
 
 
 def _is_plain(transfer: Transfer) -> bool:
-    # The last one reduces fp8 scales.
+    # ALL_REDUCE_MAX reduces fp8 scales.
     kinds = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE_MAX)
     return transfer.kind in kinds
 
@@ -260,7 +260,7 @@ def on_host(traced: TracedStep) -> TracedStep:
 
 
 def _with_shards_on_host(graph: StepGraph) -> StepGraph:
-    # Transfers account for the shards on the device that wait to be gathered.
+    # Transfers with ``host=True`` count their shards while these are on the device.
     transfers = tuple(dataclasses.replace(t, host=True) for t in graph.problem.transfers)
     problem = _with_inputs(graph.problem, -graph.input_bytes)
     problem = dataclasses.replace(problem, transfers=transfers)

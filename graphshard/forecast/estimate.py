@@ -1,7 +1,7 @@
 """Predict the time and peak memory of a planned step, corrected by the errors of past forecasts.
 
-A graph's plan counts the memory that the graph keeps alive. This module adds other memory of the
-rank: shards that the graph does not take, optimizer state, buffers and earlier gradients.
+A graph's plan counts only the memory that the graph keeps alive. This module adds the rank's other
+memory: shards that are not inputs of the graph, optimizer state, buffers and earlier gradients.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class TimeForecast:
     """Predicted time of a training step, over all its microbatches.
 
     Attributes:
-        compute_us: time in which a GPU computes or copies.
-        exposed_us: time in which compute waits for communication.
-        lost_us: time by which hidden communication slows down compute.
-        optimizer_us: time of the optimizer. With ``offload`` the host runs it, and also adds up the
-            gradients of microbatches.
+        compute_us: time that a GPU computes or copies.
+        exposed_us: time that compute waits for communication.
+        lost_us: slowdown of compute by hidden communication.
+        optimizer_us: time of the optimizer; with ``offload`` the time that the host takes to run it
+            and to accumulate the gradients of microbatches.
         errors: ratios of measured step times to ``modelled_us``, from past measurements.
     """
 
@@ -222,7 +222,7 @@ class PlannedGraph:
     """A graph and its planned buckets.
 
     Attributes:
-        input_bytes: size of the shards that the graph takes, which ``problem`` includes.
+        input_bytes: size of the graph's input shards, which ``problem`` counts as live.
     """
 
     problem: Problem
@@ -237,7 +237,7 @@ def peak_of_step(
     accumulate: int,
     device_type: str = "cuda",
 ) -> MemoryForecast:
-    """Return the memory at the peak of a step; ``outside`` is from ``outside_of_graphs``."""
+    """Return the memory at the peak of a step; ``outside`` comes from ``outside_of_graphs``."""
     earlier = outside.gradients if accumulate > 1 else 0
     candidates = [outside]
     for graph, others in zip(graphs, other_graph_bytes(graphs)):
@@ -250,7 +250,7 @@ def peak_of_step(
 
 
 def outside_of_graphs(held: HeldMemory, recipe: Recipe, device_bytes: int) -> MemoryForecast:
-    """Return the memory while the optimizer runs."""
+    """Return the memory of a rank while the optimizer runs."""
     # Optimizers update in place: they need no memory except their states.
     optimizer_bytes = OPTIMIZERS[recipe.optimizer].states * held.trained
     on_device = MemoryForecast(

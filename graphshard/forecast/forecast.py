@@ -55,7 +55,8 @@ class Forecast:
         graphs: problem, buckets and input shard size of each graph.
         held: memory that a rank holds between graphs.
         notes: assumptions of the forecast.
-        recomputed: layers of partial recomputation, as in "model.layers[:3]"; otherwise empty.
+        recomputed: layers that backward recomputes, as in "model.layers[:3]"; empty unless
+            ``recipe.recompute`` is between 0 and 1.
     """
 
     model: str
@@ -102,7 +103,7 @@ class Forecast:
         padding = find_padding(shapes, shards, self.held.parameters, self.held.params_bytes / tp)
         if padding is None:
             return None
-        hsdp = f"; hsdp:{padding.rows} would send no padding of it"
+        hsdp = f"; hsdp:{padding.rows} would avoid this padding"
         return f"{padding}{hsdp if padding.splits_evenly(num_gpus // tp) else ''}"
 
     def code(self) -> str:
@@ -248,7 +249,7 @@ CHANGE_HEADERS = ["saves", "GB", ""]
 
 
 def change_rows(forecast: Forecast) -> list[tuple[str, str, float, str]]:
-    """Return the rows of the table of changes; see ``CHANGE_HEADERS``."""
+    """Return the rows of the table of changes: the change, then ``CHANGE_HEADERS``."""
     return [
         (
             change.what,

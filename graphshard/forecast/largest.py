@@ -30,10 +30,10 @@ HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"
 
 @dataclass(frozen=True)
 class LargestFit:
-    """The largest size that fits with a strategy if the model or the batch grows.
+    """The largest model or batch that fits with a strategy.
 
     Attributes:
-        grown: "layers", "layers and width" or "samples".
+        grown: quantity that was increased: "layers", "layers and width" or "samples".
         what: description of the size, as in "136 layers".
         memory_bytes: peak memory of a rank, including the margin.
     """
@@ -53,7 +53,7 @@ class LargestFit:
 
 @dataclass(frozen=True)
 class LargestResult:
-    """The largest sizes that fit with each strategy; ``print`` shows a table."""
+    """The largest models and batches that fit with each strategy; ``print`` shows a table."""
 
     fits: tuple[LargestFit, ...]
 
@@ -89,13 +89,13 @@ def strategies(cluster: Cluster) -> list[str]:
 
 
 def largest_that_fits(memory_at: Callable[[int], int], limit: int, least: int) -> int | None:
-    """Return the largest number from ``least`` on whose memory is within ``limit``, or None.
+    """Return the largest number >= ``least`` whose memory is at most ``limit``, or None.
 
     Args:
-        memory_at: function from a number to its memory in bytes.
+        memory_at: function that maps a number to its memory in bytes.
     """
-    # Memory grows almost linearly with the number: the next number is extrapolated from the last
-    # two that fit or, after one that does not fit, taken halfway.
+    # Memory grows almost linearly with the number: extrapolate from the last two numbers that fit,
+    # and bisect after a number that does not fit.
     fits, memory = least, memory_at(least)
     if memory > limit:
         return None
@@ -121,13 +121,13 @@ def largest(
     size: int,
     progress: Progress = lambda text: None,
 ) -> LargestResult:
-    """Find the largest model, growing in depth or in depth and width, and the largest batch.
+    """Find the largest model, scaled in depth or in depth and width, and the largest batch.
 
     Args:
         make_workload: function that takes a scale factor for width and depth and a microbatch
             size, and returns a workload.
         recipe: settings of the training run; its strategy is ignored.
-        size: number of samples in a microbatch while the model grows.
+        size: number of samples in a microbatch while the model is scaled.
 
     Raises:
         NotPeriodicError: the model's layers do not repeat.
@@ -169,7 +169,7 @@ class _Grower:
                 yield from self._fits("layers", f"{layers} layers", step_at(layers), [strategy])
 
     def by_width(self) -> Iterator[LargestFit]:
-        """Yield, for each strategy, the largest model with the same ratio of layers to width."""
+        """Yield, for each strategy, the largest model with the same ratio of depth to width."""
         fits = list(self._growing("layers and width", self._scaled, 1.0, WIDTHS))
         factor = 1.0
         while not fits and factor > SMALLEST:
@@ -210,7 +210,7 @@ class _Grower:
         return f"{size} samples", self._steps(1.0, size)(workload.num_layers or 0)
 
     def _trace(self, factor: float, size: int) -> Callable[[int], TracedStep]:
-        """Trace shallow copies; return a function from a number of layers to the step."""
+        """Trace shallow copies; return a function that derives the step of any depth."""
         workload = self.make_workload(factor, size)
         self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
         deep = Depth.at((LEAST_PERIODS + 2) * workload.period, self.recipe)

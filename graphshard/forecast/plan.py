@@ -38,11 +38,11 @@ def plan(
     tp: int = 1,
     parallelize: Parallelize | None = None,
 ) -> Forecast:
-    """Forecast a training step of a model on a cluster, which need not exist.
+    """Forecast a training step of a model on a cluster that need not exist.
 
     Nothing is computed, and the model is not modified: its graphs are traced with fake tensors and
     fake ranks, planned as ``graphshard.backend`` plans them, and simulated. Dynamo's caches are
-    reset, so functions that this process compiled before are compiled again at their next call.
+    reset, so functions that this process compiled before are recompiled at their next call.
 
     Args:
         model: unsharded model on any device, including meta. The loss is the ``loss`` of its
@@ -111,9 +111,9 @@ def _notes(recipe: Recipe, cluster: Cluster) -> list[str]:
     if recipe.offload:
         per_s = cluster.hardware.host_memory.largest / 1e9
         notes.append(
-            f"the host's optimizer reads and writes {per_s:.0f} GB/s for each GPU, for which each "
-            "rank needs its share of the cores: set OMP_NUM_THREADS, because torchrun gives each "
-            "rank one core"
+            f"the optimizer on the host reads and writes {per_s:.0f} GB/s per GPU, which requires "
+            "that each rank uses its share of the cores: set OMP_NUM_THREADS, because torchrun "
+            "sets it to 1"
         )
     return notes
 
@@ -141,7 +141,7 @@ def make_forecast(
     step = plan_step(traced, recipe, cluster)
     changes = find_changes(traced, recipe, cluster)
     forward = sum(g.num_flops for g in traced.graphs if g.kind == GraphKind.FORWARD)
-    # Also in fp8, MFU is a fraction of the peak in bfloat16.
+    # With fp8, too, MFU is relative to the bfloat16 peak.
     peak = cluster.hardware.flops_of("float32" if recipe.dtype == "float32" else "bfloat16").peak
     return Forecast(
         model=model,
@@ -152,7 +152,7 @@ def make_forecast(
         unit=unit,
         time=step.time,
         memory=step.memory,
-        # Backward multiplies twice as much as forward; recomputation does not count.
+        # Backward has twice the FLOPs of forward; MFU does not count recomputation.
         mfu=3 * forward * recipe.accumulate / (step.time.step_us * 1e-6) / peak,
         exposed=tuple(_exposed(step.dumps)),
         binds=find_bottleneck(step.memory, changes),

@@ -75,8 +75,8 @@ def plan_step(
     """Plan the graphs of a step, and predict its time and memory.
 
     Args:
-        prices: key of ``StepGraph.compute_us``: the machine whose compute times to use. The rates
-            of links come from ``cluster``.
+        prices: key of ``StepGraph.compute_us``: the machine whose compute times to use. Link rates
+            come from ``cluster``.
         keep_all: whether to keep all gathered parameters unsharded for backward, as ZeRO-2 does.
         refine: see ``planning.search.find_schedule``.
 
@@ -93,7 +93,7 @@ def plan_step(
         for graph in traced.graphs
     ]
     limits = _limits(graphs, recipe, outside)
-    # The partitioner's pass chooses by the same function in training.
+    # In training, a pass of the partitioner calls the same function, ``choose_kept``.
     for i, (forward, backward) in enumerate(pairwise(tuple(graphs))):
         if (forward.kind, backward.kind) == (GraphKind.FORWARD, GraphKind.BACKWARD):
             pair = _keep_for_backward(forward, backward, cost_model, limits.peak, keep_all)
@@ -112,10 +112,10 @@ def plan_step(
 
 
 def _limits(graphs: Sequence[StepGraph], recipe: Recipe, outside: MemoryForecast) -> ScheduleLimits:
-    """Return the limits of every graph: the budget minus memory held outside of the graph."""
+    """Return the limits of all graphs: the budget minus memory held outside of the graphs."""
     if recipe.budget_gb is None:
         return ScheduleLimits()
-    # A graph's peak already includes the shards that it takes.
+    # A graph's peak already includes its input shards.
     inside = min((graph.input_bytes for graph in graphs), default=0)
     held = outside.allocated - (outside.gradients if recipe.accumulate == 1 else 0)
     peak = int(recipe.budget_gb * 1e9) - held + inside
@@ -252,7 +252,7 @@ def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[C
         plans[FOUR] = lambda: quick(dataclasses.replace(recipe, accumulate=4), cluster)
     changes = []
     for what, plan in plans.items():
-        # The unchanged step could be planned: an error is about the budget.
+        # The unchanged step was planned, so an error means that this change exceeds the budget.
         with contextlib.suppress(ValueError):
             step = plan()
             step_us = step.time.step_us / (4 if what == FOUR else 1)
@@ -286,7 +286,7 @@ def _scaled_links(cluster: Cluster, *, rate: float = 1.0, latency: float = 1.0) 
 
 
 def find_bottleneck(memory: MemoryForecast, changes: Sequence[Change]) -> str:
-    """Return "memory" if the step does not fit, otherwise the part whose speed-up gains most."""
+    """Return "memory" if the step does not fit, otherwise the part whose speedup gains most."""
     if not memory.fits:
         return "memory"
     machine = [change for change in changes if change.is_machine]

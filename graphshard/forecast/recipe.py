@@ -62,7 +62,7 @@ class Recipe:
         tp: number of ranks over which tensor parallelism splits the model; they share a microbatch.
 
     Raises:
-        ValueError: a value is invalid, or two values exclude each other.
+        ValueError: a value is invalid, or two values are incompatible.
     """
 
     strategy: str = "zero3"
@@ -83,7 +83,7 @@ class Recipe:
             raise ValueError(f"optimizer={self.optimizer!r}: must be one of {list(OPTIMIZERS)}")
         if self.strategy == "ddp" and self.dtype == "fp8":
             raise ValueError(
-                'dtype="fp8" with strategy="ddp": replicated parameters stay out of fp8; use bf16'
+                'dtype="fp8" with strategy="ddp": replicated parameters cannot use fp8; use bf16'
             )
         if not (isinstance(self.accumulate, int) and self.accumulate > 0):
             raise ValueError(f"accumulate={self.accumulate!r}: must be a positive integer")
@@ -94,18 +94,20 @@ class Recipe:
             )
         if self.offload and self.kind == "ddp":
             raise ValueError(
-                'offload with strategy="ddp": replicated parameters stay on the GPU; use zero3, or '
+                'offload with strategy="ddp": replicated parameters stay on the GPU; use zero3 or '
                 "hsdp:N"
             )
         if self.offload and self.dtype == "fp8":
             raise ValueError(
-                'offload with dtype="fp8": the time that the host takes to compute fp8 scales is '
-                "not known; use bf16"
+                'offload with dtype="fp8": the host\'s time to compute fp8 scales is unknown; use '
+                "bf16"
             )
         if not (isinstance(self.tp, int) and self.tp > 0):
             raise ValueError(f"tp={self.tp!r}: must be a positive integer")
         if self.tp > 1 and self.dtype == "fp8":
-            raise ValueError(f'tp={self.tp} with dtype="fp8": split parameters stay out of fp8')
+            raise ValueError(
+                f'tp={self.tp} with dtype="fp8": split parameters cannot use fp8; use bf16'
+            )
 
     @property
     def kind(self) -> str:
@@ -157,7 +159,7 @@ class Recipe:
         return {name: value for name, value, _ in self._arguments()}
 
     def traced_options(self) -> dict[str, Any]:
-        # A trace schedules nothing.
+        # A trace needs no schedule.
         return {**self.options(), "schedule": SchedulePolicy(overlap=False)}
 
     def code(

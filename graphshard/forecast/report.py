@@ -10,7 +10,7 @@ from .forecast import CHANGE_HEADERS, Forecast, change_rows, memory_rows, summar
 
 
 def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
-    """Return an HTML page of a forecast's schedules, memory and tables, then ``others``."""
+    """Return an HTML page of a forecast's schedules, memory and tables, and other tables."""
     graphs = [_graph(forecast, number, graph) for number, graph in enumerate(forecast.graphs)]
     changes = [(what, gain, f"{gb:.1f}", fits) for what, gain, gb, fits in change_rows(forecast)]
     tables = [
@@ -42,7 +42,7 @@ def _graph(forecast: Forecast, number: int, graph: PlannedGraph) -> GraphData:
     kinds = bytes_by_kind(graph)
     alive = list(map(sum, zip(*kinds.values())))
     steps = range(graph.problem.num_steps)
-    # A step has three points in time; the chart shows the one with the most memory.
+    # Each step has three points in time; the chart shows the one with the most memory.
     peaks = [max(range(3 * step, 3 * step + 3), key=alive.__getitem__) for step in steps]
     areas = [BytesData(name=name, bytes=[value] * len(steps)) for name, value in constant.items()]
     areas += [

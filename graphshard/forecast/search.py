@@ -148,7 +148,7 @@ def search(
     cluster: Cluster,
     progress: Progress = lambda text: None,
 ) -> SearchResult:
-    """Plan recipes for a training step, and return the candidates and those refused.
+    """Plan recipes for a training step; return the candidates and the refused recipes.
 
     Args:
         size: number of samples of a rank in a step, over all microbatches.
@@ -182,7 +182,7 @@ class _Search:
         return ["bf16", "fp8"] if "float8" in self.cluster.hardware.flops else ["bf16"]
 
     def bases(self) -> Iterator[Recipe]:
-        """Yield ZeRO-3 recipes: each precision, with no layer or all layers recomputed."""
+        """Yield ZeRO-3 recipes for each precision, with no and with all layers recomputed."""
         if "fp8" not in self.dtypes:
             self.refused.append(f"fp8: {self.cluster.hardware.name} has no fp8 matrix products")
         for dtype in self.dtypes:
@@ -225,9 +225,9 @@ class _Search:
 
     def _add_offloaded(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> None:
         if self.cluster.hardware.device_type == "cpu":
-            return  # the host itself
+            return  # shards are in host memory already
         if recipe.dtype == "fp8":
-            self.refused.append("offload with fp8: the host's time for fp8 scales is not known")
+            self.refused.append("offload with fp8: the host's time for fp8 scales is unknown")
             return
         candidate = self._derive(traced, dataclasses.replace(recipe, offload=True), microbatch)
         self.candidates += [candidate] if candidate is not None else []
@@ -309,7 +309,7 @@ class _Search:
             return None
         step = on_host(step) if recipe.offload else step
         candidate = self._plan(step, recipe, microbatch)
-        # A trace of ZeRO-2 has no gathers in backward, but ``step`` has.
+        # ``step`` has the gathers of backward that a trace of ZeRO-2 lacks.
         return dataclasses.replace(candidate, traced=None if recipe.kind == "zero2" else step)
 
     def _plan(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> PlannedRecipe:

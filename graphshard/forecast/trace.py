@@ -3,8 +3,8 @@
     workload ─► model of fake tensors ─► shards of rank 0 in a fake group ─► all passes of Inductor
              ─► each graph as a ``Problem``, priced for the machine and for faster ones
 
-Tensors are on the CPU; only the prices are for the machine. A simulated GPU (``graphshard.check``)
-would need its own process. Dynamo's caches are reset.
+Tensors are on the CPU; only the prices are those of the machine, because a simulated GPU
+(``graphshard.check``) would need its own process. Dynamo's caches are reset.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..tensor_parallel import Parallelize
 # as the default device.
 MakeModel = Callable[[], tuple[nn.Module, Inputs]]
 
-# Machines that kernels are priced for: the machine itself, and variants with one faster part.
+# Machines for which kernels are priced: the machine itself, and variants with one faster part.
 BASELINE, FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES = "baseline", "compute", "memory", "launches"
 
 
@@ -62,7 +62,7 @@ class StepGraph:
         params: parameters, indexed by ``Transfer.param``.
         problem: scheduling problem, with the compute times of the machine.
         compute_us: compute time of every step of ``problem``, keyed by machine (see ``BASELINE``).
-        input_bytes: size of the shards and replicated parameters that the graph takes.
+        input_bytes: size of the shards and replicated parameters among the graph's inputs.
         num_flops: number of floating-point operations in the graph's matrix products.
     """
 
@@ -85,11 +85,11 @@ class HeldMemory:
     """Memory that a rank holds between graphs, in bytes.
 
     Attributes:
-        parameters: parameter shards, including padding.
-        trained: shards that have gradients.
-        buffers: the model's buffers.
+        parameters: size of the parameter shards, including padding.
+        trained: size of the shards that have gradients.
+        buffers: size of the model's buffers.
         num_params: number of parameter elements in the full model.
-        params_bytes: the full model's parameters.
+        params_bytes: size of the full model's parameters.
     """
 
     parameters: float
@@ -166,8 +166,8 @@ def trace(
             if ranks.tp > 1:
                 _split(model, whole_mesh["tp"], parallelize)
         mesh = whole_mesh[tuple(name for name in ranks.axes if name != "tp")]
-        # No other rank exists to send values. ``shard`` runs outside of the fake mode: it exchanges
-        # names between ranks, which needs real tensors.
+        # No other rank exists to broadcast values. ``shard`` runs outside of the fake mode because
+        # it exchanges names between ranks, which needs real tensors.
         options = {**options, "sync_module_states": False}
         shard(model, mesh, **options)
         with fake:
@@ -182,7 +182,7 @@ def trace(
 
 
 def _without_values(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
-    """Copy a model and its inputs, with new tensors that have no values."""
+    """Copy a model and its inputs, with new uninitialized tensors."""
     memo: dict[int, torch.Tensor] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         empty = _empty_like(tensor)
@@ -203,14 +203,14 @@ def _empty_like(value: Any) -> Any:
 def _split(model: nn.Module, mesh: DeviceMesh, parallelize: Parallelize | None) -> None:
     if parallelize is None:
         raise ValueError(
-            f"tp={mesh.size()}: pass a function that applies parallelize_module to the model: "
+            f"tp={mesh.size()}: pass a function that calls parallelize_module on the model: "
             "parallelize=.., or --tp-plan FILE.py:FUNCTION"
         )
     parallelize(model, mesh)
     if not any(isinstance(param, DTensor) for param in model.parameters()):
         raise ValueError(
-            f"tp={mesh.size()}: parallelize has split no parameter; it must apply "
-            "parallelize_module to the model"
+            f"tp={mesh.size()}: parallelize did not split any parameter; it must call "
+            "parallelize_module on the model"
         )
 
 
@@ -221,8 +221,8 @@ def _run(compiled: Callable[..., object], inputs: Inputs) -> None:
     except Exception as error:
         if (reason := _data_dependence(error)) is not None:
             raise UntraceableError(
-                f"the model reads values of tensors, which a forecast does not have ({reason}): "
-                "keep the computation in tensors, or make all shapes depend only on input shapes"
+                f"the model reads tensor values, which a forecast does not have ({reason}): keep "
+                "the computation in tensors, or make all shapes depend only on input shapes"
             ) from error
         raise
 
@@ -266,7 +266,7 @@ class _TracingBackend(Backend):
 
 
 class _GraphReader:
-    """Collects the graphs of a step, priced for the machine and for faster ones."""
+    """Collect the graphs of a step, priced for the machine and for faster ones."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._machines = faster_machines(hardware)
@@ -303,7 +303,7 @@ def faster_machines(hardware: Hardware) -> dict[str, Hardware]:
 
 
 def scaled(rate: Rate, factor: float) -> Rate:
-    """Return ``rate`` times ``factor``."""
+    """Return ``rate`` with its peak multiplied by ``factor``."""
     return dataclasses.replace(rate, peak=factor * rate.peak)
 
 

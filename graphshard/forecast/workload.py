@@ -64,7 +64,7 @@ class Workload:
     parallelize: Parallelize | None = None
 
 
-MakeWorkload = Callable[[int], Workload]  # from the number of samples in a microbatch
+MakeWorkload = Callable[[int], Workload]  # takes the number of samples in a microbatch
 
 
 def find_workload(model: str, batch: BatchShape) -> Workload:
@@ -81,8 +81,8 @@ def find_workload(model: str, batch: BatchShape) -> Workload:
     if Path(model).exists():
         raise ValueError(f"{model}: must be a folder with a config.json, or FILE.py:FUNCTION")
     raise ValueError(
-        f"model {model!r} is not known: pass FILE.py:FUNCTION, the folder of a transformers "
-        f"config, FAMILY:key=value,.. or one of {', '.join(PUBLIC_MODELS)}"
+        f"unknown model {model!r}: pass FILE.py:FUNCTION, the folder of a transformers config, "
+        f"FAMILY:key=value,.. or one of {', '.join(PUBLIC_MODELS)}"
     )
 
 
@@ -111,7 +111,7 @@ def module_workload(
 
 
 def count_tokens(inputs: Inputs) -> tuple[int, str]:
-    """Return the number of tokens or samples in a microbatch, and "tokens" or "samples".
+    """Return the number of tokens or samples in a microbatch, and its unit.
 
     Raises:
         ValueError: no input is a tensor with a batch dimension.
@@ -129,12 +129,16 @@ def count_tokens(inputs: Inputs) -> tuple[int, str]:
 
 
 def num_recomputed(num_layers: int, part: float) -> int:
-    """Return the number of recomputed layers: the first ``part`` (from 0 to 1) of all."""
+    """Return how many of the first layers to recompute, for a fraction ``part`` of all."""
     return round(num_layers * part)
 
 
 def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the outermost lists of layers of one type; raise a ValueError if there is none."""
+    """Return the outermost lists of layers of one type, keyed by name.
+
+    Raises:
+        ValueError: the model has no list of layers.
+    """
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
@@ -150,7 +154,7 @@ def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 
 def recompute_layers(model: nn.Module, part: float = 1) -> None:
-    """Checkpoint the first ``part`` (from 0 to 1) of each list of layers, in place.
+    """Checkpoint the first fraction ``part`` of each list of layers, in place.
 
     Raises:
         ValueError: the model has no list of layers.
@@ -216,7 +220,7 @@ def find_config(model: str) -> Any:
             return AutoConfig.from_pretrained(model, local_files_only=True)
         family, _, text = model.partition(":")
         return families[family](**_parse_sizes(text))
-    except Exception as error:  # a configuration may raise anything
+    except Exception as error:  # configuration classes may raise any error
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{model}: cannot build this configuration: {type(error).__name__}: {reason}"
@@ -255,8 +259,8 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
     length = batch.length or getattr(config, "max_position_embeddings", None)
     if not is_image and length is None:
         raise ValueError(
-            f"batch: {name} has no max_position_embeddings to take the length from: pass the "
-            f'tokens per sample, as in --batch "{batch.size}x8192"'
+            f"batch: {name} has no max_position_embeddings to use as the length: pass the number "
+            f'of tokens per sample, as in --batch "{batch.size}x8192"'
         )
     positions = getattr(config, "n_positions", None)
     if positions and length and length > positions:
@@ -286,8 +290,8 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
 def _split(name: str, length: int, model: nn.Module, mesh: DeviceMesh) -> None:
     if length % mesh.size():
         raise ValueError(
-            f"tp={mesh.size()}: does not divide the {length} tokens of a sample of {name}, which "
-            "sequence parallelism splits: pass a length that it divides, as in --batch 1x8192"
+            f"tp={mesh.size()}: does not divide the {length} tokens of a sample of {name}, as "
+            "sequence parallelism requires: pass a multiple of tp tokens, as in --batch 1x8192"
         )
     parallelize(model, mesh)
 
