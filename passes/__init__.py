@@ -88,14 +88,14 @@ PIPELINE = ordered(
     Pass(
         offload_activations,
         Stage.PARTITIONED,
-        requires=(Fact.KEPT,),  # activations get the memory that parameters leave
+        requires=(Fact.KEPT,),  # activations share the memory left by kept parameters
         when=lambda context: context.choose_offloaded is not None,
         dump="stow-{kind}",
     ),
     Pass(clone_mutated_inputs, Stage.PARTITIONED, requires=(Fact.KEPT,)),
     #
     Pass(merge_markers, Stage.FINAL, provides=(Fact.ONE_MARKER,)),
-    # For training, these have run in the joint graph; inference has none.
+    # In training, these ran on the joint graph, which inference does not have.
     Pass(cast_before_gather, Stage.FINAL, requires=(Fact.ONE_MARKER,), inference_only=True),
     Pass(
         gather_float8,

@@ -45,8 +45,8 @@ class GraphProblem(NamedTuple):
     """A graph read as a problem."""
 
     problem: Problem
-    markers: list[fx.Node]  # of each transfer
-    steps: list[fx.Node]  # the first node of each step
+    markers: list[fx.Node]  # marker of each transfer
+    steps: list[fx.Node]  # first node of each step
     step_of: dict[fx.Node, int]
 
 
@@ -60,9 +60,9 @@ class PartitionProblems(NamedTuple):
 class _Reach(NamedTuple):
     """Positions of compute nodes between which a transfer takes place."""
 
-    ready: int  # it can be launched before this position, or later
-    due: int  # it must be waited for before this position
-    last: int  # the last use of the result
+    ready: int  # first position before which it can be launched
+    due: int  # last position before which it can be waited for
+    last: int  # last use of the result
 
 
 def build_problem(
@@ -125,7 +125,7 @@ def _user_waits(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> di
     """Return the position of the first wait for each of the user's launches, in graph order."""
     waits = {}
     for node in filter(is_user_launch, nodes):
-        # The results of a coalesced collective are parts of its value.
+        # A coalesced collective returns a list, whose items are waited for one by one.
         users = (*node.users, *(user for part in node.users for user in part.users))
         waited = [position[user] for user in users if user.target is WAIT]
         waits_itself = getattr(node.target, "namespace", "") == "_dtensor"
@@ -192,7 +192,7 @@ def _last_uses(
     """Return the position of each node's last use, or the graph's end if it is returned."""
     end, last = len(position) - 1, dict[fx.Node, int]()
     for node in reversed(graph.nodes):
-        # A use of a view is a use, and so is a use of an inlined value, which is recomputed there.
+        # Uses of views count, and so do uses of inlined values, which are recomputed there.
         users = (
             last[user] if is_view(user) or user in inlined else position.get(user, end)
             for user in node.users
@@ -275,7 +275,8 @@ def _alive_bytes(
         if _is_cast_copy(node):  # made right before its first use
             begin = min(position.get(user, end) for user in node.users)
         last = max(last_use.get(node, begin), begin)
-        counted = begin + 1 if results else max(begin, 0)  # before, the operator counts all results
+        # At ``begin``, a multi-output operator counts the bytes of all its results.
+        counted = begin + 1 if results else max(begin, 0)
         at.append(Span(counted, min(last + 1, end), _memory_bytes(node)))
         before.append(Span(begin + 1, last + 1, _memory_bytes(node)))
     return _AliveBytes(sum_spans(at, end), sum_spans(before, end + 1))
@@ -288,7 +289,7 @@ def _results_of(node: fx.Node) -> fx.Node | None:
 
 
 def _needed_until(marker: fx.Node, written: Mapping[fx.Node, int]) -> int:
-    """Return the last position at which a marker's source, not its transfer, counts as memory."""
+    """Return the last position at which the source of a marker counts, instead of its transfer."""
     source = source_of(marker)
     if HELD_BYTES in source.meta:  # a secondary shard counts until its parameter is first used
         return min((written.get(user, -1) for user in marker.users), default=-1)
@@ -297,7 +298,7 @@ def _needed_until(marker: fx.Node, written: Mapping[fx.Node, int]) -> int:
 
 
 def _is_cast_copy(node: fx.Node) -> bool:
-    """Return whether a node is a cast of a replicated parameter, and therefore a copy."""
+    """Return whether a node is a replicated parameter that is cast, and therefore copied."""
     if node.target is not markers.replicate or not node.users:
         return False
     return value_of(node).dtype != value_of(source_of(node)).dtype

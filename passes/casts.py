@@ -1,13 +1,13 @@
 """Joint and inference graphs: gather a parameter in the narrower dtype that all uses cast it to.
 
-Autocast and hand-written casts apply to full parameters. Casting every shard before the gather is
-bitwise equal:
+Autocast and hand-written casts apply to full parameters. Casting the shards before the gather gives
+the same bits:
 
     before   w = unshard(p)   c = convert(w, bf16)   y = mm(x, c)   reduce_grad(convert(g, fp32))
     after    c = unshard(p, dtype=bf16)              y = mm(x, c)   reduce_grad(g, .., fp32)
 
-If uses differ in dtype, the parameter travels in its own dtype, and its plan says why. A gradient
-is still reduced in the dtype that it was cast to, unless ``reduce_dtype`` says otherwise.
+If uses differ in dtype, the parameter is gathered in its own dtype, and the plan records why. A
+gradient is still reduced in the dtype that it was cast to, unless ``reduce_dtype`` overrides it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Passes: functions ``(gm, context)`` that rewrite ``gm`` in place, and their contracts.
 
 A contract is data: the stage of a pass, and the facts about a graph that it requires and provides.
-``ordered`` checks contracts. Passes leave decisions to functions of the context, which know the
-planner and the options.
+``ordered`` checks contracts. Decisions are left to callables in the context, which have access to
+the planner and the options.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Fact(StrEnum):
     INLINED = "marked regions are inlined"
     READS_OUTSIDE = "no body of a higher-order operator reads a parameter"
     ONE_MARKER = "each parameter has one gather and one reduction"
-    WIRE_DTYPES = "markers say in which dtype their tensors travel"
-    GATHERS_KNOWN = "markers say what backward gathers again"
-    TAGGED = "the partitioner knows what it must and must not save"
-    HELD_BYTES = "inputs of backward say how much memory they hold"
+    WIRE_DTYPES = "markers have their wire dtypes"
+    GATHERS_KNOWN = "markers record what backward gathers again"
+    TAGGED = "nodes are tagged for the partitioner"
+    HELD_BYTES = "inputs of backward record the bytes that they keep alive"
     KEPT = "parameters that stay unsharded are saved"
     NORMALIZED = "nodes are where the planner expects them"
     LOWERED = "collectives are launched and waited for as planned"
@@ -103,7 +103,7 @@ class Pass:
     """A pass and its contract.
 
     Attributes:
-        inference_only: whether the pass runs only on inference graphs, which had no joint graph.
+        inference_only: whether the pass runs only on inference graphs, which have no joint graph.
         dump: name of the dumped code, with "{kind}" for the kind of graph, or "" for the name of
             the stage. Consecutive passes with the same name are dumped together.
     """
@@ -140,7 +140,7 @@ def ordered(*passes: Pass) -> tuple[Pass, ...]:
                 f"{one.stage}: move it up"
             )
     _check_facts("training", [one for one in passes if not one.inference_only])
-    # A graph for inference had no joint graph.
+    # Inference has no joint graph and no partition.
     infers = [one for one in passes if one.stage not in (Stage.JOINT, Stage.PARTITIONED)]
     _check_facts("inference", infers)
     return passes

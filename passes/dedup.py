@@ -45,7 +45,7 @@ def _merge_unshards(graph: fx.Graph) -> None:
 
 
 def _merge_reductions(graph: fx.Graph) -> None:
-    # In graph order: a chain of additions folds from its start.
+    # In graph order, so a chain of additions is folded from its start.
     for node in list(graph.nodes):
         if node.target is not _add or node.kwargs or len(node.args) != 2:
             continue
@@ -75,7 +75,7 @@ def _merge_two(graph: fx.Graph, addition: fx.Node, left: fx.Node, right: fx.Node
 
 
 def _grad_of(reduction: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Return this microbatch's gradient, and the node that adds those of earlier ones or None."""
+    """Return this microbatch's gradient, and the node that adds earlier gradients, or None."""
     grad = source_of(reduction)
     return (source_of(grad), grad) if grad.target is add_accumulated else (grad, None)
 

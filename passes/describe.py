@@ -145,7 +145,7 @@ def describe_user_collective(node: fx.Node, launch: int, wait: int) -> UserColle
     """Describe a collective that the model itself calls, given the steps of launch and wait."""
     op = str(node.target).split(".")[1].removesuffix("_")
     group = node.kwargs.get("group_name", node.args[-1] if node.args else "")
-    # A name or, in torch 2.13, also a group; unknown if the graph computes it.
+    # A name or, since torch 2.13, the group itself; unknown if the graph computes it.
     name = getattr(group, "group_name", group)
     name = name if isinstance(name, str) else ""
     span = span_of(name) if name else GroupSpan(1, 1)
@@ -155,7 +155,8 @@ def describe_user_collective(node: fx.Node, launch: int, wait: int) -> UserColle
     return UserCollective(op, kind, full, name, span.world, launch, wait, span.stride)
 
 
-# Others, such as an all-to-all or a broadcast, are priced as an all-gather of their result.
+# Any other collective, such as an all-to-all or a broadcast, is priced as an all-gather of its
+# result.
 _RATES = (TransferKind.ALL_REDUCE, TransferKind.REDUCE_SCATTER)
 
 

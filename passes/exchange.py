@@ -1,9 +1,9 @@
-"""Joint graphs: send gradients in their own dtype, and sum them in a wider one where they arrive.
+"""Joint graphs: send gradients in their own dtype, and sum them in a wider one on the receiver.
 
     before   shard = reduce_grad(grad16, .., fp32)         cast, reduce_scatter in fp32
     after    shard = reduce_grad(grad16, .., fp32, True)   all_to_all in bf16, sum in fp32
 
-The values that are summed are the same; only the order of the sum differs from a ring's.
+The summed values are the same; only their order differs from that of a ring reduce-scatter.
 """
 
 from __future__ import annotations

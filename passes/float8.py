@@ -1,6 +1,6 @@
 """Traced, joint and inference graphs: compute linears in fp8, and gather their weights in fp8.
 
-In forward, a weight is scaled by a scale that all ranks share, and cast before it is gathered; in
+In forward, a weight is scaled by a factor that all ranks share, and cast before it is gathered; in
 backward it is cast again, to the same bytes. The ops of ``graphshard.ops.float8_ops`` become scaled
 products:
 
@@ -9,7 +9,7 @@ products:
              w8 = unshard(p, .., scales=s)   x8 = cast(x, ..)         y = _scaled_mm(x8, w8.T, ..)
 
 All casts to fp8 are ATen ops, which Inductor fuses into the kernels that compute their inputs. A
-weight that is not gathered in fp8 is used in its own dtype, and its plan says why.
+weight that is not gathered in fp8 is used in its own dtype, and the plan records why.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LINEAR = torch.nn.functional.linear
 
 
 def use_float8(gm: fx.GraphModule, context: PassContext) -> None:
-    """Turn the linears of a traced graph and its subgraphs into fp8 linears, in place."""
+    """Replace the linears of a traced graph and its subgraphs with fp8 linears, in place."""
     for part in graph_modules(gm):
         for node in part.graph.find_nodes(op="call_function", target=_LINEAR):
             _use_float8(node)
@@ -85,7 +85,7 @@ class _Scaling(NamedTuple):
 
 
 def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
-    """Return the weights to gather in fp8; note on all other weights why they are not."""
+    """Return the weights to gather in fp8; record on each other weight why it is not."""
     chosen: dict[_Scaling, list[fx.Node]] = {}
     refused: dict[str, str | None] = {}  # errors of the device, keyed by product
     for node in graph.find_nodes(op="call_function", target=markers.unshard):

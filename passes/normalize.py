@@ -39,7 +39,7 @@ def _raise_inputs(graph: fx.Graph) -> None:
 
 
 def _raise_scales(graph: fx.Graph) -> None:
-    """Move scales that forward saved to the front, before all gathers."""
+    """Move the scales saved by forward to the front, before all gathers."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="call_function", target=copy_out):
         if node.args[0].op == "placeholder":
@@ -47,9 +47,9 @@ def _raise_scales(graph: fx.Graph) -> None:
 
 
 def _raise_returned_views(graph: fx.Graph) -> None:
-    """Move views that a graph returns right after the node that computes their memory."""
-    # Inductor then computes this value in the layout that they need; if another kernel read it
-    # first, it would be written twice.
+    """Move returned views right after the node that computes their memory."""
+    # Inductor then computes the value in the layout that the views need. If another kernel read it
+    # first, Inductor would write it twice.
     for node in outputs_of(graph):
         if not isinstance(node, fx.Node) or _is_gathered(node):
             continue
@@ -68,7 +68,7 @@ def _raise_view(node: fx.Node) -> None:
 def _sink_gathered(graph: fx.Graph) -> None:
     """Move every gathered parameter, and views of it, right before its first use."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    # The node that was last moved in front of each node.
+    # The last node moved before each node.
     last_moved: dict[fx.Node, fx.Node] = {}
     for node in reversed(list(position)):
         if node.users and _is_gathered(node):
@@ -83,9 +83,9 @@ def _is_gathered(node: fx.Node) -> bool:
 
 
 def _fill_values(graph: fx.Graph) -> None:
-    """Give nodes without a value a fake one, from which their time and bytes are counted."""
-    # AOTAutograd sets none for operators that it wraps in the state of a random generator, and for
-    # those that return nothing, such as ``torch.cuda.synchronize()``.
+    """Compute fake values for nodes that have none; times and bytes are derived from these."""
+    # AOTAutograd sets no value for operators that it wraps in the state of a random generator, and
+    # for those that return nothing, such as ``torch.cuda.synchronize()``.
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             node.meta["val"] = None if returns_nothing(node.target) else _value(node)

@@ -114,8 +114,8 @@ def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
         latest[node] = position.get(node, of_inputs)
         if node in position:
             next_position = position[node] + 1
-        # A node that depends on no compute since the last cut could run there as well, and makes no
-        # cut unless it is planned.
+        # A node that depends on no compute since the last cut could also run at that cut. It needs
+        # no new one unless it is planned.
         elif node.op == "call_function" and (PLANNED in node.meta or of_inputs >= cuts[-1]):
             cuts.append(next_position)
     return sorted(set(cuts))
@@ -165,7 +165,7 @@ def _metadata(value: object) -> Hashable:
 
 # --- regions -------------------------------------------------------------------------------------
 
-# A node that a region reads, and the position of a seed if it is the tensor of random seeds.
+# A node that a region reads and, if it is the tensor of random seeds, the position of the seed.
 Input = tuple[fx.Node, int | None]
 
 
@@ -263,8 +263,8 @@ def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
 
 # [Note: borders] A compiler assumes that the results of a subgraph call own their memory. A region
 # therefore returns no view of its inputs or of its other results; users make the view themselves.
-# Nor does it return a pointwise value that is larger than the values it is computed from: without
-# regions such a value is never in memory, because every kernel that reads it recomputes it.
+# It also returns no pointwise value that is larger than the values it is computed from: without
+# regions, that value is never in memory, because every kernel that reads it recomputes it.
 #
 #     before   region a: h = mm(..)   f = h.float()   m = f.mean()   v = h.t()
 #              region b: f - m   mm(v, ..)
@@ -275,7 +275,7 @@ _NAMESPACES = ("aten", "prims", "graphshard")
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Return whether a node calls an operator that does nothing but return tensors."""
+    """Return whether a node calls an operator that returns tensors and has no side effects."""
     op = node.target
     if not isinstance(op, OpOverload) or op.namespace not in _NAMESPACES:
         return False

@@ -28,7 +28,7 @@ def param_derived(graph: fx.Graph) -> list[fx.Node]:
     derived: dict[fx.Node, None] = {}
     constant: set[fx.Node] = set()
     for node in graph.nodes:
-        # A parameter may be expanded to the size of a batch, which backward has, too.
+        # A parameter may be expanded to the size of a batch, which backward also has.
         if isinstance(node.meta.get("val"), torch.SymInt):
             constant.add(node)
         if node in constant or node.op != "call_function" or is_random(node):
@@ -73,7 +73,7 @@ def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
     sources, backward = _sources(gm.graph), _backward(gm.graph)
     needed = {marker for node in backward for marker in _read(node, sources)}
     markers = {node for node in sources if node.target is unshard}
-    # Even if backward itself needs a vector: whether it does may depend on sizes, too.
+    # This includes vectors that backward itself needs, because that may also depend on sizes.
     vectors = {marker for marker in markers if value_of(marker).dim() < 2}
     for marker in vectors:
         change(marker, regather_group=None)
@@ -82,7 +82,7 @@ def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
     for node in gm.graph.nodes:
         forward = node.op == "call_function" and node not in sources and node not in backward
         reads = _read(node, sources) & (markers - vectors - needed)
-        # A tag is from a checkpointed region, the user's choice, and the same on all ranks.
+        # An existing tag comes from a checkpointed region: the user's choice, equal on all ranks.
         if forward and reads and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 

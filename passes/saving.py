@@ -45,7 +45,7 @@ from graphshard.passes.describe import describe_params, source_of
 from graphshard.passes.normalize import normalize
 from graphshard.planning.offload import SavedActivation
 
-MIN_BYTES = 1 << 16  # size of the smallest activation that is worth a copy
+MIN_BYTES = 1 << 16  # minimum size of an activation that is worth a copy
 
 
 def saved_nodes(forward: fx.Graph, num_outputs: int) -> list[fx.Node]:

@@ -3,7 +3,7 @@
     before   w = unshard(shard)   y = mm(x, w)   ...   g = reduce_grad(grad)
     after                         y = mm(x, shard)     g = grad
 
-Casts that a policy asks for are kept. A parameter or gradient that the graph returns still owns its
+Casts required by a policy are kept. A parameter or gradient that the graph returns still owns its
 memory, like the result of a collective.
 """
 

@@ -1,10 +1,10 @@
-"""Traced graph: read parameters at the top level, and ask for dense gradients.
+"""Traced graph: read parameters at the top level, and request dense gradients.
 
 Parameters that are read inside of a subgraph would be gathered there, outside of any plan.
 
 ``torch.cond``, ``while_loop``, ``scan``, ``associative_scan``, ``map`` and ``flex_attention`` stay
-in the graph, with their bodies. A body's reads would run as often as values and sizes dictate, and
-ranks with different values would pair the gathers of different parameters. They move out:
+in the graph, with their bodies. How often a body runs can depend on values and sizes; ranks with
+different ones would pair the gathers of different parameters. Reads are therefore moved out:
 
     before   y = cond(pred, true, false, (x, shard))
              true:   w = unshard(p)   return (x @ w,)
@@ -133,7 +133,7 @@ def _use_input(read: fx.Node) -> None:
 def use_dense_gradients(gm: fx.GraphModule, context: PassContext) -> None:
     """Set ``sparse=False`` on embeddings of sharded weights, in place."""
     # The reduction of a gradient takes a dense tensor.
-    # A placeholder of a body may also be a full parameter, and then has the storage of its read.
+    # A placeholder of a body may be a full parameter; it then has the storage of its read.
     inputs = set(map(traced_storage, gm.graph.find_nodes(op="placeholder")))
     for part in graph_modules(gm):
         for node in part.graph.nodes:
@@ -147,7 +147,7 @@ def _use_dense(node: fx.Node, inputs: Container[int | None]) -> None:
     weight: Any = node.args[weight_position] if has_weight else node.kwargs["weight"]
     if weight.op == "placeholder" and traced_storage(weight) in inputs:
         return  # not sharded: nothing reduces its gradient
-    # The values are the same: a dense gradient has the zero rows as well.
+    # The values are the same: a dense gradient also stores the zero rows.
     if len(node.args) > position:
         node.update_arg(position, False)
     elif "sparse" in node.kwargs:

@@ -1,13 +1,13 @@
 """Decide which transfers share a bucket, and when each bucket is launched and waited for.
 
-A ``Problem`` goes in, a ``Plan`` comes out (``plan``). ``search`` tries different buckets
+The input is a ``Problem``, the output a ``Plan`` (``plan``). ``search`` tries different buckets
 (``bucketing``), places them within the limits (``placement``, ``memory_budget``), and keeps the
 schedule with the best predicted time (``simulate``) and memory (``live_bytes``).
 
-``keep_unsharded`` chooses parameters that stay gathered for backward. ``offload`` chooses offloaded
-activations, and adds host copies. ``saving`` compares strategies for saving values for backward;
-``repeats`` finds repeated layers.
+``keep_unsharded`` chooses parameters that stay unsharded for backward. ``offload`` chooses which
+activations to offload, and adds host copies. ``saving`` compares strategies for saving values for
+backward; ``repeats`` finds repeated layers.
 
-The package is pure: it sees no graph, process group or clock, and is given its cost models. It may
-import only ``errors`` and ``kinds``.
+The package is pure: it has no access to graphs, process groups or clocks, and callers pass in the
+cost models. It may import only ``errors`` and ``kinds``.
 """

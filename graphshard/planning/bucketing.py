@@ -22,10 +22,10 @@ class CostedBucket(NamedTuple):
 
 
 class CandidateBucket(NamedTuple):
-    """A possible bucket: neighbors in a queue, at positions ``[begin, end)``.
+    """A possible bucket: the transfers of a queue at positions ``[begin, end)``.
 
     Attributes:
-        bucket: bucket that is launched as early and waited for as late as its transfers allow.
+        bucket: the bucket, launched as early and waited for as late as its transfers allow.
         replica_average: all-reduce of its shards over replicas, or None.
         continues: whether an all-reduce over replicas, or a copy to the host, follows the wait.
     """
@@ -43,17 +43,17 @@ Split = Sequence[CandidateBucket]  # a partition of a queue, in queue order
 
 
 class Queue:
-    """All gathers, or all reductions, of a problem, with those that are hardest to hide first.
+    """All gathers or all reductions of a problem, hardest to hide first.
 
     Only transfers with the same ``_key`` may share a bucket. The queue is therefore regrouped into
-    one run per key, and neighbors are transfers of one run, even if transfers of other runs lie
-    between them in ``order``. A position is an index into the concatenated runs.
+    one run per key, and a bucket takes neighbors of one run, even if they are not neighbors in
+    ``order``. A position is an index into the concatenated runs.
 
     Args:
         cap: maximum size of a candidate with more than one transfer, or None for no limit.
         order: positions in ``Problem.transfers``.
-        yields: whether a bucket that is ready just before a user collective is launched just after
-            it. For a reduction, this can take more memory.
+        yields: whether to delay a bucket that is ready just before a user collective until just
+            after it. For a reduction, this can take more memory.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Queue:
         self._candidates: dict[tuple[int, int], CandidateBucket] = {}
 
     def split(self, size: int) -> Split:
-        """Return candidates of at most ``size`` bytes; larger transfers travel alone."""
+        """Split the queue into candidates of at most ``size`` bytes; larger transfers go alone."""
         split: list[CandidateBucket] = []
         begin = 0
         while begin < len(self._order):
@@ -97,7 +97,7 @@ class Queue:
         border between them moves. The part after the new border stays whole or is halved.
         """
         begin, end = split[index].begin, split[index].end
-        steps = _powers_of_two(end - begin)  # from existing borders: O(log n) variants
+        steps = _powers_of_two(end - begin)  # distances from old borders: O(log n) variants
         inner = {border for step in steps for border in (begin + step, end - step)}
         recuts = [(border, end) for border in sorted(inner)]
         if end < self._run_end[begin]:
@@ -168,7 +168,7 @@ class Queue:
         return CostedBucket(bucket, cost, footprint(self._problem, bucket))
 
     def _buffers(self, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return shared buffers for the small transfers, then one buffer for each of the others."""
+        """Return shared buffers for the small transfers, then one buffer per other transfer."""
         transfers = self._problem.transfers
         float8: list[int] = []
         others: list[int] = []

@@ -1,9 +1,9 @@
 """Choose parameters to keep unsharded from forward to backward instead of gathering them again.
 
-Nothing can hide the gathers that backward needs first, and on a slow interconnect there are many.
-They are dropped as far as memory allows, in the order in which backward needs them, because those
-parameters are held for the shortest time. This is the selective unsharding of DeepCompile (arXiv
-2504.09983), decided by exposed time.
+The first gathers of backward cannot be hidden; on a slow interconnect, these are many. They are
+dropped in the order in which backward needs them, as long as memory allows: the earlier a parameter
+is needed, the shorter it is held. This is the selective unsharding of DeepCompile (arXiv
+2504.09983), with exposed time as the criterion.
 
     forward   .. gather w   use w  [ w is kept  ]    backward   [     ] use w   gather v   use v ..
 """
@@ -20,8 +20,8 @@ from .plan import Problem, Transfer
 from .simulate import Lane, TransferCostModel, clock
 
 # Minimum exposed time of a gather, in microseconds, that justifies keeping its parameter. Judgement
-# call: less than the launch of a kernel. With a larger value gathers stay exposed that memory could
-# have saved; at 0 a rounding error could keep a parameter.
+# call: less than a kernel launch. A larger value leaves gathers exposed although memory is free;
+# with 0, a rounding error could keep a parameter.
 LEAST_US = 1.0
 
 

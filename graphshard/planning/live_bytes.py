@@ -5,9 +5,9 @@ before it (with copy-out), and its nodes run. The graph's end has the first two:
 
     point    0 launches  1 waits  2 step 0   3 launches  4 waits  5 step 1   6 launches  7 waits
 
-A gather takes memory at its launch, for packed and received data, and at its wait, for copies out
-of shared buffers. A reduction packs gradients at its launch, which frees them; its wait frees the
-sent data. An unchanged tensor that is alone in its buffer is neither packed nor copied out.
+A gather allocates memory at its launch, for packed and received data, and at its wait, for copies
+out of shared buffers. A reduction packs gradients at its launch, which frees them; its wait frees
+the sent data. An unchanged tensor that is alone in its buffer is neither packed nor copied out.
 
     parameters   shards ──► packed ~~~► full ──► copies    gradients   grads ──► packed ~~~► shards
                      launch ┴─────┴ wait                           launch ┴──────────┴ wait
@@ -46,7 +46,7 @@ def num_points(num_steps: int) -> int:
 
 
 class Span(NamedTuple):
-    """Bytes alive from point or step ``begin`` up to ``end``, which is excluded."""
+    """Bytes alive in the points or steps ``[begin, end)``."""
 
     begin: int
     end: int
@@ -75,7 +75,7 @@ class ByteChanges:
 
 
 class LiveBytes:
-    """Bytes alive at each point, changed span by span."""
+    """Bytes alive at each point, updated span by span."""
 
     def __init__(self, by_point: Iterable[int]) -> None:
         self.by_point = list(by_point)
@@ -140,7 +140,7 @@ class Footprint(NamedTuple):
 
 def footprint(problem: Problem, bucket: Bucket) -> Footprint:
     """Return the footprint of ``bucket``, without the memory that ``count_transfers`` counts."""
-    # The collective of host shards is counted as if the host copies took no time.
+    # A collective of host shards is counted as if its host copies took no time.
     if bucket.kind == TransferKind.COPY_TO_DEVICE:
         return Footprint(bucket.num_bytes, at_launch=bucket.num_bytes)
     if bucket.kind == TransferKind.COPY_TO_HOST:
@@ -205,9 +205,9 @@ def _results_footprint(buffer: Sequence[Transfer], received: int) -> Footprint:
 
 
 def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None:
-    """Add the memory changes by ``transfers`` that are the same in every schedule."""
+    """Add the memory changes of ``transfers`` that are the same in every schedule."""
     for t in transfers:
-        # A full parameter is freed after its last use; a gradient takes memory once it is ready.
+        # A full parameter is freed after its last use; a gradient is allocated when it is ready.
         if t.kind.is_fetch:
             changes.add(launches(t.last + 1), -t.num_bytes)
         elif t.kind == TransferKind.COPY_TO_HOST:
@@ -249,9 +249,9 @@ def alive_by_point(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
         transfers = [problem.transfers[i] for i in bucket.transfers]
         if transfers[0].kind == bucket.kind:
             count_transfers(changes, transfers)
-        elif bucket.kind == TransferKind.COPY_TO_DEVICE:  # the gather counts them from here on
+        elif bucket.kind == TransferKind.COPY_TO_DEVICE:  # from here on, the gather counts them
             changes.add(launches(bucket.wait), -bucket.num_bytes)
-        elif bucket.kind == TransferKind.COPY_TO_HOST:  # the reduction counts them up to here
+        elif bucket.kind == TransferKind.COPY_TO_HOST:  # up to here, the reduction counts them
             changes.add(running(bucket.launch), bucket.num_bytes)
     return list(map(add, fixed_by_point(problem), changes.by_point()))
 

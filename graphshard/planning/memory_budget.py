@@ -1,4 +1,4 @@
-"""The limits of a schedule, and the memory left within them while buckets are placed."""
+"""Limits of a schedule, and the memory that they leave while buckets are placed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ScheduleLimits:
     Attributes:
         cap: maximum size of a bucket; a larger tensor travels alone. By default, the search
             finds a size.
-        in_flight: maximum size of all buckets between launch and wait; a single one may be larger.
+        in_flight: maximum size of all buckets between launch and wait; a lone bucket may exceed it.
         peak: maximum total of bytes alive at any point in time.
     """
 
@@ -30,11 +30,11 @@ class ScheduleLimits:
 
 
 class FreeMemory:
-    """Memory left at each point in time while buckets are placed one after the other.
+    """Memory left at each point in time while buckets are placed one by one.
 
     Args:
         alive: bytes alive at each point in time if each bucket were waited for at its launch.
-        in_flight: bytes already between launch and wait in each step; none by default.
+        in_flight: bytes already between launch and wait in each step; zero by default.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class FreeMemory:
         self._limit = math.inf if limits.in_flight is None else limits.in_flight
 
     def take_earliest(self, footprint: Footprint, wish: int, wait: int) -> int:
-        """Reserve memory for the earliest launch that fits, from step ``wish`` on; return it."""
+        """Reserve memory for the earliest launch that fits, at ``wish`` or later; return it."""
         launch = wait
         while launch > wish and not self.limit_before(footprint, launch):
             launch -= 1
@@ -55,7 +55,7 @@ class FreeMemory:
         return launch
 
     def take_latest(self, footprint: Footprint, launch: int, wish: int) -> int:
-        """Reserve memory for the latest wait that fits, up to step ``wish``; return it."""
+        """Reserve memory for the latest wait that fits, at ``wish`` or earlier; return it."""
         wait = launch
         while wait < wish and not self.limit_after(footprint, wait):
             for span in _of_a_later_wait(footprint, wait):
@@ -120,7 +120,7 @@ def place_waits(
     """Return the step before which each reduction is waited for, in O(steps + reductions).
 
     Args:
-        sent: reductions in launch order; they are waited for in this order, or where they are due.
+        sent: reductions in launch order; they are waited for in this order or when they are due.
         alive: bytes alive at each point in time if each is waited for at its launch.
         max_alive: maximum bytes alive for a reduction to stay in flight after its launch.
         in_flight: bytes of other buckets between launch and wait, in each step.

@@ -1,8 +1,8 @@
 """Host copies of shards in host memory, and of offloaded activations.
 
 Buckets are first formed and placed as if all shards were on the device. Then host copies are added:
-to the device before a gather, to the host after a reduction; activations travel one by one, to the
-host after their last use in forward. The host link runs one copy at a time in each direction.
+to the device before a gather, to the host after a reduction. Activations are copied one by one, to
+the host after their last use in forward. The host link runs one copy at a time in each direction.
 
     to device      [shards of a][shards of b]
     communication               [gather a   ][gather b]              [reduce a]
@@ -122,8 +122,8 @@ def _launch_early(
     step_us: Sequence[float],
 ) -> list[Bucket]:
     """Launch copies early enough to be done when they are waited for, if memory allows."""
-    # In reversed time, from the last copy to the first: a copy begins at its wait, once the copies
-    # after it have left the lane, and ends at its launch.
+    # With time reversed, from the last copy to the first: a copy begins at its wait, once later
+    # copies have left the lane, and ends at its launch.
     lane = Lane(-math.inf)
     placed = []
     for copy in reversed(copies):
@@ -143,7 +143,7 @@ def _wait_late(
     step_us: Sequence[float],
 ) -> list[Bucket]:
     """Wait for copies when they are done, or earlier if memory runs out."""
-    # The host itself waits at the graph's end.
+    # These waits block the device's stream; the host itself waits only at the graph's end.
     lane = Lane()
     placed = []
     for copy in sorted(copies, key=lambda copy: copy.launch):
@@ -156,17 +156,17 @@ def _wait_late(
     return placed
 
 
-# Factor on the predicted duration of host copies. Judgement call: next to compute, or on a shared
-# link, a transfer may well take twice as long as alone. A larger margin holds buffers for longer;
-# with a smaller one compute waits for late transfers.
+# Factor on the predicted duration of host copies. Judgement call: concurrent with compute or on a
+# shared link, a copy can take twice as long as alone. A larger margin holds buffers longer; with a
+# smaller one, compute waits for late copies.
 HOST_COPY_MARGIN = 2.0
-# Fractions of the budget that a graph's least memory may take; all are tried. The rest is for
-# launching gathers earlier. Judgement call: each fraction costs a search of both graphs (without
-# local search), and times differ little between neighbors. Fewer would miss a good one.
+# Fractions of the budget to try as the limit of each graph's smallest peak; the rest lets gathers
+# launch earlier. Judgement call: each fraction costs a search for both graphs (without local
+# search), and neighboring fractions differ little in time. Fewer would miss a good one.
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-# Fraction of the predicted time that offloading more than necessary has to save. Judgement call:
-# predictions are no more accurate than that. With a larger value gathers stay exposed that could be
-# hidden; at 0, copies load the host link for a gain that may not be real.
+# Minimum fraction of the predicted time that offloading more than necessary must save. Judgement
+# call: predictions are not more accurate. A larger value leaves gathers exposed that could be
+# hidden; with 0, copies load the host link for a gain that may not be real.
 MIN_GAIN = 0.02
 
 
@@ -194,8 +194,8 @@ def choose_offloaded(
 ) -> list[int]:
     """Return the positions in ``saved`` of the activations to offload, if there is a peak limit.
 
-    A graph may need offloading to fit ``limits.peak``. Offloading more can save time, because
-    gathers can be launched earlier in the memory that becomes free:
+    A graph may need offloading to fit ``limits.peak``. Offloading more can save time, because the
+    freed memory lets gathers launch earlier:
 
         budget   ├──────────── least memory ──────────┤     all gathers exposed
                  ├─────── least memory ───┤ prefetch ─┤     hidden, if the copies are hidden
@@ -239,7 +239,7 @@ def _offload_enough(
     """Return the activations to offload so that the least memory of each graph fits ``budget``."""
     in_forward, in_backward = map(LiveBytes, map(least_by_point, (forward, backward)))
     chosen = []
-    # Those that backward needs last come first: their copies have the most time to hide in.
+    # Activations that backward needs last come first: their copies are the easiest to hide.
     for i in sorted(range(len(saved)), key=lambda i: (-saved[i].first, saved[i].last)):
         absence = _absence(saved[i], forward.num_steps)
         if in_forward.exceeds(budget, absence.forward) or in_backward.exceeds(
@@ -259,7 +259,7 @@ def _offloaded(
     end = forward.num_steps
     offloads = [_host_copy(to_host, a.num_bytes, a.last + 1, end, end - 1) for a in chosen]
     reloads = [_host_copy(to_device, a.num_bytes, 0, a.first, a.until) for a in chosen]
-    # From the last use in forward to the last use in backward, the transfers count the activations.
+    # From the last use in forward to the last use in backward, the transfers count these bytes.
     saved = [_absence(activation, end).forward for activation in chosen]
     taken = [Span(0, launches(a.until + 1), a.num_bytes) for a in chosen]
     return _with_transfers(forward, offloads, saved), _with_transfers(backward, reloads, taken)

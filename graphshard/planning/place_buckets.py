@@ -23,7 +23,7 @@ class _LaunchRange(NamedTuple):
 def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
     """Return the buckets of ``plan``, in their order, with launches and waits that fit ``problem``.
 
-    A bucket keeps its place among the user collectives. Its steps are moved as little as needed:
+    A bucket keeps its position among the user collectives. Its steps move as little as needed:
     its transfers must be ready in ``problem``, and not yet due.
 
     Args:
@@ -69,7 +69,7 @@ def _check_user_collectives(problem: Problem, theirs: Problem) -> None:
 
 
 def _section(problem: Problem, plan: Plan, bucket: Bucket) -> _LaunchRange:
-    """Return the launch steps between the same user collectives as ``bucket`` in ``plan``."""
+    """Return the steps between the same user collectives as the bucket's launch in ``plan``."""
     number, users = plan.problem.num_user_launches(bucket.launch), problem.user_collectives
     return _LaunchRange(
         earliest=users[number - 1].launch + 1 if number else 0,
@@ -113,7 +113,7 @@ def _numbered(
 def _positions(transfers: Sequence[Transfer]) -> dict[Transfer, list[int]]:
     positions: dict[Transfer, list[int]] = {}
     for i, transfer in enumerate(transfers):
-        # Transfers that differ only in steps share a key, and are taken in order.
+        # Transfers that differ only in steps share a key and are matched in order.
         positions.setdefault(_without_steps(transfer), []).append(i)
     return positions
 

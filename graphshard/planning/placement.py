@@ -38,14 +38,14 @@ from .simulate import (
     user_costs,
 )
 
-# Price of memory in time, for schedules without a memory budget: one whose peak is a fraction ``x``
-# above the modest peak (see ``Placer``) is scored as if the simulated time were
-# ``1 + MEMORY_PRICE * x**2`` times as long: 10 % more memory must save 1 % of it, and 20 % more
-# must save 4 %. Compute time lost to hidden collectives is added after this. Measured with
+# Price of memory in time, without a memory budget. If the peak exceeds the modest peak (see
+# ``Placer``) by a fraction ``x``, the score multiplies the simulated time by
+# ``1 + MEMORY_PRICE * x**2``: 10 % more memory must save 1 % of the time, 20 % more must save 4 %.
+# The slowdown of compute by hidden collectives is added afterwards. Measured with
 # ``benchmarks/robustness.py``: at 0.5, 405B on 1,024 GPUs with slow links takes 5 % more memory
 # than with FSDP2's rule, and 1 % less time than at 1.0.
 MEMORY_PRICE = 1.0
-# Number of modest buckets that the modest peak has room for (see ``Placer``). Measured: at 1, if
+# Number of modest buckets for which the modest peak has room (see ``Placer``). Measured: at 1, if
 # links are slower than planned, 70B on 1,024 GPUs takes up to 5 % longer than with FSDP2's rule.
 MODEST_BUCKETS = 1.5
 

@@ -25,7 +25,7 @@ from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
 _Record = TypeVar("_Record")
 VERSION = 8  # of the JSON format
-# JSON keys that differ from the names of the fields, which have been renamed since.
+# JSON keys of fields that have been renamed since.
 _JSON_KEYS = {
     "buffers": "parcels",
     "fixed_bytes": "other_bytes",
@@ -124,8 +124,8 @@ class Transfer:
 class UserCollective:
     """A collective that the model itself calls, as tensor parallelism does.
 
-    Its launch is a step of its own, and its wait begins a step. Buckets that are launched or waited
-    for before such a step come first.
+    Its launch is a separate step, and its wait begins a step. Buckets that are launched or waited
+    for before the same step come first.
 
     Attributes:
         op: name of its operator, such as "all_reduce".
@@ -198,7 +198,7 @@ class Bucket:
         buffers: positions in ``Problem.transfers``, grouped by buffer. Transfers that share a
             buffer are copied in and out; a transfer that is alone in its buffer is copied only to
             be cast, padded or made contiguous.
-        num_bytes: total size of the full tensors, or of the shards in such a stage.
+        num_bytes: total size of the full tensors or, in such a stage, of the shards.
         group, world, stride: same as in ``Transfer``.
         launch: step before which it is launched.
         wait: step before which it is waited for.
@@ -291,18 +291,18 @@ def sorted_events(
     """Return the launches and waits of all buckets in order.
 
     Before each step, launches come before waits, both in the order of the buckets. One exception:
-    if another bucket continues this one, the wait comes right before that bucket's launch. User
+    the wait for a bucket with a successor comes right before the successor's launch. User
     collectives come last: the step begins with their launch or wait.
 
     Args:
         launches: launch step of each bucket.
-        waits: wait step of each bucket; with a successor, the launch step of that one.
+        waits: wait step of each bucket; equal to the launch step of its successor, if any.
         successors: result of ``next_in_chain``.
         users: user collectives, numbered after the buckets.
 
     Returns:
-        For each event: step, two keys that only sort, whether it is a launch, and the number of the
-        bucket or user collective.
+        For each event: step, two sort keys, whether it is a launch, and the number of the bucket or
+        user collective.
     """
     events = [(launch, False, i, True, i) for i, launch in enumerate(launches)]
     for i, wait in enumerate(waits):
@@ -431,8 +431,7 @@ class Plan:
 
     def collectives_text(self) -> str:
         """Return our collectives and the user's as text, one line each, in launch order."""
-        # Ranks must not differ in this order. If every launch has the same place in the order of
-        # all launches, no two groups can wait for each other.
+        # All ranks must launch in the same order; otherwise two groups could wait for each other.
         users = [f"user collective: {user}" for user in self.problem.user_collectives]
         lines, num_done = [f"{self.graph} graph"], 0
         for bucket in self.buckets:
@@ -467,8 +466,8 @@ class Plan:
         )
         if raw.get("version") != VERSION:
             raise ValueError(
-                f"the plan does not have version {VERSION}, which this graphshard reads; compile "
-                "again"
+                f"the plan has version {raw.get('version')}, but this graphshard reads version "
+                f"{VERSION}; compile again"
             )
         transfers = tuple(_with_kind(Transfer, t) for t in raw["problem"].pop("transfers"))
         users = raw["problem"].pop("user_collectives", ())  # missing in older files

@@ -1,10 +1,10 @@
-"""Find repeats in a sequence, such as the layers in a graph, and cut them into pieces; pure.
+"""Find repeats in a sequence, such as the layers of a graph, and cut them into pieces.
 
     labels     a b | c d e f | c d e f | c d e f | g     one repeat: start 2, length 4, count 3
     cut at 8                     ^                       pieces: c d | e f | c d | e f | c d | e f
 
-A cut in one part is made in all of them. Pieces at the same offset are therefore equal, and one
-compiled subgraph serves them all.
+A cut in one part is made in all parts. Pieces at the same offset are therefore equal and share one
+compiled subgraph.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from itertools import pairwise
 from .plan import Regions
 
 _MAX_LENGTHS = 16  # part lengths tried in one range
-# Microseconds that Inductor takes to compile a node, and that a step takes to call a subgraph.
-# Measured with a GPT of 24 layers on a CPU. An additional kernel costs as much as a call.
+# Microseconds to compile a node with Inductor, and to call a subgraph in a training step. Measured
+# with a 24-layer GPT on a CPU. An additional kernel costs as much as a call.
 _NODE_US, _CALL_US = 3000.0, 20.0
 _NUM_STEPS = 1000  # training steps over which sharing must still save time
 
@@ -56,7 +56,7 @@ def saves_time(regions: Regions) -> bool:
 
 
 def find_repeats(labels: Sequence[int], least_saved: int) -> list[Repeat]:
-    """Return disjoint repeats with at least this ``num_saved``, in order."""
+    """Return disjoint repeats whose ``num_saved`` is at least ``least_saved``, in order."""
     # Choose the largest repeat, then the largest on either side of it, and so on.
     found: list[Repeat] = []
     pending = [(0, len(labels))]

@@ -57,7 +57,7 @@ class TriedSaving:
 
 @dataclass(frozen=True)
 class SavingChoice:
-    """The strategies for saving values for backward that one rank has planned for a graph.
+    """Strategies for saving values for backward, as planned by one rank for a graph.
 
     Attributes:
         budget_gb: maximum peak of a graph on one rank.
@@ -117,7 +117,7 @@ def savings(activations: Sequence[float | None], *, may_offload: bool) -> list[S
 
 
 def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving]) -> bool:
-    """Return whether ``planned`` is slower than recomputing less, so more need not be tried."""
+    """Return whether ``planned`` is slower than ``earlier``, so recomputing more can be skipped."""
     # Strategies with offloading do not count: there, recomputing more may still be faster, because
     # fewer activations wait for their copies.
     alone = [t.step_us for t in earlier if t.step_us is not None and not t.saving.offloads]

@@ -1,9 +1,9 @@
-"""Find the schedule of a graph: which transfers share buckets, and when each bucket travels.
+"""Find the schedule of a graph: which transfers share a bucket, and when each bucket is sent.
 
 Two splits (which gathers share a bucket, which reductions do) and a limit on bytes in flight
 determine a schedule (``placement``). Coordinate descent over three sizes finds the first splits; a
-local search then re-splits neighboring buckets while that helps, starting with transfers that
-nothing can hide: the first gathers and the last reductions.
+local search then re-splits neighboring buckets while that helps, starting with the transfers that
+cannot be hidden: the first gathers and the last reductions.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from .simulate import TransferCostModel
 NUM_SIZES = 14
 # Maximum size of a bucket without a budget, in modest buckets (see ``_modest_bytes``). Measured
 # with ``benchmarks/robustness.py``: at 2, if links are slower than planned, a model of four layers
-# takes up to 11 % longer than with FSDP2's rule; at more, buffers take more memory.
+# takes up to 11 % longer than with FSDP2's rule; with more, buffers take more memory.
 CAP_BUCKETS = 3
 # Budget of the local search: number of candidate schedules times number of transfers. Measured in
 # all scenarios of ``benchmarks/robustness.py`` for Llama-3 8B and 70B: a ten times larger budget
 # gains less than 0.3 %; without local search, schedules are up to 2.6 % slower.
 LOCAL_SEARCH_BUDGET = 300_000
-# Fractions of a modest peak's room that are tried for waits, which may take all of it.
+# Fractions of the modest buckets' memory that ``save_memory`` tries to give to late waits; the
+# search lets waits use all of it.
 WAIT_ROOMS = (0.0, 0.25, 0.5, 0.75)
-# Maximum fraction of the time to give up for earlier waits, which free memory.
+# Maximum fraction of the time that may be lost to earlier waits, which free memory.
 MAX_LOSS = 0.0005
 
 

@@ -87,7 +87,7 @@ class BucketCost(NamedTuple):
         lane_us: time on its own lane.
         copy_out_us: time on the compute lane after the wait.
         latency_us: part of ``lane_us`` that does not depend on the number of bytes.
-        shares: another lane that is busy meanwhile, or "".
+        shares: another lane that is busy at the same time, or "".
     """
 
     copy_in_us: float
@@ -243,7 +243,7 @@ class _Run:
     def critical_path(self) -> tuple[Slot, ...]:
         path = []
         slot = max(self.slots, key=lambda slot: slot.end_us, default=None)
-        while slot is not None:  # back from the last slot, each time to the slot it waited for
+        while slot is not None:  # walk back from the last slot to what each slot waited for
             path.append(slot)
             blockers = self._blockers[slot.kind, slot.index]
             slot = max(blockers, key=lambda blocker: blocker.end_us, default=None)
