@@ -96,8 +96,8 @@ def instances_of(kind: type[_T]) -> Iterator[_T]:
     # Filter types, not objects: there are few types, and isinstance may run a proxy's code.
     objects = gc.get_objects()
     kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, kind)}
-    # get_objects() omits objects frozen by gc.freeze(): those are found only if registered. Whether
-    # there are any is not asked, since gc.get_freeze_count() visits each of them.
+    # get_objects() omits objects frozen by gc.freeze(), which are found only if registered.
+    # gc.get_freeze_count() cannot rule them out cheaply: it visits each frozen object.
     frozen = live_instances(kind)
     for instance in objects if kinds else ():
         if type(instance) in kinds:
@@ -109,10 +109,10 @@ def instances_of(kind: type[_T]) -> Iterator[_T]:
 def find_groups(
     root: nn.Module, plain_params: Sequence[PlainParam], mesh: DeviceMesh, options: Options
 ) -> MeshGroups:
-    """Return the groups of ``mesh`` and, if tensors are DTensors already, of their mesh.
+    """Return the groups of ``mesh`` and, if tensors are already DTensors, of their mesh.
 
-    The mesh of DTensors is left out if it does not fit; :func:`find_error` reports that. Parameters
-    with a mesh of their own in ``overrides`` are ignored.
+    A DTensor mesh that does not fit is left out, and :func:`find_error` reports it. Parameters with
+    their own mesh in ``overrides`` are ignored.
     """
     sharded = filter(None, map(sharded_param_of, root.parameters()))
     tp_meshes = [known.spec.groups.of_model.tp_mesh for known in sharded]
@@ -173,7 +173,7 @@ def find_error(
         or _optimizer_error(plain_params)
         or _ddp_error(plain_params)
         or _override_error(root, plain_params, options)
-        or _resolve_specs(own_groups, options)  # sets the spec of each
+        or _resolve_specs(own_groups, options)  # sets all specs
         or _fp8_error(root, plain_params, options, groups.mesh.device_type)
     )
 
@@ -201,9 +201,9 @@ def _holder_class_error(root: nn.Module, plain_params: Sequence[PlainParam]) -> 
     for cls in dict.fromkeys(map(plain_class, [root, *holders])):
         if error := class_error(cls):
             return (
-                f"modules of class {cls.__name__} cannot be sharded, since that replaces their "
-                f"class: {error}. Move their parameters to a module of a different class, or list "
-                "them in ignored_params"
+                f"modules of class {cls.__name__} cannot be sharded, because sharding replaces "
+                f"their class: {error}. Move their parameters to a module of a different class, or "
+                "list them in ignored_params"
             )
     return None
 
@@ -247,26 +247,26 @@ def _ddp_error(plain_params: Sequence[PlainParam]) -> str | None:
     if plain is None:
         return None
     return (
-        f"DistributedDataParallel reduces the gradient of parameter {plain.fqn!r}: remove it, and "
-        "call what torch.compile(model, backend=graphshard.backend(mesh)) returns. To replicate "
-        'parameters as DDP does, set overrides={"*": {"shard": False}}'
+        f"DistributedDataParallel reduces the gradient of parameter {plain.fqn!r}: remove the "
+        "wrapper, and call the model that torch.compile(model, backend=graphshard.backend(mesh)) "
+        'returns. To replicate parameters as DDP does, set overrides={"*": {"shard": False}}'
     )
 
 
 def _own_mesh_error(groups: MeshGroups) -> str | None:
-    """Return why a parameter cannot be on the mesh that ``overrides`` give it, or None."""
+    """Return why a parameter cannot use its mesh from ``overrides``, or None."""
     mesh, default = groups.mesh, groups.default
     if default is None:
         return None
     slices = f'slices of one mesh, as in {_DP_MESH} and {{"mesh": mesh["efsdp"]}}'
     if not has_root_of(mesh, default.mesh):
-        return f"has {mesh} in overrides, and other parameters have {default.mesh}: pass {slices}"
+        return f"has {mesh} in overrides, but other parameters have {default.mesh}: pass {slices}"
     ranks = set(default.whole_mesh.mesh.flatten().tolist())
     for own in filter(None, (mesh, groups.tp_mesh)):
         if not set(own.mesh.flatten().tolist()) <= ranks:
             return (
-                f"is on {own}, with ranks that are not in {default.whole_mesh} and so do not train "
-                f"the model: pass {slices}, where dp has all ranks with data of their own"
+                f"is on {own}, with ranks that do not train the model, because they are not in "
+                f"{default.whole_mesh}: pass {slices}, where dp has all ranks with different data"
             )
     return None
 
@@ -291,7 +291,7 @@ def _tensor_error(param: nn.Parameter, groups: MeshGroups, all_meta: bool) -> st
 
 
 def _dtensor_error(tensor: DTensor, groups: MeshGroups) -> str | None:
-    """Return why a model with a tensor split by tensor parallelism cannot be sharded, or None."""
+    """Return why a model that contains this DTensor cannot be sharded, or None."""
     error = _layout_error(tensor, groups)
     start = f"is a DTensor of {tensor.placements} on {tensor.device_mesh}, "
     return None if error is None else start + error
@@ -302,14 +302,14 @@ def _layout_error(param: DTensor, groups: MeshGroups) -> str | None:
     if (error := _tp_mesh_error(mesh, groups.mesh)) is not None:
         return error
     if mesh != groups.tp_mesh:
-        return f"and others are on {groups.tp_mesh}: parallelize all of them on one mesh"
+        return f"but others are on {groups.tp_mesh}: parallelize all of them on one mesh"
     for placement in param.placements:
         if type(placement) not in (Shard, Replicate):
-            return "and only Shard and Replicate can be sharded further: redistribute it"
+            return "but only Shard and Replicate can be sharded further: redistribute it"
         if isinstance(placement, Shard) and param.shape[placement.dim] % mesh.size():
             return (
-                f"and its size {param.shape[placement.dim]} in dim {placement.dim} is not a "
-                f"multiple of {mesh.size()}, the number of ranks: pad it, or do not split it"
+                f"but its size {param.shape[placement.dim]} in dim {placement.dim} is not a "
+                f"multiple of the {mesh.size()} ranks: pad it, or do not split it"
             )
     return None
 
@@ -320,11 +320,11 @@ def _tp_mesh_error(tp_mesh: DeviceMesh, mesh: DeviceMesh) -> str | None:
     if slice_equal_to(tp_mesh, mesh) is None:
         return f"and cannot be sharded over {mesh}: both must be {slices}"
     if tp_mesh.ndim != 1:
-        return "and only tensor parallelism over one axis is supported"
+        return "but only tensor parallelism over one axis is supported"
     if set(tp_mesh.mesh.tolist()) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
         return (
-            f"which overlaps {mesh}: both must be different {slices}; experts need a mesh of their "
-            'own, as in overrides={glob: {"mesh": mesh["efsdp"]}}'
+            f"which overlaps {mesh}: they must be different {slices}; experts need their own mesh, "
+            'as in overrides={glob: {"mesh": mesh["efsdp"]}}'
         )
     return None
 
@@ -372,7 +372,7 @@ def _nearest(glob: str, fqns: Sequence[str]) -> str:
 
 
 def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
-    """Return the text of a field of ``policy`` that only affects modules, or None."""
+    """Return a field of ``policy`` that only affects modules, as text, or None."""
     if policy.output_dtype is not None:
         return f"output_dtype={policy.output_dtype}"
     return None if policy.cast_forward_inputs else "cast_forward_inputs=False"
@@ -386,7 +386,7 @@ def _resolve_specs(groups: Mapping[PlainParam, MeshGroups], options: Options) ->
             if problem := _device_error(plain.param.device, own.mesh, param_options):
                 return f"parameter {plain.fqn!r} {problem}"
             plain.spec = _spec_of(plain, own, param_options)
-        except Exception as error:  # including the user's fp8 filter: all ranks must raise
+        except Exception as error:  # also from the user's fp8 filter: all ranks must raise
             return f"parameter {plain.fqn!r}: {type(error).__name__}: {error}"
     return None
 
@@ -408,7 +408,7 @@ def _spec_of(plain: PlainParam, groups: MeshGroups, options: ParamOptions) -> Pa
 
 
 def _dim(param: nn.Parameter, options: ParamOptions) -> int:
-    """Return the dimension to split, from 0 on; raise ValueError if ``param`` lacks it."""
+    """Return the dimension to split, nonnegative; raise ValueError if ``param`` lacks it."""
     dim, ndim = options.dim, max(param.ndim, 1)
     if not -ndim <= dim < ndim:
         raise ValueError(
@@ -434,13 +434,13 @@ def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
     recipe = policy.recipe_for(plain.fqns, plain.param)
     if recipe is not None and isinstance(plain.param, DTensor):
         raise ValueError(
-            f"fp8 of a DTensor of {plain.param.placements} is not supported: exclude it by "
-            'overrides={glob: {"fp8": None}} or by fp8.filter_fn'
+            f"fp8 of a DTensor of {plain.param.placements} is not supported: exclude it with "
+            'overrides={glob: {"fp8": None}} or fp8.filter_fn'
         )
     if recipe is not None and _dim(plain.param, options):
         raise ValueError(
-            f"fp8 of a parameter that is split by dim={options.dim} is not supported: exclude it "
-            'by overrides={glob: {"fp8": None}} or by fp8.filter_fn'
+            f"fp8 of a parameter that is split along dim={options.dim} is not supported: exclude "
+            'it with overrides={glob: {"fp8": None}} or fp8.filter_fn'
         )
     if recipe is not None:
         check_fp8(policy, options.mp_policy.param_dtype)

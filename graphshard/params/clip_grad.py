@@ -1,4 +1,4 @@
-"""Clip gradients by their total norm, also where parameters are on several meshes."""
+"""Clip gradients by their total norm if parameters are on several meshes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clip_grad_norm_(
     """Clip gradients in place by their total norm, and return that norm.
 
     Takes the arguments of ``torch.nn.utils.clip_grad_norm_``, which fails if tensor parallelism has
-    split some parameters and left others whole. All ranks of the meshes must call it.
+    split some parameters but not others. All ranks of the meshes must call this.
 
     Returns:
         The total norm before clipping, as a plain tensor that is equal on all ranks.
@@ -48,7 +48,7 @@ def clip_grad_norm_(
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
-            f"the total norm of the gradients is {norm.item()}: cannot clip them; pass "
+            f"the total norm of the gradients is {norm.item()}, so they cannot be clipped; pass "
             "error_if_nonfinite=False to scale them anyway"
         )
     for params in by_mesh.values():

@@ -67,7 +67,7 @@ class ForwardCheck:
         """Compare a sharded model's graph with the stored one, if any, and drop the latter.
 
         Raises:
-            BackendError: the graphs differ; the message has the first difference.
+            BackendError: the graphs differ; the message shows the first difference.
         """
         plain, self._plain = self._plain, None
         if plain is None:

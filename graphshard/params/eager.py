@@ -1,7 +1,7 @@
 """Full parameters for the parts of a forward that run outside of any graph.
 
-Their reads may depend on a rank's data (mixture-of-experts routing, a loop over
-``index.unique()``): gathers at each read would differ between ranks. As with FSDP2's
+Which parameters these parts read may depend on a rank's data (mixture-of-experts routing, a loop
+over ``index.unique()``), so gathering at each read would differ between ranks. As with FSDP2's
 ``fully_shard(module)``, the unit is the module: the first read gathers all of its parameters, later
 reads in the same call get the same tensors, and one backward reduces all their gradients:
 
@@ -35,17 +35,17 @@ from .sharded_param import ShardedParam, is_unattached, owned_by, sharded_model_
 
 
 class _Read(NamedTuple):
-    """The key of a full parameter in a call's scope."""
+    """Key of a full parameter in a call's scope."""
 
     param: ShardedParam
     in_inference_mode: bool
-    version: int  # of the shard: one that has changed is gathered again
+    version: int  # version of the shard: after a change, it is gathered again
 
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
     """Return differentiable full parameters of ``module``, or None outside of any forward.
 
-    Gathers, as a collective, those that the call in progress has not read yet.
+    A collective: gathers the parameters that the call in progress has not read yet.
 
     Raises:
         BackendError: a full parameter was changed in place, or a shard was lost or replaced.
@@ -113,8 +113,8 @@ def _sharded(module: nn.Module, name: str) -> ShardedParam:
     sharded_param = owned_by(module, name)
     if sharded_param is None:
         raise BackendError(
-            f"parameter {name!r} of a {type(module).__name__} has lost its shard, since the module "
-            "was not copied by copy.deepcopy: use copy.deepcopy"
+            f"parameter {name!r} of a {type(module).__name__} has no shard, because the module "
+            "was not copied with copy.deepcopy: use copy.deepcopy"
         )
     return sharded_param
 
@@ -190,7 +190,7 @@ def _reduce(
 ) -> torch.Tensor | None:
     """Reduce a full gradient plus accumulated totals; return None if the result accumulates."""
     spec = sharded_param.spec
-    if grad is None:  # only other ranks have one
+    if grad is None:  # only other ranks have a gradient
         dtype = used_dtype(sharded_param.shard, spec.dtype)
         grad = torch.zeros(spec.unsharded_shape, dtype=dtype, device=spec.groups.device)
     if (key := sharded_param.accumulator_key(UNSYNCED)) is not None:
@@ -206,9 +206,9 @@ def _reduce(
 def _used_on_any_rank(
     sharded_params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
 ) -> list[bool]:
-    """Return, for each parameter, whether any rank has a gradient; all-reduces if several."""
+    """Return, for each parameter, whether any rank has its gradient; may all-reduce."""
     used_here = [grad is not None for grad in grads]
-    if len(sharded_params) <= 1:  # without its gradient, no rank's backward would get here
+    if len(sharded_params) <= 1:  # backward only runs if a gradient exists
         return used_here
     groups = sharded_params[0].spec.groups
     flags = torch.ones(len(sharded_params), dtype=torch.int32, device=groups.device)

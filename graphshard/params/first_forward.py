@@ -20,7 +20,7 @@ error with advice, and tests/graph/test_first_forward.py fails.
 plain model, or Dynamo is off while a function is compiled. Each rank then trains its own model. The
 symptom is an optimizer step on plain parameters that have gradients:
 
-    torch.compile is given a model, or a function that names it    watched until it is sharded
+    torch.compile gets a model, or a function that refers to it    watched until it is sharded
     an optimizer steps plain parameters of a watched model         error
     an optimizer steps any plain parameters while a backend has
     sharded nothing and knows no model                             warning: they may be unrelated
@@ -282,8 +282,8 @@ def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.P
     raise BackendError(
         f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which "
         "torch.compile(..., backend=graphshard.backend(...)) has not sharded: no compiled call of "
-        "it has run, and each rank trains its own model. Call what torch.compile returned, "
-        "with compilation enabled (no disable=True, TORCH_COMPILE_DISABLE=1, "
+        "it has run, so each rank trains its own model. Call the model that torch.compile "
+        "returned, with compilation enabled (no disable=True, TORCH_COMPILE_DISABLE=1, "
         "set_stance('force_eager') or suppress_errors); or call graphshard.shard(model, mesh), "
         "which also trains uncompiled models; or list its parameters in ignored_params if you "
         "reduce their gradients yourself"

@@ -1,7 +1,7 @@
 """Gather shards to a full tensor on the first rank of a mesh, or scatter one from that rank.
 
-Rows travel as bytes, which every backend sends in every dtype. On a 2D mesh only the first replica
-gathers and scatters; the others then receive their shards from it.
+Rows are sent as bytes, so that every backend supports every dtype. On a 2D mesh only the first
+replica gathers and scatters; the others then receive their shards from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def spec_of(dtensor: DTensor) -> ParamSpec | None:
 
 
 def gather(dtensor: DTensor) -> torch.Tensor | None:
-    """Return a full copy on the host of the mesh's first rank, and None on other ranks."""
+    """Gather a full copy to the host of the mesh's first rank; return None on other ranks."""
     spec = spec_of(dtensor)
     is_first = int(dtensor.device_mesh.mesh.flatten()[0]) == dist.get_rank()
     if spec is None:
@@ -45,7 +45,7 @@ def gather(dtensor: DTensor) -> torch.Tensor | None:
     dist.gather(as_bytes(own), parts, group=process_group(spec.groups.shards), group_dst=0)
     if padded is None:
         return None
-    # Copied if padded: a file would otherwise include the padding.
+    # Copy if padded, because a file would otherwise include the padding.
     rows = padded[: spec.rows].to("cpu", copy=len(padded) > spec.rows)
     return spec.in_place(rows).contiguous()
 
@@ -53,12 +53,12 @@ def gather(dtensor: DTensor) -> torch.Tensor | None:
 def receive(
     full: torch.Tensor | None, like: torch.Tensor, groups: MeshGroups, spec: ParamSpec | None
 ) -> torch.Tensor:
-    """Send a tensor from the first rank; return its DTensor, or all of it on the host.
+    """Send a tensor from the first rank; return a DTensor, or the full tensor on the host.
 
     Args:
         full: tensor to send, on any device of the first rank, and None on the others.
         like: meta tensor with its shape and dtype.
-        spec: how to split the tensor, or None to send all of it to every rank.
+        spec: how to split the tensor, or None to send the full tensor to every rank.
     """
     if spec is not None and spec.rows is not None and groups.tp_mesh is spec.groups.tp_mesh is None:
         return spec.dtensor(_scatter(full, like.dtype, spec))

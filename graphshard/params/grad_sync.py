@@ -37,8 +37,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     total. Until then every rank holds full gradients.
 
     Args:
-        model: module that graphshard has sharded or will shard, compiled or not, or a submodule of
-            one.
+        model: module that graphshard has sharded or will shard, or one of its submodules; may be
+            compiled.
 
     Raises:
         ValueError: ``model`` is not a module.
@@ -82,7 +82,7 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     """Divide gradient sums over all ranks by ``factor`` instead of by the number of ranks.
 
     Like FSDP2's method, but always for the whole model. Use 1.0 if the loss is already divided by a
-    total over all ranks, such as their number of tokens.
+    total over all ranks, such as the number of tokens.
 
     Args:
         model: module that graphshard has sharded, or a submodule of one.

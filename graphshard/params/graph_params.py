@@ -159,7 +159,7 @@ def _refuse_changes(graph: fx.Graph, fqns: Mapping[int | None, str]) -> None:
             read[traced_storage(node)] = fqns.get(traced_storage(shard), str(shard))
     for node in graph.nodes:
         value, storage = traced_value(node), traced_storage(node)
-        # Fake tensors count versions, too: 0 until an op in the graph writes one.
+        # Fake tensors also count versions: 0 until an op in the graph writes to one.
         if isinstance(value, torch.Tensor) and storage in read and version_of(value):
             raise BackendError(changed_in_place(read[storage]))
 
@@ -234,7 +234,7 @@ def _record_versions(outputs: Sequence[object], args: Sequence[object], saved: _
 def _raise_if_stale(node: Any) -> None:
     recorded: list[tuple[ShardedParam, int]] = getattr(node, _VERSIONS, [])
     for sharded_param, version in recorded:
-        # A new DTensor that replaced it starts at version 0, and has its own memory.
+        # A DTensor that replaced it starts at version 0, and has its own memory.
         if version_of(sharded_param.dtensor) > version:
             raise BackendError(
                 f"parameter {sharded_param.fqn!r} was modified by an inplace operation, such as "

@@ -105,7 +105,7 @@ def _passes(root: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
     sizes = {name: root.get_parameter(name).nbytes for name in names}
     # All parameters of a pass are full-size at once, and every pass runs ``init`` on the whole
     # model. A pass may be as large as the largest module, which must fit anyway, or as 1/16 of the
-    # model up to 1 GiB: a deep model of small modules would need a pass for each.
+    # model up to 1 GiB; otherwise a deep model of small modules would need one pass per module.
     largest = max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in root.modules())
     limit = max(largest, min(sum(sizes.values()) // 16, 1 << 30))
     part: list[str] = []

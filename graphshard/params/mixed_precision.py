@@ -1,9 +1,9 @@
-"""Cast the inputs and outputs of a model and its parts by FSDP2's ``MixedPrecisionPolicy``.
+"""Cast the inputs and outputs of a model and its parts, following ``MixedPrecisionPolicy``.
 
     forward inputs ─► param_dtype ─► module ─► output_dtype
 
 A cast boundary is a module at which a policy begins: the model itself, and each outermost module
-that a glob of ``overrides`` gives a policy (with FSDP2, a module wrapped separately). Parameters
+to which a glob of ``overrides`` assigns a policy (in FSDP2, a separately wrapped one). Parameters
 and gradients are cast in graphs (``graphshard.ops.markers``); users see them in their own dtype.
 """
 

@@ -59,7 +59,7 @@ class Reading(NamedTuple):
 
     Attributes:
         marker: marker that unshards the parameter, with names of attributes instead of tensors.
-        dim: dimension that the rows are slices of.
+        dim: dimension whose slices are the rows.
         tensor_parallel: how to make a DTensor of the result, or None.
     """
 
@@ -130,7 +130,7 @@ class ShardedModule(NoticesReplacement):
     def _graphshard_refresh_accessors(self) -> None:
         cls = type(self)
         readings = cls._graphshard_readings
-        # The new ones reduce or accumulate gradients as currently requested.
+        # The new accessors reduce or accumulate gradients as currently requested.
         _set_class(self, cls._graphshard_plain_class, readings, previous=readings)
 
 
@@ -146,7 +146,7 @@ def install(
     previous: Mapping[str, Reading] = {}
     if isinstance(module, ShardedModule):
         previous = type(module)._graphshard_readings
-    module.__dict__.pop(FLAT_WEIGHTS, None)  # nn.RNNBase: becomes a property
+    module.__dict__.pop(FLAT_WEIGHTS, None)  # of nn.RNNBase; the new class has a property for it
     for name, sharded_param in sharded_params.items():
         sharded_param.add_owner(module, name)
     _set_class(module, plain_class(module), [*previous, *sharded_params], previous)
@@ -200,8 +200,8 @@ def had_sharded(module: nn.Module, name: str) -> bool:
     return isinstance(module, ShardedModule) and name in type(module)._graphshard_readings
 
 
-# Never emptied: a model built after its twin was freed then reuses the twin's compiled graphs,
-# which Dynamo guards by class.
+# Never emptied: Dynamo guards on the class, so a model that is built after an identical one was
+# freed reuses its compiled graphs.
 @functools.cache
 def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type[ShardedModule]:
     namespace: dict[str, object] = {name: _accessor(name, reading) for name, reading in readings}
@@ -376,8 +376,8 @@ def _check_placements(dtensor: DTensor, spec: ParamSpec) -> None:
     expected = _describe(spec.shape, spec.placements, spec.mesh)
     if actual != expected:
         raise BackendError(
-            f"parameter {spec.fqn!r} was replaced by a DTensor of {actual}: must be of {expected}; "
-            "change it in place (copy_, load_state_dict), or assign a DTensor like that"
+            f"parameter {spec.fqn!r} was replaced by a DTensor of {actual} instead of {expected}: "
+            "change it in place (copy_, load_state_dict), or assign a matching DTensor"
         )
 
 

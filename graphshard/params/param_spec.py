@@ -4,11 +4,11 @@
                                            ─► the arguments of its marker in every graph
 
 Rows are split like ``torch.chunk`` does, and padded to the same number on every rank: see
-[Note: padded shards] in ``graphshard.ops.markers``. If another dimension than 0 is split, its
+[Note: padded shards] in ``graphshard.ops.markers``. If a dimension other than 0 is split, its
 slices are the rows: shards, markers and collectives have that dimension first. Users and forward
 see views with the dimensions in their original order.
 
-A parameter that tensor parallelism has split before is a DTensor. Graphs gather and reduce this
+A parameter that tensor parallelism has already split is a DTensor. Graphs gather and reduce this
 rank's part of it, here called the unsharded tensor, like a plain parameter of that shape:
 
     full parameter ── tp_placements ──► unsharded tensor ── dim, rows ──► padded shard
@@ -71,8 +71,8 @@ class ParamSpec:
         shard: whether to split the parameter instead of replicating it.
         host_memory: kind of host memory that holds shards, ``PINNED`` or ``PAGEABLE`` of
             ``graphshard.ops.host_copy``, or None for device memory.
-        tp_placements: placements on ``groups.tp_mesh``, ``Shard`` or ``Replicate``, of the DTensor
-            that the parameter was before, or None for a plain parameter.
+        tp_placements: placements on ``groups.tp_mesh``, ``Shard`` or ``Replicate``, of the original
+            DTensor, or None for a plain parameter.
         dim: dimension whose slices are the rows; 0 if the parameter is replicated.
         rows: number of rows of the unsharded tensor that are split, or None if the parameter is
             replicated.
@@ -121,7 +121,7 @@ class ParamSpec:
         All of it or, with tensor parallelism, this rank's part.
         """
         index, tp_mesh = [slice(0, size) for size in self.shape], self.groups.tp_mesh
-        for placement in self.tp_placements or ():  # of the mesh's one axis
+        for placement in self.tp_placements or ():  # at most one: the mesh has one axis
             if isinstance(placement, Shard):
                 assert tp_mesh is not None
                 size, rank = self.shape[placement.dim], tp_mesh.get_local_rank()
@@ -143,7 +143,7 @@ class ParamSpec:
 
     @property
     def is_local(self) -> bool:
-        """Whether ranks outside of the mesh have other values under this name, as of experts."""
+        """Whether other ranks hold a different parameter of this name, such as other experts."""
         default = self.groups.default
         return (
             default is not None
@@ -152,7 +152,8 @@ class ParamSpec:
         )
 
     def group_names(self) -> set[str]:
-        groups = self.groups  # all that its markers may use
+        groups = self.groups
+        # All groups that the parameter's markers may use.
         names = (groups.shards, groups.replicas, groups.data_ranks, self.regather_group)
         return {name for name in names if name is not None}
 
@@ -198,7 +199,7 @@ class ParamSpec:
         return self.padded_shard_of(self.unsharded(full))
 
     def unsharded(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the part of ``full``, a plain tensor or a DTensor on the TP mesh, to shard."""
+        """Return the part to shard of ``full``, a plain tensor or a DTensor on the TP mesh."""
         if isinstance(full, DTensor):  # communicates if its placements differ, as gradients' may
             detached: Any = full.detach()
             return local_tensor(detached.redistribute(placements=self.tp_placements))
@@ -305,8 +306,8 @@ class ParamSpec:
 # All shards are padded to the size of the largest. If 8 experts are stacked in one parameter, each
 # of 64 ranks holds the memory of one expert: 8 times an even share.
 
-# Fraction of an even share, and bytes per rank, above which padding is reported. Chosen by
-# judgement, not measured.
+# Fraction of an even share, and bytes per rank, above which padding is reported. Judgement call,
+# not measured.
 NOTABLE, LEAST_BYTES = 0.1, 1e6
 
 
@@ -389,12 +390,12 @@ def _remedy(padding: Padding, largest: ParamSpec) -> str:
         return f"overrides={{{padding.names[0]!r}: {{'dim': {dim}}}}} splits it evenly"
     if padding.rows == 1:
         overrides = {padding.names[0]: {"shard": False}}
-        return f"With overrides={overrides}, a rank holds no more, and gathers nothing"
+        return f"With overrides={overrides}, a rank needs no more memory, and gathers nothing"
     evenly = "One parameter per row, as in nn.ParameterList, would be split evenly"
     if not padding.splits_evenly(num_ranks):
         return evenly
     shape = (num_ranks // padding.rows, padding.rows)
     return (
-        f"{evenly}; on a mesh of {shape}, i.e. HSDP over {padding.rows} ranks, a rank holds no "
-        "more, and no padding is sent"
+        f"{evenly}; on a mesh of {shape}, i.e. HSDP over {padding.rows} ranks, a rank needs no "
+        "more memory, and no padding is sent"
     )

@@ -146,7 +146,7 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
     agree_on_gathering(groups, "adapter_state_dict", type(root).__name__, remedy)
     names: list[str] = []
     with raise_on_all_ranks(groups.all_ranks):
-        # Only the first rank asks peft, which may read files of the base model that others lack.
+        # Only the first rank calls peft, which may read base model files that other ranks lack.
         if is_first_rank(groups):
             names = _saved_names(root)
     return full_state_dict(root, names=broadcast_from_rank(names, 0, groups.all_ranks))
@@ -166,7 +166,7 @@ def refuse_prompt_learning(model: object) -> None:
 def _saved_names(model: PeftModel) -> list[str]:
     from peft import get_peft_model_state_dict
 
-    # Stand-ins, whose identity shows which entries peft selects.
+    # Stand-ins: their identity shows which entries peft selects.
     state = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta")
         if isinstance(value, torch.Tensor)

@@ -1,6 +1,6 @@
 """Shard a module's parameters in place.
 
-Before anything changes, one reduction compares the modules and options of all ranks, and tells
+Before anything changes, one reduction compares the modules and options of all ranks, and checks
 whether any rank has an error. Then, one parameter at a time, values are broadcast and split, and
 the full copy is freed: peak memory is the full model plus one parameter.
 
@@ -60,7 +60,7 @@ from .sharded_param import (
 )
 from .state_dict import is_first_rank, mesh_groups_of
 
-# Parts of descriptions that tell ``_advice`` why ranks differ.
+# Parts of descriptions from which ``_advice`` infers why ranks differ.
 ARGUMENTS = "arguments of graphshard"
 REQUIRES_GRAD, WITH_GRADIENT = " requires_grad", " with a gradient"
 
@@ -116,7 +116,7 @@ def shard_module(
     with torch.no_grad(), torch.inference_mode(False):
         on_meta = any(plain.param.is_meta for plain in plain_params)
         syncs = options.sync_module_states and not on_meta
-        # An autograd graph that has saved a parameter holds it as a running forward does.
+        # Like a running forward, an autograd graph may have saved the full parameter.
         used = {p.param for p in plain_params if in_use or has_live_graph(p.param)}
         if syncs and first_text("used" if used else None, groups.all_ranks):
             _raise_if_used_unequal(root, plain_params, groups)
@@ -210,7 +210,7 @@ def _warn_of_torchao(root: nn.Module) -> None:
     if names:
         warnings.warn(
             f"graphshard: {names[0]!r} and {len(names) - 1} more modules are torchao's: they "
-            "compute in fp8, but their weights are not gathered in fp8. For fp8 all-gathers, pass "
+            "compute in fp8, but gather their weights in a wider dtype. For fp8 all-gathers, pass "
             "the plain module and fp8=graphshard.Float8Policy()",
             stacklevel=2,
         )
@@ -276,7 +276,7 @@ def _shard_parameters(
 
 
 def _free(param: nn.Parameter) -> None:
-    # Now, not when the last reference ends: a running trace still refers to the object.
+    # Free the memory now, because a running trace still refers to the parameter.
     if isinstance(param, DTensor):
         set_local_tensor(param, local_tensor(param).detach().new_empty(0))
     else:

@@ -6,7 +6,7 @@
     module.<shard of weight> ───────► shard: this rank's rows, padded   (see [Note: padded shards])
 
 Graphs take the shard because flattening, wrapping and guarding a DTensor costs more than FSDP2's
-hooks. Autograd accumulates into the shard; a hook hands the gradient to the DTensor and runs the
+hooks. Autograd accumulates into the shard; a hook moves the gradient to the DTensor and runs the
 DTensor's own hooks. Calls that replace a parameter's storage (``to_empty``, ``.to``,
 ``p.data = x``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as FSDP2's
 ``reset_sharded_param`` does; if a DTensor is replaced by other means, the next step raises.
@@ -14,8 +14,8 @@ DTensor's own hooks. Calls that replace a parameter's storage (``to_empty``, ``.
 [Note: unreduced gradients] Gradients of microbatches that are not reduced, or not yet averaged over
 replicas, add up in accumulators. A marker takes an accumulator's stand-in: a tensor that requires a
 gradient and has the shape of the parameter (``unsynced``) or of its shard (``partial``), but no
-memory. Autograd accumulates into its ``.grad``. The microbatch that reduces takes a key instead, by
-which its backward looks up the total:
+memory. Autograd accumulates into its ``.grad``. The microbatch that reduces takes a key instead,
+which its backward uses to look up the total:
 
     microbatch   unshard(shard, unsynced=stand-in)      stand-in.grad += gradient
     last one     unshard(shard, unsynced=key)           shard.grad = reduce(gradient + total of key)
@@ -55,7 +55,7 @@ from .pickling import refuse_pickling
 # Attribute of a DTensor and of a shard that holds their ``ShardedParam``.
 SHARDED_PARAM = "_graphshard_sharded_param"
 
-# Hint in errors about replaced parameters: a likely cause that is not visible in user code.
+# Hint for errors about replaced parameters: a likely cause that user code does not show.
 FUNCTIONAL_CALL = (
     "torch.func.functional_call also replaces parameters: call it with an unsharded copy of the "
     "module, or list the parameters in ignored_params"
@@ -63,8 +63,8 @@ FUNCTIONAL_CALL = (
 
 _MODEL = "_graphshard_model"
 _WHY_NOT_COMPILED = (
-    "call what torch.compile(model, backend=graphshard.backend(mesh)) returns; is compilation "
-    "disabled (disable=True, TORCH_COMPILE_DISABLE=1, set_stance)?"
+    "call the model that torch.compile(model, backend=graphshard.backend(mesh)) returns; is "
+    "compilation disabled (disable=True, TORCH_COMPILE_DISABLE=1, set_stance)?"
 )
 
 # Models with unreduced gradients, in the order in which they started to accumulate. A backward may
@@ -136,7 +136,7 @@ class ShardedParam:
         """Set ``shard`` for ``dtensor``, whose local tensor becomes a view of the shard.
 
         The shard uses the local tensor's memory if that needs no padding, is contiguous with its
-        rows first, and is where shards are held; else it is a copy.
+        rows first, and is on the right device; otherwise it is a copy.
         """
         local = local_tensor(dtensor).detach()
         padded = self.spec.rows_first(local)
@@ -337,7 +337,7 @@ class ShardedParam:
             accumulator.drop_taken()
 
     def reduce_accumulated(self, *, unsynced: bool) -> None:
-        """Reduce the unsynced or the partial total, when there is no new gradient to add it to."""
+        """Reduce the unsynced or the partial total if no new gradient will carry it."""
         spec, dtype = self.spec, self.shard.dtype
         accumulator = self.accumulator(UNSYNCED if unsynced else PARTIAL)
         total = accumulator.take()

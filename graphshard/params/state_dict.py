@@ -3,11 +3,12 @@
     full_state_dict         shards ──gather──► full tensor ──► host of the first rank
     load_full_state_dict    host of the first rank ──► full tensor ──scatter──► shards ──► copy_
 
-Tensors travel one at a time: the first rank holds at most one full tensor on top of its shards and
-the state dict, and other ranks hold none, except of parameters that tensor parallelism has split:
-these are full on every rank while they travel. To load, the first rank broadcasts names,
-shapes and dtypes; then torch's ``load_state_dict`` walks the modules on every rank, and each tensor
-is sent when the walk reaches its parameter. Strictness, messages and load hooks work as usual.
+Tensors are sent one at a time: the first rank holds at most one full tensor in addition to its
+shards and the state dict, and other ranks hold none. The exception is parameters that tensor
+parallelism has split: every rank holds the full tensor while it is sent. To load, the first rank
+broadcasts names, shapes and dtypes; then torch's ``load_state_dict`` walks the modules on every
+rank, and each tensor is sent when the walk reaches its parameter. Strictness, messages and load
+hooks work as usual.
 
 [Note: not by torch's StateDictOptions] ``torch.distributed.checkpoint.state_dict`` also gathers and
 broadcasts full tensors. But it sends all of them to all ranks; copies tied weights; drops module
@@ -164,8 +165,8 @@ def checked_module(
             )
         if (sharded := sharded_param_of(param)) is not None and sharded.spec.is_local:
             raise ValueError(
-                f"parameter {name!r} is on {sharded.spec.mesh} only, and other ranks hold others "
-                "of that name: before sharding, make them one DTensor, for example by "
+                f"parameter {name!r} is on {sharded.spec.mesh} only, and other ranks have "
+                "different parameters of that name: before sharding, make them one DTensor, for example with "
                 'distribute_tensor(param, mesh["ep"], [Shard(0)])'
             )
     return root

@@ -69,7 +69,7 @@ class _Call:
 
     def run(self, read: Callable[[StoredTensor], torch.Tensor]) -> torch.Tensor:
         """Run the call on the host, on the values that ``read`` returns for its stored tensors."""
-        # Without device="meta", the result is where the values are.
+        # Without device="meta", the result is on the device of the values.
         kwargs = {k: v for k, v in self.kwargs.items() if v != torch.device("meta")}
         result = self.op(*_with(read, self.args), **_with(read, kwargs))
         tensor: torch.Tensor = result if isinstance(result, torch.Tensor) else result[self.output]

@@ -459,7 +459,7 @@ class Plan:
         """Load a plan that ``to_json`` wrote.
 
         Raises:
-            ValueError: ``text`` does not have version ``VERSION``.
+            ValueError: ``text`` has a version other than ``VERSION``.
         """
         raw: dict[str, Any] = _renamed(
             json.loads(text), {key: name for name, key in _JSON_KEYS.items()}

@@ -62,9 +62,9 @@ def _all_cases() -> dict[str, list[str]]:
 
 REMEDIES = {
     "two rows": "overrides={'up': {'dim': 1}} splits it evenly",
-    "two rows, odd": "on a mesh of (2, 2), i.e. HSDP over 2 ranks, a rank holds no more",
+    "two rows, odd": "on a mesh of (2, 2), i.e. HSDP over 2 ranks, a rank needs no more",
     "three rows, odd": "One parameter per row, as in nn.ParameterList, would be split evenly",
-    "one row, odd": "With overrides={'up': {'shard': False}}, a rank holds no more, and gathers",
+    "one row, odd": "With overrides={'up': {'shard': False}}, a rank needs no more memory, and",
 }
 
 

@@ -253,12 +253,12 @@ def test_states_of_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "over", "match"),
     [
-        ("none", "dp", r"'experts.w1' is a DTensor .*overlaps.*experts need a mesh of their own"),
+        ("none", "dp", r"'experts.w1' is a DTensor .*overlaps.*experts need their own mesh"),
         ("other", "dp", r"'experts.w1' has .* in overrides, .*slices of one mesh"),
         ("ep", "dp", r"'experts.w1' is a DTensor .*overlaps"),
         ("efsdp", "none", r"'experts.w1' has .* in overrides, .*slices of one mesh"),
-        ("dp", "efsdp", r"'experts.w1' is on .*dp.*, with ranks that are not in"),
-        ("efsdp", "efsdp", r"'experts.w1' is on .*ep.*, with ranks that are not in"),
+        ("dp", "efsdp", r"'experts.w1' is on .*dp.*, with ranks that do not train"),
+        ("efsdp", "efsdp", r"'experts.w1' is on .*ep.*, with ranks that do not train"),
     ],
 )
 @on_ranks(4)

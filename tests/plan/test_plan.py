@@ -114,7 +114,7 @@ def test_the_json_of_a_plan_is_readable() -> None:
 def test_a_plan_of_another_version_is_refused() -> None:
     raw = json.loads(Plan((), _PROBLEM, ()).to_json())
     raw["version"] += 1
-    with pytest.raises(ValueError, match="does not have version"):
+    with pytest.raises(ValueError, match="the plan has version"):
         Plan.from_json(json.dumps(raw))
 
 

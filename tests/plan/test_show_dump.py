@@ -56,7 +56,7 @@ BAD = [
     ('{"traceEvents": []}', "is not a dump from graphshard"),
     (by_hand().plan.to_json(), "is not a dump from graphshard"),
     (_with(version=7), "dump of version 7: this graphshard reads 3"),
-    (_with(plan={"version": 9}), "plan does not have version"),
+    (_with(plan={"version": 9}), "the plan has version 9"),
     (_with(plan={"version": 8}), "is not a dump from graphshard"),
     (_with(hardware={"version": 9}), "version must be 4"),
     (_with(limits={"top": 3}), "is not a dump from graphshard"),
