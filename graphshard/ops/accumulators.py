@@ -27,7 +27,7 @@ def take(key: torch.Tensor) -> torch.Tensor | None:
 
 
 class Accumulator:
-    """A total of gradients that are not reduced yet, or only partly.
+    """A total of gradients that are not reduced yet, or only within a replica.
 
     Attributes:
         stand_in: expanded scalar of the gradient's shape, in whose ``.grad`` autograd accumulates.

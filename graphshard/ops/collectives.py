@@ -31,7 +31,7 @@ from .nodes import Call, Value, Values, value_of
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
 EXCHANGE = _c10d.all_to_all_single.default
-# Dtypes that every backend accepts; tensors of other dtypes travel as bytes.
+# Dtypes that every backend accepts; tensors of other dtypes are sent as bytes.
 PORTABLE_DTYPES = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
     | {torch.int8, torch.int32, torch.int64}
@@ -44,7 +44,7 @@ class CollectiveInput(NamedTuple):
     Attributes:
         source: padded shard, or full gradient.
         rows: number of rows of a full parameter or of a gradient's padded shard; 0 if replicated.
-        wire_dtype: dtype that travels, which is also the dtype of a gathered result.
+        wire_dtype: dtype of the sent data, and of a gathered result.
         result_dtype: dtype of a reduced result, or of a source with scales before it is scaled.
         scales: scales of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded
             shards]``, applied to sources before the cast to ``wire_dtype``; None without scaling.
@@ -76,7 +76,7 @@ BufferInputs: TypeAlias = Sequence[CollectiveInput]  # transfers that share one 
 def buffer_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
     """Return the dtype of a packed buffer: the wire dtype of its tensors, or uint8 for bytes."""
     dtypes = {sent.wire_dtype for sent in inputs}
-    # Only gathered tensors may differ in dtype. Dtypes that a backend may refuse travel as bytes.
+    # Only gathered tensors may differ in dtype. Dtypes that a backend may refuse become bytes.
     as_bytes = kind == TransferKind.ALL_GATHER and (
         len(dtypes) > 1 or not dtypes <= PORTABLE_DTYPES
     )
@@ -220,7 +220,7 @@ def launch_host_copies(
 
     Args:
         target: device, or kind of host memory (``graphshard.ops.host_copy``).
-        host_reads: whether the host reads the copies, which then take a second wait each.
+        host_reads: whether the host reads the copies, which then need a second wait each.
     """
     if isinstance(target, str):
         copies = call(copy_to_host, list(tensors), target, host_reads)

@@ -101,7 +101,7 @@ def cast(call: Call, x: _Value, scale: Value, dtype: torch.dtype, dim: int) -> _
 
 
 def quantized(call: Call, x: _Value, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
-    """Return ``x`` scaled by its largest absolute values and cast; a product sums over ``dim``."""
+    """Return ``x`` scaled by its largest absolute values and cast, for a sum over ``dim``."""
     scale = scale_of(call, _amax(call, x, [] if recipe == TENSORWISE else [dim]), dtype, recipe)
     return Scaled(cast(call, x, scale, dtype, dim), call(_aten.reciprocal.default, scale))
 
@@ -146,7 +146,7 @@ def _padded(call: Call, x: _Value) -> _Value:
     rows, device = value_of(x).shape[0], value_of(x).device
     if device.type != "cuda" or not isinstance(rows, int) or not rows % ALIGNMENT:
         return x
-    # With zero rows, for tensor cores to sum over its rows.
+    # Tensor cores can only sum over a multiple of ``ALIGNMENT`` rows.
     return call(_aten.constant_pad_nd.default, x, [0, 0, 0, -rows % ALIGNMENT], 0.0)
 
 

@@ -6,7 +6,7 @@
 
 ``w`` is a full weight in its own dtype; when run eagerly, the ops cast it themselves. The pass
 moves that cast ahead of the all-gather. (``float8_mm_grad_weight`` takes ``w`` only to identify the
-weight that the gradient is for.) To scale shards, the pass inserts ``local_amax``, the largest
+weight whose gradient it computes.) To scale shards, the pass inserts ``local_amax``, the largest
 absolute values of shards, and ``own_rows``, the scales of the rows that this rank owns.
 """
 

@@ -125,7 +125,7 @@ class UnshardSpec(MarkerSpec):
         dtype: dtype of the gathered parameter, or None for the dtype of its shard.
         reduce_dtype: dtype of the gradient reduction, or None for the gradient's dtype.
         float8_recipe: fp8 recipe of linears that use the parameter, or None.
-        scales: scales of several parameters, or None if the parameter does not travel in fp8.
+        scales: scales of several parameters, or None if the parameter is not gathered in fp8.
         scale_index: position of this parameter's scale in ``scales``.
         device: device that the shard is copied to before the gather, or None if already there.
         host_memory: kind of host memory that holds the shard (``ops.host_copy``), or None.

@@ -25,7 +25,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default  # waits for a collective;
 # Our keys in ``node.meta``. PLANNED marks nodes that a rewrite has inserted for a plan.
 PLANNED = "graphshard_planned"
 
-# Why a parameter travels in its wire dtype.
+# Reason why a parameter is not sent in a smaller dtype.
 REASON = "graphshard_reason"
 
 # Marks an input that is a parameter's only shard.

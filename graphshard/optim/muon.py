@@ -1,4 +1,4 @@
-"""Muon whose orthogonalization is spread over the ranks that hold the matrices.
+"""Muon with orthogonalization distributed over the ranks that hold the matrices.
 
 ``torch.optim.Muon`` on DTensors gathers and orthogonalizes every matrix on every rank. Here each
 rank orthogonalizes only its share:

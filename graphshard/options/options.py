@@ -109,7 +109,7 @@ class Options:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Options:
-        """Build options from the arguments of ``backend``, replacing None by defaults."""
+        """Build options from the arguments of ``backend``, replacing None with defaults."""
         values = {f.name: arguments[f.name] for f in fields(cls)}
         defaults = {name: make() for name, make in _DEFAULTS.items() if values[name] is None}
         return cls(**{**values, **defaults})
@@ -196,7 +196,8 @@ class Options:
 
 def _common_names() -> list[str]:
     """Return the options of a parameter that an argument of ``backend`` sets for all parameters."""
-    names = {f.name for f in fields(Options)} - {"mesh"}  # only ``overrides`` set a parameter's
+    # A mesh of one parameter can only be set in ``overrides``.
+    names = {f.name for f in fields(Options)} - {"mesh"}
     return [f.name for f in fields(ParamOptions) if f.name in names]
 
 
@@ -335,7 +336,7 @@ def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
 
 def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
     kind = next((param.device.type for param in params), "meta")
-    # The accelerator, if parameters need not be on their device yet.
+    # Parameters need not be on the accelerator yet if they are on meta or offloaded.
     if kind == "meta" or (kind == "cpu" and isinstance(options.offload_policy, CPUOffloadPolicy)):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator.type if accelerator is not None else "cpu"

@@ -166,7 +166,8 @@ def checked_module(
         if (sharded := sharded_param_of(param)) is not None and sharded.spec.is_local:
             raise ValueError(
                 f"parameter {name!r} is on {sharded.spec.mesh} only, and other ranks have "
-                "different parameters of that name: before sharding, make them one DTensor, for example with "
+                "different parameters of that name: make them one DTensor before sharding, for "
+                "example with "
                 'distribute_tensor(param, mesh["ep"], [Shard(0)])'
             )
     return root

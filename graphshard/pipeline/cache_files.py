@@ -1,4 +1,4 @@
-"""Plan files next to Inductor's caches, and one file that takes both to another machine.
+"""Plan files next to Inductor's caches, and one file that moves both to another machine.
 
 A warm Inductor cache returns compiled graphs without running any pass. Their plans are read from
 files, named by a key of the Dynamo graph and of everything else that a plan depends on.
@@ -39,7 +39,7 @@ from .settings import CompileSettings, sources_hash
 
 PLANS_FOLDER = "graphshard"  # in the folder of Inductor's caches
 
-# Facts that each graph requested from Inductor was compiled for, keyed by ``PlanCache.key``.
+# Facts that each graph requested from Inductor depends on, keyed by ``PlanCache.key``.
 GRAPHS: dict[str, str] = {}
 
 
@@ -69,7 +69,7 @@ class PlanCache:
     def compiling(self, wait_s: float) -> Iterator[None]:
         """Hold this graph's lock, so that one process compiles for all that share the cache.
 
-        Go on without the lock after ``wait_s`` seconds, if the graph is compiled already, or if
+        Continues without the lock after ``wait_s`` seconds, if the graph is already compiled, or if
         caches are off.
         """
         settings = self._settings
@@ -204,15 +204,15 @@ def _circumstances() -> dict[str, str]:
 def _check(path: str, header: dict[str, Any]) -> None:
     if header.get("format") != _FORMAT:
         raise ValueError(
-            f"{path}: does not have format {_FORMAT}, which this graphshard reads; write it again "
-            "with graphshard.save_compiled"
+            f"{path}: has format {header.get('format')}, but this graphshard reads format "
+            f"{_FORMAT}; write it again with graphshard.save_compiled"
         )
     made, here = header["made"], _circumstances()
     changes = [f"{n} was {made.get(n)} and is {here[n]}" for n in here if made.get(n) != here[n]]
     if changes:
         raise ValueError(
-            f"{path}: its code cannot run here: {'; '.join(changes)}. Run a step without it, and "
-            "save it again"
+            f"{path}: its code cannot run here: {'; '.join(changes)}. Run a step without the file, "
+            "and save it again"
         )
 
 
@@ -233,7 +233,7 @@ def _write(archive: str | Path, name: str, contents: bytes) -> None:
     path = Path(cache_dir(), name)
     if not path.resolve().is_relative_to(Path(cache_dir()).resolve()):
         raise ValueError(
-            f"{archive}: has an entry outside of the cache folder, {name!r}, as "
+            f"{archive}: has an entry outside of the cache folder, {name!r}, which "
             "graphshard.save_compiled never writes: do not load this file"
         )
     if path.exists():

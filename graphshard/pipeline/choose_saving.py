@@ -2,7 +2,7 @@
 
     Dynamo graph ─► AOTAutograd ─► joint graph ─► each candidate: passes, partition, plan ─► best
 
-The first rank chooses for all ranks, which must run the same all-gathers, and so keep the same
+The first rank chooses for all ranks: they must run the same all-gathers and therefore keep the same
 parameters unsharded. How many activations a rank saves does not affect its collectives: a rank that
 would exceed the budget, because its batch is larger or because it recompiles while its peers do
 not, saves fewer activations.
@@ -56,12 +56,12 @@ from .traced_graph import TracedGraph
 # saves less than would fit; with a smaller one, the chosen candidate may exceed the budget.
 RESERVED_FRACTION = 0.1
 
-# Granularity of free memory, as a fraction of a GPU's memory; free memory is rounded down to it,
-# because it is part of cache keys, and differs by some bytes from start to start. Chosen by
-# judgement: smaller steps recompile after more restarts, larger ones leave more memory unused.
+# Fraction of a GPU's memory to a multiple of which free memory is rounded down, because it is part
+# of cache keys and varies slightly between runs. Judgement call: a smaller step recompiles after
+# more restarts, a larger one leaves more memory unused.
 STEP = 0.02
 
-# Whether a rank fits the budget: as chosen, only with fewer parameters kept, or not at all.
+# Whether a rank fits the budget: with the choice, only with fewer parameters kept, or not at all.
 FITS, MAY_FIT, NOTHING_FITS = range(3)
 
 

@@ -111,8 +111,8 @@ def _warn_over_budget(compiled: CompiledGraph) -> None:
         if budget is not None and needed > budget:
             warnings.warn(
                 f"graphshard: memory_budget_gb={budget / 1e9:.3g}: the {dump.plan.graph} graph of "
-                f"this rank needs {needed / 1e9:.3g} GB, since it gathers as planned for the first "
-                "rank's smaller batch: use batches of similar size, or a smaller budget",
+                f"this rank needs {needed / 1e9:.3g} GB, because its gathers are planned for the "
+                "first rank's smaller batch: use batches of similar size, or a smaller budget",
                 stacklevel=2,
             )
 
@@ -225,8 +225,8 @@ class Lowering(CustomGraphPass):
             self.writer.write_code(f"regions-{kind}", "after", graph)
         assert context.plan is not None
         plan = self._plans[kind] = dataclasses.replace(context.plan, regions=context.regions)
-        # Not at the end of the compile: as soon as the graph is in Inductor's cache, another
-        # process may load it and look for its plan. Also, if the compiler fails, the dump shows it.
+        # Do not wait for the end of the compile: as soon as the graph is in Inductor's cache,
+        # another process may load it and need its plan. If the compiler fails, the dump shows it.
         self.cache.save(plan)
         self._dump(plan)
         donate_nothing()

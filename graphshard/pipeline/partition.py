@@ -26,8 +26,8 @@ class CutGraphs(NamedTuple):
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    param_derived: frozenset[str]  # computed from parameters alone: forward must not save them
-    num_outputs: int  # of forward, for the user; its other outputs are saved for backward
+    param_derived: frozenset[str]  # nodes computed from parameters alone, not to be saved
+    num_outputs: int  # number of forward's user outputs; its other outputs are saved
 
 
 class Partitioner(CustomPartitionerFn):

@@ -1,11 +1,11 @@
 """Settings of one compile: the compiler, the device, and the policy that decides the schedule.
 
-Passes ask here for every decision: which parameters to keep unsharded, which activations to
-offload, which buckets to make. The user's ``SchedulePolicy`` decides, unless this rank follows the
-plans of the first rank (``graphshard.ranks.plan_consensus``).
+All decisions of passes are made here: which parameters to keep unsharded, which activations to
+offload, which buckets to make. They follow the user's ``SchedulePolicy``, unless this rank follows
+the plans of the first rank (``graphshard.ranks.plan_consensus``).
 
-A cached graph runs no pass and reads nothing again: everything that is read while a graph is
-compiled is part of the one key that we add to every cache, ``CompileSettings.cache_key``.
+A cached graph runs no pass. Everything that is read while a graph is compiled is therefore part of
+the one key that we add to every cache, ``CompileSettings.cache_key``.
 """
 
 from __future__ import annotations

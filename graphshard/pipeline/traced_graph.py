@@ -24,7 +24,8 @@ class TracedGraph:
         inputs: one example for each placeholder.
         fqns: parameter name of each input of AOTAutograd's graph, or "" if it is not a shard.
         shards: inputs that are shards of parameters.
-        groups: names of the groups of all ranks, one per mesh; all their ranks compile this graph.
+        groups: names of the groups of all ranks, one per mesh; all of these ranks compile this
+            graph.
         marker_groups: names of all groups that the markers may use.
         inductor_options: the user's options of ``torch.compile``.
         tp_groups: names of the groups over which tensor parallelism splits parameters.

@@ -10,7 +10,7 @@
 - ``store``: the events that the ranks of a process group post to each other.
 - ``members``: the ranks of a process group, and how to release this rank from its collectives.
 
-May import ``planning``. Nothing here knows a mesh: the ranks that must agree are a process group.
+May import ``planning``. This package uses process groups, not meshes.
 The ranks compare their first run of each graph through the store. A later call uses the store only
 if a rank has posted about it: in a stall, an audit or after an error. If a rank diverges, all ranks
 raise. Around graph breaks, ranks also agree on which parameters have gradients:

@@ -109,7 +109,7 @@ def max_over_ranks(values: Sequence[int], group: str) -> list[int]:
     members = process_group(group)
     if has_fake_ranks(members):
         return list(values)  # without a tensor, which has no values in a FakeTensorMode
-    # Not on the mesh's device, which may not exist.
+    # Use the group's device: that of the mesh may not exist.
     largest = torch.tensor(values, dtype=torch.int64, device=device_for(members))
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=members)
     result: list[int] = largest.tolist()

@@ -138,8 +138,8 @@ class CallLog:
             return
         if isinstance(error, BackendError):  # also a RuntimeError, but already explains the cause
             return
-        # A peer posts its error before it closes its connections, but it may not be read yet. A
-        # peer that is gone or does not answer posts nothing; then this rank does.
+        # A peer posts its error before it closes its connections, but this rank may not have read
+        # it yet. If a peer has exited or does not respond, this rank posts an error instead.
         self._read_all_posted(watcher)
         if watcher.error is None and is_lost_peer(error):
             self._post_lost_peer(watcher, error)

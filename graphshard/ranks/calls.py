@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .store import BlockedEvent, CallEvent
 
-# Calls that a rank remembers. Collectives keep ranks much closer together than that.
+# Number of calls that a rank remembers. Collectives keep ranks much closer together than that.
 NUM_LOGGED = 4096
 
 TRAINING, INFERENCE = "graphs for training", "a graph for inference"
@@ -22,7 +22,7 @@ OPTIMIZER_STEP = "a step"  # start of the first line, for a step in which ranks 
 # Part of the first line of an eager gather in code that Dynamo has given up compiling.
 LIMIT = "the recompile limit is reached"
 
-# Start of the first line of a choice that is made again because no earlier one serves.
+# Start of the first line of a choice that is made again because this rank can use no earlier one.
 CHOICE_AGAIN = "another choice"
 
 # Part of the first line of a call that DDP scripts make on the first rank only, such as saving.

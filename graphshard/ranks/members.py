@@ -56,7 +56,7 @@ class Members:
 
     def mismatch_is_fatal(self) -> bool:
         """Return whether collectives of mismatched sizes end the process."""
-        # Gloo does, from its own thread, where no one can catch the error; other backends hang.
+        # Gloo raises in its own thread, where the error cannot be caught; other backends hang.
         group = self._group()
         return group is not None and uses_only_gloo(group)
 

@@ -58,7 +58,7 @@ class PlanConsensus:
     ) -> str:
         """Return the first rank's choice for all ranks, before there is a plan.
 
-        An earlier choice that serves this rank is returned without communication, because a rank
+        An earlier choice that this rank can use is returned without communication, because a rank
         may compile again while its peers do not. Otherwise all ranks must call this.
 
         Args:
@@ -66,7 +66,7 @@ class PlanConsensus:
             choose: makes the choice on the first rank, given the largest excess of any rank under
                 the previous attempt (0 at first). "" means no choice and is not remembered.
             groups: names of the process groups of all ranks that must agree.
-            serves: returns whether an earlier choice serves this rank.
+            serves: returns whether this rank can use an earlier choice.
             excess: returns how far this rank exceeds its limit under a new choice, or 0.
         """
         known = self._choices.setdefault((about, tuple(groups)), [])
@@ -90,7 +90,7 @@ class PlanConsensus:
         """Return the plans that all ranks follow instead of ``plans``.
 
         Args:
-            context: text of all that plans depend on in addition to the graph.
+            context: text of everything that plans depend on besides the graph.
             groups: names of the process groups of all ranks that have this graph.
 
         Raises:
@@ -198,7 +198,7 @@ def _communicate(plans: Sequence[Plan]) -> bool:
 # --- plans in a form that all ranks share ------------------------------------------------------
 
 # Ranks need not trace a model identically: a batch of one sample, for example, may swap two
-# tensors, and ranks may meet parameters in different orders. The shared form therefore does not
+# tensors, and ranks may trace parameters in different orders. The shared form therefore does not
 # depend on the order of a trace: a parameter is identified by its name, a process group by a
 # number, and a transfer by its contents. Each rank maps these to its own graph inputs and groups.
 

@@ -1,7 +1,7 @@
 """The events that the ranks of a process group post to each other, kept in the group's store.
 
-All ranks read the events in the same order. Only this module knows the keys of the store and the
-JSON form of an event.
+All ranks read the events in the same order. The keys in the store and the JSON format of events are
+private to this module.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class EventStore:
         with self._agreeing:
             self.progress = max(self.progress, call)
             self._store.set(f"progress/{self._rank}", str(self.progress))
-        # The last rank to agree tells all, and deletes the events that they have read.
+        # The last rank to agree notifies all, and deletes the events that they have read.
         if self._store.add(f"agreed/{index}", 1) == self._num_ranks:
             # Listed before the post: this rank's other thread may read it and move ``_first``.
             events = [f"event/{i}" for i in range(self._first, index + 1)]

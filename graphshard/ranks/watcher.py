@@ -141,7 +141,7 @@ class Watcher:
             self._post_deadlock()
 
     def leave(self) -> None:
-        """Tell the other ranks that this one takes no further part, and end the thread."""
+        """Notify the other ranks that this one has left, and end the thread."""
         self._stopped.set()
         with contextlib.suppress(RuntimeError):
             if self._thread.is_alive() and self.error is None:
@@ -165,7 +165,7 @@ class Watcher:
     def _post_if_blocked(self) -> None:
         """Post once per collective that this rank is stuck in it while others have gone ahead.
 
-        Stuck means in the collective for ``BLOCKED_S`` since a tick first found it there.
+        A rank is stuck if it is still in the collective ``BLOCKED_S`` after a tick first saw it.
         """
         if not self.early_calls:
             return
