@@ -1,4 +1,4 @@
-"""AOTAutograd's graphs: their kinds, the numbers of their inputs, and host waits in them.
+"""AOTAutograd's graphs: kinds, input numbering and host waits.
 
 AOTAutograd names the inputs of forward and backward graphs ``primals_1``, ``primals_2``, ..., the
 gradients of outputs ``tangents_1``, ..., and the inputs of inference graphs ``arg0_1``, ``arg1_1``,
@@ -26,7 +26,7 @@ from torch.fx.node import Argument
 _PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)_\d+")
 
 # Key in ``meta`` of backward nodes. On a placeholder: its number as an input of forward. On a
-# gradient: the number of the input that it is the gradient of.
+# gradient: the number of the input that it belongs to.
 _INPUT = "graphshard_input"
 
 
@@ -92,7 +92,7 @@ def inputs_of_gradients(backward: fx.Graph) -> dict[fx.Node, int]:
 
 
 def outputs_of(graph: fx.Graph) -> Sequence[Argument]:
-    """Return the values that a graph returns, in order; not all of them are nodes."""
+    """Return the output values of a graph in order; some may not be nodes."""
     outputs: Any = graph.output_node().args[0]
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 

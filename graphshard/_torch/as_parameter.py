@@ -25,7 +25,7 @@ from torch.nn.utils.stateless import _functional_call
 
 from .tensors import OpOverload
 
-_TRACED = "_graphshard_traced_parameters"  # attribute of an ``OutputGraph``: those traced so far
+_TRACED = "_graphshard_traced_parameters"  # attribute of an ``OutputGraph``
 
 
 class GatheredParameter(nn.Parameter):
@@ -75,7 +75,7 @@ class _ParameterVariable(TensorVariable):
 
     @property
     def source(self) -> None:
-        return None  # code after a graph break then takes the full parameter from graph outputs
+        return None  # code after a graph break then reads the full parameter from graph outputs
 
     @source.setter
     def source(self, source: Source | None) -> None:
@@ -131,7 +131,7 @@ def trace_as_parameters(
             variable._grad = functools.reduce(AttrSource, (*dtensor_path, "grad"), source)
         return traced[key]
 
-    for op in ops:  # Dynamo builds this table once, with the devices known by then
+    for op in ops:  # Dynamo caches this table, with the devices that are registered by now
         TorchInGraphFunctionVariable._get_handlers()[op] = trace
 
 
@@ -148,7 +148,7 @@ def _identity(argument: VariableTracker) -> object:
 
 
 def _in_functional_call(tx: Any) -> bool:
-    # Is ``_functional_call`` (torch/nn/utils/stateless.py) a traced caller?
+    # Look for ``_functional_call`` (torch/nn/utils/stateless.py) among the traced callers.
     while tx is not None and tx.f_code is not _functional_call.__code__:
         tx = tx.parent
     return tx is not None

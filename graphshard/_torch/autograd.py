@@ -79,7 +79,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 class _BackwardEnd:
-    """Callbacks for the end of one backward."""
+    """Callbacks to run at the end of one backward."""
 
     def __init__(self) -> None:
         self.acts: list[Callable[[], None]] = []
@@ -137,7 +137,7 @@ def on_backward_success(act: Callable[[], None]) -> None:
     It runs after all ``on_backward_end`` callbacks, and never outside of a backward.
     """
     if (end := _current_end()) is not None:
-        end.success_acts.setdefault(act)  # the same object in all registrations
+        end.success_acts.setdefault(act)  # the same function is registered once per backward
 
 
 def on_backward_error(outputs: Iterable[object], act: Callable[[BaseException], None]) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = ["StorageInfo", "read_metadata"]
 
-# Names that the pickle may contain, keyed by module; none of them does more than build a value.
+# Names that the pickle may contain, keyed by module. Calling any of them only builds a value.
 _CLASSES: dict[str, tuple[str, ...]] = {
     metadata.__name__: (
         "Metadata",
@@ -37,19 +37,19 @@ _CLASSES: dict[str, tuple[str, ...]] = {
 
 def _set_attributes(unpickler: Any) -> None:
     """Set attributes (the BUILD opcode) of an object that the pickle itself has built."""
-    # Classes, functions and enum members that the pickle names belong to torch and must not change.
+    # Classes, functions and enum members belong to torch and must not change.
     made = unpickler.stack[-2]
     if isinstance(made, type) or not dataclasses.is_dataclass(made):
         raise pickle.UnpicklingError(
-            f"the file changes {made!r}, which metadata of torch.distributed.checkpoint never does"
+            f"the file modifies {made!r}, which torch.distributed.checkpoint metadata never does"
         )
     pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
 
 
 class _Unpickler(pickle._Unpickler):
-    """An unpickler that builds the contents of checkpoint metadata, and nothing else."""
+    """Unpickler that refuses everything but checkpoint metadata."""
 
-    # Derived from Python's implementation: the C one hides the object that is about to be changed.
+    # Derived from the Python implementation: the C implementation hides the object that BUILD sets.
     dispatch: ClassVar = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _set_attributes}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -60,16 +60,16 @@ class _Unpickler(pickle._Unpickler):
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"the file refers to {module}.{name}, which metadata of torch.distributed.checkpoint "
+            f"the file refers to {module}.{name}, which torch.distributed.checkpoint metadata "
             "never does"
         )
 
 
 def read_metadata(path: Path) -> Any:
-    """Return the object pickled in ``path``, which is a ``Metadata`` in a checkpoint.
+    """Unpickle a checkpoint's metadata file, and return its content, usually a ``Metadata``.
 
     Raises:
-        Exception: of any type, if the file is damaged or has names that metadata never has.
+        Exception: of any type; the file is damaged, or has names that metadata never has.
     """
     with path.open("rb") as file:
         return _Unpickler(file).load()

@@ -4,7 +4,7 @@ On a CPU, Inductor writes each kernel to its own file, and waits for all files o
 lowers the next graph. Of the 0.5 s that a file takes, torch's headers take 0.3 s, even precompiled.
 Here, the kernels of a graph share as many files as can compile in parallel; while more graphs
 remain to be lowered, one core is reserved for that. The first step of a GPT of four layers takes
-34 processor seconds with this module, including imports, and 49 without. With two cores:
+34 s of CPU time with this module, including imports, and 49 s without. With two cores:
 
     Inductor  lower forward   a.cpp b.cpp .. i.cpp   lower backward   j.cpp k.cpp .. r.cpp
     here      lower forward   lower backward   j.cpp k.cpp
@@ -105,7 +105,7 @@ class _FewFiles(AsyncCompile):
         file, position = self._places[kernel]
         try:
             return file.function(position)
-        except CppCompileError:  # it may compile alone; if not, the error shows only its code
+        except CppCompileError:  # retry alone: an error then shows only this kernel's code
             return super().cpp_pybinding(list(kernel.argtypes), kernel.source).result()
 
 
@@ -118,7 +118,7 @@ class _Kernel:
 
     @property
     def may_share_a_file(self) -> bool:
-        # It must export a single function, and all of it must be allowed in a namespace.
+        # It must export a single function, and all of its code must be valid in a namespace.
         is_alone = len(_EXPORTED.findall(self.source)) == self.source.count('extern "C"') == 1
         return is_alone and not _OTHER_DIRECTIVE.search(self.source)
 
@@ -177,8 +177,7 @@ def _balanced(kernels: Sequence[_Kernel], num_files: int) -> list[list[_Kernel]]
 
 
 def _module_of(path: str | None, name: str) -> ModuleType:
-    """Return one module of a library that has several, by the name of its ``PyInit_`` function."""
-    # Each kernel in a shared file is still a separate Python module.
+    """Import the module ``name`` from a library that contains a Python module per kernel."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None

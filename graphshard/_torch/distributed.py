@@ -81,7 +81,7 @@ def device_for(group: dist.ProcessGroup) -> torch.device:
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
     """Return the timeout of a collective of ``group``, in seconds."""
-    # The longest ``_timeout`` of its backends; backend "fake" has no options, so torch's default.
+    # The longest ``_timeout`` of its backends. Backend "fake" has no options: use torch's default.
     backends = [group._get_backend(device) for device in group._device_types]
     options = [getattr(backend, "options", None) for backend in backends]
     timeouts = [getattr(backend_options, "_timeout", None) for backend_options in options]
@@ -140,12 +140,12 @@ def num_started(group: str) -> int | None:
     try:
         member: Any = process_group(group)  # mypy's stub lacks the method
         return int(member._get_sequence_number_for_group())
-    except RuntimeError:  # this rank is not in the group, or its backend does not count
+    except RuntimeError:  # this rank is not in the group, or the backend keeps no count
         return None
 
 
 def _user_line(frame: FrameType) -> str:
-    # The innermost line outside of torch.
+    # Return the innermost line outside of torch.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -83,8 +83,8 @@ def concatenated(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 
 def is_from_local(target: object) -> bool:
     """Return whether ``target`` is a Dynamo graph's function for ``DTensor.from_local``."""
-    # torch/_dynamo/variables: ``torch.py`` in 2.11 and ``distributed.py`` in 2.13 name the function
-    # that they put into the graph.
+    # Dynamo names the function that it puts into the graph (torch/_dynamo/variables/torch.py in
+    # 2.11, distributed.py in 2.13).
     return getattr(target, "__name__", "") in ("from_local", "prim from_local")
 
 

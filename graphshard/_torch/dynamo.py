@@ -60,7 +60,7 @@ class Trace:
 
     def retrace(self, reason: str) -> Retrace:
         """Prepare Dynamo for a new trace, and return the exception to raise for it."""
-        # The log must match the trace, and the new trace takes other branches.
+        # The log must match the trace, but the new trace may take other branches.
         self._tx.speculation_log.clear()
         return Retrace(reason)
 
@@ -119,7 +119,7 @@ class Trace:
 
 
 def on_compile_start(act: Callable[[object], None]) -> None:
-    """Call ``act`` before Dynamo traces any frame, whatever the frame's backend.
+    """Call ``act`` before Dynamo traces any frame, for any backend.
 
     Register it repeatedly, because ``torch._dynamo.reset()`` clears the callbacks
     (torch/_dynamo/callback.py). ``act`` still runs only once per compilation.
@@ -305,7 +305,7 @@ class _FreedOnReset:
     __slots__ = ("__weakref__", "code", "function")
 
     def __init__(self, function: Callable[..., Any], code: weakref.ref[CodeType]) -> None:
-        self.function, self.code = function, code  # code of the frame that calls the function
+        self.function, self.code = function, code  # ``code``: of the frame that calls ``function``
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
@@ -335,7 +335,7 @@ def _empty(wrappers: weakref.WeakSet[_FreedOnReset]) -> None:
     for wrapper in wrappers:
         code = wrapper.code()
         if code is not None and _debug_get_cache_entry_list(code):
-            _wrappers().add(wrapper)  # only the callbacks were dropped
+            _wrappers().add(wrapper)  # the callbacks were cleared without a reset
         else:
             wrapper.function = _is_dropped
 

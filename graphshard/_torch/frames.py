@@ -1,10 +1,10 @@
 """The compiled call in progress, read from the Python stack.
 
-Torch does not tell a backend which module is compiled, what the arguments of ``torch.compile``
-were, or which call is in progress. This module reads them from the frames of torch's own functions.
-The names of these functions and of their local variables, which appear only here, are those of
-torch 2.11.0 and 2.13.0: torch/nn/modules/module.py, torch/__init__.py, torch/_dynamo/eval_frame.py
-and resume_execution.py.
+Torch does not pass a backend the compiled module, the arguments of ``torch.compile`` or the call in
+progress. This module reads them from the frames of torch's own functions. It alone relies on the
+names of these functions and of their local variables, which are the same in torch 2.11.0 and
+2.13.0: torch/nn/modules/module.py, torch/__init__.py, torch/_dynamo/eval_frame.py and
+resume_execution.py.
 
 [Note: call scope] ``call_scope`` stores values that live as long as one call of a module or of
 compiled code, in the ``kwargs`` dictionary of torch's own frame. Alternatives fail:
@@ -96,7 +96,7 @@ class CompiledCall:
         """Return the compiled module or, for a function, the outermost module that it runs."""
         if self.module is not None:  # bool(module) may be False, or raise
             return self.module
-        # The outermost called module, or the running one that it is a part of.
+        # The outermost called module, or the running module that contains it.
         called = next(iter(self.called), None)
         owners = (m for m in self.running if any(part is called for part in m.modules()))
         return next(owners, called)
@@ -147,7 +147,7 @@ class CompileRequest:
     """Arguments of the ``torch.compile`` call in progress.
 
     Attributes:
-        given: function or module to compile, also if ``module.compile()`` made the call.
+        given: function or module to compile, even if the call came from ``module.compile()``.
         is_off: whether the call returns ``given`` itself.
         options: ``options`` argument, or {}.
     """

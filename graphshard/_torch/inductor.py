@@ -219,7 +219,7 @@ def compile_without_code(
 
 
 def stub_compiler(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
-    """Stand in for a compiler if only the stages before it matter; the result cannot be called."""
+    """Return a graph that raises if called, for traces that stop before compilation."""
 
     def run(*values: Any) -> Any:
         raise AssertionError("this graph was not compiled")

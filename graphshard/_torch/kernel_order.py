@@ -14,8 +14,8 @@ If such a launch sends a result of the kernel, the kernel cannot move after it a
     Inductor  wait a   kernel   launch grad
     here      grad   launch grad   wait a   norm
 
-A large allocation written after a wait is treated as if it needed the wait, because it is meant to
-reuse the memory that the wait frees.
+A large allocation written after a wait is treated as if it needed the wait, because it should reuse
+the memory that the wait frees.
 
 Relies on its imports, with the same names in torch 2.11 and 2.13 except ``CustomSchedulerPass``.
 """
@@ -36,7 +36,7 @@ _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 
 
 
 class KeepWaits(_Pass):
-    """The scheduler pass, for Inductor's ``_post_fusion_custom_pass``."""
+    """Scheduler pass for Inductor's ``_post_fusion_custom_pass``."""
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         while len(split := _split(nodes)) > len(nodes):
@@ -84,7 +84,7 @@ def _delays_launch(node: BaseSchedulerNode, wait: int, needed: _Dependencies) ->
 
 
 def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
-    """Split a fused kernel into the nodes that need no late buffer, then those that do."""
+    """Split a fused kernel into nodes that need no late buffer, and nodes that do."""
     late = late_buffers.difference(kernel.get_buffer_names())
     groups: tuple[Nodes, Nodes] = [], []
     for node in kernel.snodes:
@@ -96,8 +96,8 @@ def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
         return [kernel]
     parts: Nodes = []
     for group in groups:
-        # Nodes that cannot share a loop become one kernel each. Inductor's CPU backend has fitted
-        # loops to each other that may now be in different parts.
+        # Nodes that cannot share a loop become one kernel each. On a CPU none can, because Inductor
+        # has fitted loops to each other that may now be in different parts.
         whole = kernel.get_device().type != "cpu" and _can_share_triton_kernel(group)
         parts += [_fused(kernel, nodes) for nodes in ([group] if whole else [[n] for n in group])]
     return parts

@@ -22,8 +22,8 @@ from .patches import patch
 
 __all__ = ["apply_to_tensors", "unflatten_state_dict"]
 
-FLAT_WEIGHTS = "_flat_weights"  # attribute of ``nn.RNNBase``, a second list of its parameters
-COMPILED_PREFIX = "_orig_mod."  # of names in a module that ``torch.compile`` wraps
+FLAT_WEIGHTS = "_flat_weights"  # attribute of ``nn.RNNBase``: a second list of its parameters
+COMPILED_PREFIX = "_orig_mod."  # prefix of parameter names in a module from ``torch.compile``
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -164,12 +164,12 @@ def before_loading_optimizers(act: Callable[[Optimizer, dict[str, Any]], None]) 
 def orthogonalized(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Return a bfloat16 matrix with singular values moved towards one by Newton-Schulz steps.
+    """Orthogonalize a matrix approximately, in bfloat16, with Newton-Schulz steps.
 
     Raises:
-        ValueError: there are not three coefficients, or more than 99 steps.
+        ValueError: the number of coefficients is not 3, or ``steps`` exceeds 99.
     """
-    # Cloned: torch's function divides a bfloat16 argument in place.
+    # Clone, because torch's function divides a bfloat16 argument in place.
     return _zeropower_via_newtonschulz(matrix.clone(), coefficients, steps, eps)
 
 

@@ -1,8 +1,8 @@
-"""The table of everything that graphshard changes in torch for a whole process.
+"""Tables of everything that graphshard changes in torch for a whole process.
 
-`PATCHES` are attributes of torch that `patch` replaces, `ENTRIES` are tables of torch that we add
-entries to. ``tests/graph/test_patches.py`` compares both with torch after a training step. Two
-other kinds of changes are temporary or stay in a separate process:
+`PATCHES` are attributes of torch that `patch` replaces; `ENTRIES` are tables of torch to which we
+add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step. Two
+other kinds of changes are temporary or confined to a separate process:
 
 - During a compile, or while a checkpoint is loaded, ``mock.patch.object`` replaces a function
   (``cpp_kernels.py``, ``integrations/pretrained.py``).
@@ -18,36 +18,36 @@ from typing import Any
 # Reason for replacing each attribute, keyed by its path.
 PATCHES = {
     "torch.optim.optimizer.Optimizer._patch_step_function": (
-        "Notes every optimizer, for `live_instances`. Both __init__ and __setstate__ call it."
+        "Records every optimizer, for `live_instances`. Both __init__ and __setstate__ call it."
     ),
     "torch.optim.optimizer.Optimizer.load_state_dict": (
-        "Checks loaded state against the shards. Torch only has hooks for single optimizers."
+        "Checks loaded state against the shards. Torch only has hooks per optimizer."
     ),
     "torch.distributed.tensor.DTensor.data": (
-        "Assigns `param.data = value` to the local tensor, where torch's own loses the value."
+        "Makes `param.data = value` set the local tensor; torch's own setter loses the value."
     ),
     "torch.autograd.graph._engine_run_backward": (
-        "Differentiates by the shards where autograd.grad or backward(inputs=) names DTensors."
+        "Differentiates with respect to shards if autograd.grad or backward(inputs=) gets DTensors."
     ),
     "torch.autograd._engine_run_backward": "The same function, as autograd.grad calls it.",
     "torch._dynamo.backends.registry._COMPILER_FNS": (
-        'Tells when torch.compile(model, backend="graphshard") is called, which passes the backend '
-        "nothing before the first compile."
+        'Detects calls of torch.compile(model, backend="graphshard"), which do not call the '
+        "backend before the first compile."
     ),
 }
 
 # Reason for adding entries to each table, keyed by its path.
 ENTRIES = {
     "torch.nn.modules.module._global_parameter_registration_hooks": (
-        "Notes every module, for `live_instances`."
+        "Records every module, for `live_instances`."
     ),
     "torch.nn.modules.module._global_module_registration_hooks": "As above.",
     "torch.optim.optimizer._global_optimizer_pre_hooks": (
-        "Raises if an optimizer steps parameters of a compiled model that was never sharded. Only "
-        "while there are such models or unused backends."
+        "Raises if an optimizer steps parameters of a compiled model that was never sharded. "
+        "Registered only while such models or unused backends exist."
     ),
     "torch.optim.optimizer._global_optimizer_post_hooks": (
-        "Increments the versions of stepped DTensors, for backward to find changed parameters."
+        "Increments the versions of stepped DTensors, so that backward detects changed parameters."
     ),
     "torch._dynamo.callback.callback_handler.start_callbacks": (
         "Shards a module before Dynamo traces it, and frees compiled graphs on a reset."
@@ -62,7 +62,7 @@ ENTRIES = {
         "Traces a DTensor in a module's _parameters as its full parameter."
     ),
     "torch._dynamo.variables.base.VariableTrackerMeta.all_subclasses": (
-        "Dynamo lists all classes of variables, including that of traced parameters."
+        "Lists the variable class of traced parameters, because Dynamo lists all such classes."
     ),
     "torch._inductor.lowering.lowerings": (
         "Makes host copies asynchronous launches. Only for our own operators."

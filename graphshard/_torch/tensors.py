@@ -91,7 +91,7 @@ def traced_value(node: fx.Node) -> object:
 
 
 def base_name(op: object) -> str:
-    """Return an operator's bare name ("mm" for ``aten.mm.out``), or "" for a higher-order one."""
+    """Return an operator's bare name ("mm" for ``aten.mm.out``); "" for higher-order operators."""
     return op.name().partition("::")[2].partition(".")[0] if isinstance(op, OpOverload) else ""
 
 

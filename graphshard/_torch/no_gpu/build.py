@@ -34,7 +34,7 @@ def build() -> Path:
     library = Path(cache_dir()) / "graphshard" / name
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may be building it, too. os.replace() makes it appear atomically.
+        # Another process may be building it, too: os.replace() is atomic.
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / name
             _compile(made)

@@ -1,6 +1,6 @@
-// A CUDA device that is not there, for the CPU build of torch: what its C++ asks of a device before
-// it lets autograd, streams and events work. Nothing runs; what is asked of streams is told to a
-// listener. Loaded before torch, which looks for these once.
+// A simulated CUDA device for the CPU build of torch: implements the C++ interfaces that autograd,
+// streams and events require. Nothing runs; stream operations are reported to a listener. Must be
+// loaded before torch, which looks up these implementations only once.
 //
 // Interfaces: c10/core/impl/DeviceGuardImplInterface.h, ATen/detail/CUDAHooksInterface.h.
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-// What is asked, of which event (0: none), and on which stream. Called on the asking thread.
+// Called with the operation, the event's ID (0: none) and the stream, on the calling thread.
 using Listener = void (*)(const char* what, int64_t event, int64_t stream);
 
 Listener listener = nullptr;
@@ -22,7 +22,7 @@ std::atomic<int64_t> num_streams{0};
 std::atomic<int64_t> num_events{0};
 thread_local c10::StreamId current_stream = 0;
 
-void tell(const char* what, int64_t event, int64_t stream) {
+void notify(const char* what, int64_t event, int64_t stream) {
   if (listener != nullptr) {
     listener(what, event, stream);
   }
@@ -64,30 +64,30 @@ struct NoGpuGuard final : NoOpDeviceGuardImpl<DeviceType::CUDA> {
     current_stream = stream.id();
     return before;
   }
-  // An event is its number; recorded again, it gets a new one, and who waits waits for that.
+  // The pointer holds the event's ID. Recording an event again gives it a new ID.
   void record(void** event, const Stream& stream, const DeviceIndex, const EventFlag) const override {
     const int64_t number = ++num_events;
     *event = reinterpret_cast<void*>(number);
-    tell("record", number, stream.id());
+    notify("record", number, stream.id());
   }
   void block(void* event, const Stream& stream) const override {
-    tell("wait", reinterpret_cast<int64_t>(event), stream.id());
+    notify("wait", reinterpret_cast<int64_t>(event), stream.id());
   }
   bool queryEvent(void*) const override {
     return true;
   }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   void synchronizeEvent(void* event) const override {
-    tell("synchronize_event", reinterpret_cast<int64_t>(event), 0);
+    notify("synchronize_event", reinterpret_cast<int64_t>(event), 0);
   }
   bool queryStream(const Stream&) const override {
     return true;
   }
   void synchronizeStream(const Stream& stream) const override {
-    tell("synchronize_stream", 0, stream.id());
+    notify("synchronize_stream", 0, stream.id());
   }
   void synchronizeDevice(const DeviceIndex) const override {
-    tell("synchronize_device", 0, 0);
+    notify("synchronize_device", 0, 0);
   }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, NoGpuGuard)
@@ -135,8 +135,8 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, NoGpuHooks)
 
 namespace native {
 
-// Which kernel computes scaled_dot_product_attention; without an answer it would be plain products.
-// The main rules of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+// Chooses the backend of scaled_dot_product_attention, by the main rules of
+// aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Otherwise it would be decomposed to matmuls.
 int64_t choose_attention(
     const Tensor& query,
     const Tensor& key,

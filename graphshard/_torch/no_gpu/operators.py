@@ -74,8 +74,8 @@ def is_allocation(op: object) -> bool:
 
 def run_on_streams(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """Run an operator on streams and events for real; its fake implementation does nothing."""
-    # Those that take tensors (``streams.record_stream``, ``streams.sync_dealloc``) have no effect
-    # here either.
+    # Even so, operators on tensors (``streams.record_stream``, ``streams.sync_dealloc``) have no
+    # effect here.
     assert isinstance(op, OpOverload)
     with unset_fake_temporarily():
         return op(*args, **kwargs)
@@ -109,7 +109,7 @@ def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]
         return _num_of_foreach(args, casts=name == "_foreach_copy_")
     if name == "split_with_sizes_copy":
         whole, *parts = tensors_in([args, kwargs])
-        # Without ``out`` tensors, each part takes its own kernel.
+        # Without ``out`` tensors, each part needs its own kernel.
         one = parts and all(is_dense(t) and t.dtype == whole.dtype for t in (whole, *parts))
         sizes = args[1]
         assert isinstance(sizes, Sequence)

@@ -2,8 +2,8 @@
 
 With them, Inductor and Triton compile for the device, and the generated code runs over fake
 tensors. ``no_gpu.cpp``, which was loaded before torch, makes autograd, streams and events of
-``cuda`` work without effect. `install` replaces the rest for good: the process cannot do anything
-else afterwards. Every replaced function is named here, with its use of the device.
+``cuda`` work without effect. `install` replaces the rest permanently: the process cannot do
+anything else afterwards. Every replaced function is listed here, with its use of the device.
 
 Relies on torch 2.13 and Triton 3.7.
 """
@@ -72,7 +72,7 @@ class DeviceProperties:
 
 
 def check_versions() -> None:
-    """Check that the stand-ins support the installed torch and Triton.
+    """Check that the simulation supports the installed torch and Triton.
 
     Raises:
         RuntimeError: the installed torch or Triton is not supported.
@@ -127,13 +127,13 @@ class Hooks:
         """Handle the code that Inductor has written for a graph."""
 
     def graph_runs(self, call: Callable[..., Any], arguments: Any) -> Any:
-        """Run the generated code of a graph, which is ``call``."""
+        """Run ``call``, the generated code of a graph."""
         return call(arguments)
 
 
 def install(device: DeviceProperties, hooks: Hooks) -> None:
     check_versions()
-    # This logger prints tracebacks even of errors that are then raised.
+    # This logger prints tracebacks even of errors that are raised anyway.
     logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
     _stand_in_for_torch_cuda(device)
     _stand_in_for_waiting(hooks)
@@ -200,7 +200,7 @@ class _Event(torch.Event):
 
 
 def _in_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    # None: a context without effect.
+    # ``torch.cuda.stream(None)`` has no effect.
     return nullcontext() if stream is None else stream
 
 
@@ -262,13 +262,13 @@ def _stand_in_for_triton(device: DeviceProperties) -> None:
 
     triton.runtime.driver.set_active(Driver())
     triton_helpers.set_driver_to_gpu = _returns(None)
-    # Drop answers from before there was a device.
+    # Clear results that were cached while no device existed.
     for function in vars(triton_utils).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
     hints.DeviceProperties.create.cache_clear()
     # Nothing can run on the device, neither benchmarks nor constant folding; its random generators
-    # have no state; and other processes cannot compile, because they lack these stand-ins.
+    # have no state; and other processes cannot compile, because they lack these replacements.
     functorch_config.graphsafe_rng_functionalization = False
     inductor_config.compile_threads = 1
     inductor_config.force_disable_caches = True
@@ -306,7 +306,7 @@ def _stand_in_for_allocation(hooks: Hooks) -> None:
 def _stand_in_for_scaled_mm() -> None:
     """Register ``_scaled_mm.out`` for fake tensors, implemented by the variant without ``out``."""
 
-    # That variant raises for layouts or sizes that cuBLASLt would refuse
+    # That variant raises for layouts or sizes that cuBLASLt would reject
     # (torch/_meta_registrations.py): for fp8, the first matrix must be row-major and the second
     # column-major ("TN"), and sizes and addresses must be multiples of 16 bytes (cuBLAS
     # documentation, ``cublasLtMatmul``).
@@ -316,8 +316,8 @@ def _stand_in_for_scaled_mm() -> None:
             offset = matrix.storage_offset() * matrix.element_size()
             if offset % 16:
                 raise ValueError(
-                    f"_scaled_mm: a matrix begins at byte {offset} of its storage; cuBLASLt needs "
-                    "a multiple of 16"
+                    f"_scaled_mm: a matrix begins at byte {offset} of its storage; cuBLASLt "
+                    "requires a multiple of 16"
                 )
         made = torch.ops.aten._scaled_mm.default(*args, **kwargs)
         assert made.shape == out.shape and made.dtype == out.dtype
@@ -346,7 +346,7 @@ def _stand_in_for_cudnn() -> None:
 def _stand_in_for_running(hooks: Hooks) -> None:
     """Report kernels, launches and graph calls to ``hooks``; run no kernels."""
 
-    # Triton kernels are kept as source code. Host kernels, for values on the host, would read
+    # Triton kernels are kept as source code. Host kernels are not run either: they would read
     # memory that fake tensors do not have.
     class Kernel:
         def __init__(self, name: str, source: str) -> None:
