@@ -1,5 +1,5 @@
-"""Checks of a training step on a simulated GPU.
+"""Check a training step on a simulated GPU.
 
-Do its kernels compile, do collectives and copies run in the planned order, are all memory accesses
-ordered, and does the step fit into memory?
+The checks: kernels compile, collectives and copies run in the planned order, all memory accesses
+are ordered, and the step fits into memory.
 """

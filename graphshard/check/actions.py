@@ -21,15 +21,18 @@ class Allocate:
     """An allocation of a new block."""
 
     block: int  # number of the allocation, never reused
-    num_bytes: int  # as requested, not rounded
-    stream: str  # whose later allocations may reuse the memory; `HOST` for host memory
+    num_bytes: int  # requested size, not rounded
+    stream: str  # stream on which later allocations may reuse the memory; `HOST` for host memory
 
 
 @dataclass(frozen=True)
 class Free:
-    """The end of a block: its last reference is gone, or its size changes."""
+    """The end of a block: its last reference was dropped, or its size changed.
 
-    block: int  # the next allocation on its stream may reuse the memory
+    The next allocation on its stream may reuse the memory.
+    """
+
+    block: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class WaitEvent:
 class RecordStream:
     """A call of ``record_stream``: ``stream`` also uses the block.
 
-    After the block is freed, its memory is reused only once ``stream`` has done all work so far.
+    After the block is freed, its memory is reused only once all earlier work on ``stream`` is done.
     """
 
     block: int
@@ -112,5 +115,5 @@ class GraphCall:
         return self.order[-1]
 
     def wait(self, number: int) -> None:
-        if ~number not in self.order:  # later waits for the same launch do nothing
+        if ~number not in self.order:  # further waits for the same launch do nothing
             self.order.append(~number)

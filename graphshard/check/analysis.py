@@ -21,7 +21,7 @@ _BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_siz
 class Counts:
     """Numbers of kernels, copies and waits in a step.
 
-    Waits are counted over the whole step, the rest within its graphs.
+    Waits are counted over the whole step, everything else only within its graphs.
 
     Attributes:
         kernels: number of kernels, including ``bucket_copies``.
@@ -91,7 +91,7 @@ def _sizes(actions: Sequence[Action]) -> dict[int, int]:
 
 
 def _alive_bytes(actions: Sequence[Action], total: int, sizes: Mapping[int, int]) -> Iterator[int]:
-    # Blocks that are not in ``sizes`` do not count.
+    # Ignore blocks that are not in ``sizes``.
     for action in actions:
         if isinstance(action, Allocate):
             total += sizes.get(action.block, 0)
@@ -130,7 +130,7 @@ def order_differences(plans: Sequence[Plan], call: GraphCall) -> list[str]:
 
 
 def _without_others(plans: Sequence[Plan], call: GraphCall) -> GraphCall:
-    """Return ``call`` without launches in groups that no plan uses, as for tensor parallelism."""
+    """Return ``call`` without launches in groups that no plan uses (tensor parallelism)."""
     groups = {"", *(bucket.group for plan in plans for bucket in plan.buckets)}
     kept = [i for i, launch in enumerate(call.launches) if launch.group in groups]
     number = {old: new for new, old in enumerate(kept)}
@@ -173,7 +173,7 @@ def _differences(plan: Plan, call: GraphCall) -> list[str]:
 
 
 def _sort_waits(order: Sequence[int]) -> list[int]:
-    # Inductor may swap adjacent waits: sort each series of them by number.
+    # Inductor may swap adjacent waits: sort each run of waits by number.
     by_kind = groupby(order, key=lambda number: number < 0)
     return [number for is_wait, run in by_kind for number in (sorted(run) if is_wait else run)]
 

@@ -55,8 +55,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--tp-plan",
         metavar="SCRIPT:FUNCTION",
-        help="function of a model and a mesh that applies torch's parallelize_module "
-        "(default: graphshard.tensor_parallel.parallelize, for models of transformers)",
+        help="function FUNCTION(model, mesh) that splits the model with parallelize_module "
+        "(default: graphshard.tensor_parallel.parallelize, for transformers models)",
     )
     parser.add_argument(
         "--rank", type=int, default=0, help="rank whose step is checked (%(default)s)"

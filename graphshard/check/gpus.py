@@ -36,7 +36,7 @@ def _gpu(
 
 _ENTRIES: dict[str, dict[str, Any]] = TABLE["gpus"]
 
-# Device properties as CUDA reports them, keyed by name in the table of devices.
+# Device properties as CUDA reports them, keyed by name in the device table.
 GPUS = {
     name: _gpu(MEMORY_BYTES[name], **entry["simulated"])
     for name, entry in _ENTRIES.items()
@@ -54,7 +54,7 @@ class CompiledKernel:
     """A kernel compiled for a GPU."""
 
     name: str
-    error: str  # reason that it does not compile or cannot be loaded, or ""
+    error: str  # reason why it does not compile or cannot be loaded, or ""
 
 
 def compile_kernels(
@@ -67,7 +67,7 @@ def compile_kernels(
 def _compile(name: str, source: str, device: DeviceProperties) -> CompiledKernel:
     try:
         configurations = compile_kernel(name, source)
-    except Exception as error:  # Triton, ptxas or Inductor: the kernel does not compile
+    except Exception as error:  # raised by Triton, ptxas or Inductor
         return CompiledKernel(name, error=f"{type(error).__name__}: {error}")
     limit = device.shared_memory_per_block_optin
     shared = max(configuration.shared for configuration in configurations)

@@ -4,8 +4,8 @@
     call("module:function", device, ..) ──► no_gpu.so, torch, stand-ins ──► function(recorder, ..)
                                         ◄── Result: the return value; Failure: the error
 
-Each call gets its own process: the stand-ins modify torch permanently, and the C++ library must be
-loaded before torch. Arguments and results are pickled. The child's stderr is forwarded.
+Each call needs its own process: the simulation modifies torch permanently, and its C++ library must
+be loaded before torch. Arguments and results are pickled. The child's stderr is forwarded.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Result:
 
 
 class CheckError(RuntimeError):
-    """Error raised if the function fails in the child, or the child ends without an answer."""
+    """Error raised if the function fails in the child, or the child ends without a result."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.details}\n{failure.cause}".strip())
@@ -81,7 +81,7 @@ class CheckError(RuntimeError):
 
 
 def obstacle() -> str:
-    """Return the reason that this machine cannot simulate a GPU, or "" if it can."""
+    """Return the reason why this machine cannot simulate a GPU, or "" if it can."""
     if torch.version.cuda is not None:
         return (
             f"needs a CPU build of torch, but this one is for CUDA {torch.version.cuda}: in a "
@@ -153,14 +153,14 @@ def _forward(text: str) -> None:
 
 
 def _for_users(text: str) -> str:
-    # Strip the rank that torch puts in front of each line, and C++ warnings on fake tensors.
+    # Strip the rank prefix that torch adds to each line, and C++ warnings about fake tensors.
     text = re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.MULTILINE)
     return re.sub(r"^\[W.*data pointer of FakeTensor.*\n?", "", text, flags=re.MULTILINE)
 
 
 def _environment() -> dict[str, str]:
-    # The child must find modules where this process does. An empty entry, the working folder, is
-    # left out: a folder in it may have the name of a module.
+    # The child must find modules where this process does, except in the working directory (an empty
+    # entry), where a folder may have the name of a module.
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
@@ -170,7 +170,7 @@ def _environment() -> dict[str, str]:
 def main(library: str, request: str, answer: str) -> None:
     """Call the function that ``request`` names and write its result or error to ``answer``."""
     sys.path[:], *request_args = pickle.loads(Path(request).read_bytes())
-    # Expected here: fake tensors have no data, and caches are off.
+    # These warnings are expected: fake tensors have no data, and caches are off.
     warnings.filterwarnings("ignore", "dynamo_pgo force disabled|Accessing the data pointer")
     try:
         written = pickle.dumps(Result(_call(library, *request_args)))
@@ -187,12 +187,12 @@ def _call(library: str, function: str, device: str, args: Sequence[Any]) -> Any:
     replace(checks, float8_error=_float8_error(GPUS[device]))
     module, _, name = function.partition(":")
     result = getattr(import_module(module), name)(recorder, *args)
-    del listener  # C++ called it until here
+    del listener  # C++ needs it until here
     return result
 
 
 def _float8_error(device: DeviceProperties) -> Callable[[str, str], str | None]:
-    # Looks up fp8 support instead of trying it on the device.
+    # Replaces a check that would run fp8 matrix products on the device.
     reason = None if has_float8(device) else f"{device.name} has no fp8 matrix products"
     return lambda device_type, recipe: reason
 

@@ -1,9 +1,9 @@
 """Find unordered accesses to the same block.
 
-Each stream has a vector clock: for every stream, the number of its pieces of work that are done
-before this stream's next one begins (Lamport 1978; Fidge, Mattern 1988). Recording an event copies
-the clock of a stream; waiting for the event joins the copy into another stream's clock. The host
-issues all work, so whatever the host has waited for is done before anything it issues later.
+Each stream has a vector clock, which counts, for every stream, the work items that are done before
+this stream's next one begins (Lamport 1978; Fidge, Mattern 1988). Recording an event copies a
+stream's clock; waiting for the event merges the copy into another stream's clock. The host issues
+all work, so all work that the host has waited for is done before any work that it issues later.
 
     compute   mm(a) ── record e          a is freed; compute may reuse it at once
     nccl               wait e ── all_gather(a)          unordered: reported
@@ -20,7 +20,7 @@ from .actions import HOST, Action, Allocate, Free, Record, RecordStream, WaitEve
 
 
 class Access(NamedTuple):
-    """A read or write of a block, by the ``number``-th piece of work on its stream."""
+    """A read or write of a block, by the ``number``-th work item on its stream."""
 
     name: str
     stream: str
@@ -57,8 +57,8 @@ class Race:
 @dataclass
 class _Block:
     stream: str
-    write: Access | None = None  # the last one
-    reads: list[Access] = field(default_factory=list)  # since the last write
+    write: Access | None = None  # last write
+    reads: list[Access] = field(default_factory=list)  # reads since the last write
     recorded: set[str] = field(default_factory=set)  # streams passed to ``record_stream``
 
     def accesses(self) -> list[Access]:
@@ -69,7 +69,7 @@ Clock = Counter[str]
 
 
 class _Checker:
-    # Clocks instead of a graph of happens-before: one pass, and no search for paths.
+    # Vector clocks need a single pass and no path search, unlike a happens-before graph.
     def __init__(self) -> None:
         self.races: list[Race] = []
         self._clocks: defaultdict[str, Clock] = defaultdict(Counter)
@@ -122,7 +122,7 @@ class _Checker:
 
 
 def find_races(actions: Iterable[Action]) -> list[Race]:
-    """Return the races of a step, in order.
+    """Return the races of a step, in the order in which they are found.
 
     A freed block is assumed to be reused at once on its own stream, which an allocator may do.
     """

@@ -15,12 +15,12 @@ ProcessGroupNCCL.hpp in torch 2.13 (2.11 in parentheses). Functional.cpp: main b
 - The group's stream waits for the current stream. The work stashes its inputs,
   ``stashed_for_allocator_safety_``, 486-495 (491-500), and does not call ``record_stream``; before
   this was the default, ``TORCH_NCCL_AVOID_RECORD_STREAMS`` requested it, 182-189 (181-188).
-- The work is registered for each output. ``wait_tensor`` makes the stream that is current by then
-  wait for the end of the work, and empties the stash. After the wait, the allocator may reuse the
-  memory, and the result is safe to use on that stream only.
+- The work is registered for each output. ``wait_tensor`` makes the stream that is current at that
+  time wait for the work, and empties the stash. After the wait, the allocator may reuse the memory,
+  and the result is safe to use on that stream only.
 - Without a wait, the watchdog moves the stash to a shelf once the work is done, and the group's
-  next call empties the shelf: ``shelvesToUnstash_``, 1426-1432 (1430-1436). Such memory is freed
-  later than recorded here.
+  next call empties the shelf: ``shelvesToUnstash_``, 1426-1432 (1430-1436). In this case the memory
+  is freed later than recorded here.
 - Host copies keep their tensors alive in the same way (``graphshard.ops.host_copy``).
 """
 
@@ -72,11 +72,11 @@ COMPUTE = "compute"  # the stream that is current when training begins
 class _Block:
     number: int
     storage: WeakStorage
-    home: str  # stream that it was allocated on
+    home: str  # stream on which it was allocated
 
 
 class _InFlight(NamedTuple):
-    """A collective or host copy that was launched and not yet waited for."""
+    """A launched collective or host copy that has not been waited for."""
 
     call: GraphCall
     number: int  # index of the launch in ``call``
@@ -84,7 +84,7 @@ class _InFlight(NamedTuple):
 
 
 class Recorder(Hooks):
-    """Records kernels and graphs when they are compiled and, inside ``recording``, all actions."""
+    """Record kernels and graphs when they are compiled and, inside ``recording``, all actions."""
 
     def __init__(self) -> None:
         self._is_recording = False
@@ -112,7 +112,8 @@ class Recorder(Hooks):
             self._is_recording = False
 
     def see(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:  # they exist when recording begins
+        # Tensors that exist when recording begins have no recorded allocation.
+        for tensor in tensors:
             self._block(tensor)
 
     # --- hooks called by generated code --------------------------------------------------------
@@ -158,7 +159,7 @@ class Recorder(Hooks):
         self._pinned[storage.address] = storage
 
     def stream_asked(self, what: str, event: int, stream: int) -> None:
-        """Record an action that ``no_gpu.cpp`` reports."""
+        """Record a stream operation that ``no_gpu.cpp`` reports."""
         if not self._is_recording:
             return
         match what:
@@ -179,7 +180,7 @@ class Recorder(Hooks):
             self._host_waits("synchronize_device", sorted(streams - {HOST}))
 
     def _host_waits(self, name: str, streams: Iterable[str]) -> None:
-        # The host waits once, for all work issued so far.
+        # Record one wait of the host, for all work issued so far.
         for stream in streams:
             self._order(stream, name)
         self._order(name, HOST)
@@ -265,8 +266,8 @@ class Recorder(Hooks):
         inputs: list[torch.Tensor],
         outputs: list[torch.Tensor],
     ) -> None:
-        """Record a non-view operator: on the host, on the device, or a copy between both."""
-        # Only copies move a 0-dim CPU tensor; other operators take it as a scalar.
+        """Record a non-view operator on the host or device, or a copy between them."""
+        # Only copies move a 0-dim CPU tensor to the device; other operators read it as a scalar.
         is_copy = base_name(op) in ("copy_", "_to_copy")
         on_host = [
             t for t in (*inputs, *outputs) if t.device.type == "cpu" and (t.dim() or is_copy)
@@ -274,10 +275,10 @@ class Recorder(Hooks):
         on_device = [t for t in (*inputs, *outputs) if t.device.type != "cpu"]
         if not on_device:
             self.work(str(op), inputs, outputs, HOST)
-        elif on_host and isinstance(op, OpOverload):  # higher-order ops have only RNG states there
+        elif on_host and isinstance(op, OpOverload):  # higher-order ops: only RNG states on host
             is_async = is_non_blocking(op, args, kwargs)
             if is_async and base_name(op) == "_to_copy":
-                # Its result is pinned (aten/src/ATen/native/TensorConversions.cpp).
+                # The result is pinned (aten/src/ATen/native/TensorConversions.cpp).
                 for tensor in outputs:
                     if tensor.device.type == "cpu":
                         self.pinned(tensor)
@@ -322,7 +323,7 @@ class Recorder(Hooks):
         return tensor
 
     def _own(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> object:
-        """Run an operator of graphshard, and record the operators that it calls."""
+        """Run one of graphshard's operators, and record the operators that it calls."""
         if op in (host_copy.copy_to_device, host_copy.copy_to_host):
             self._call.launch(RecordedLaunch(str(op), ""))
         with _Operators(self):
@@ -339,7 +340,7 @@ class Recorder(Hooks):
         self.synchronized()
 
     def _record(self, stream: str) -> int:
-        self._num_events -= 1  # below 0, to differ from the events of ``no_gpu.cpp``
+        self._num_events -= 1  # negative, unlike the events of ``no_gpu.cpp``
         self.actions.append(Record(self._num_events, stream))
         return self._num_events
 
@@ -369,12 +370,12 @@ class _Operators(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass, tensors_in([args, kwargs]))):
-            return NotImplemented  # a DTensor then runs the operator on its local shard
+            return NotImplemented  # lets DTensor run the operator on its local shard
         return self._recorder.operator(func, args, kwargs or {})
 
 
 def stream_name(number: int) -> str:
-    """Return the name of a stream that ``no_gpu.cpp`` numbered."""
+    """Return the name of the stream that has this number in ``no_gpu.cpp``."""
     return f"stream {number}" if number else COMPUTE
 
 

@@ -43,8 +43,8 @@ _READS = {
     "x.nonzero()",
 }
 _NO_VALUES = (
-    "on a GPU the host would wait for the value, but simulated tensors have no values. Use tensors "
-    "of fixed sizes instead, for example with torch.where"
+    "on a GPU the host would wait for the value, but simulated tensors have none. Use tensors of "
+    "fixed sizes instead, for example with torch.where"
 )
 
 
@@ -59,7 +59,7 @@ class Target:
         replicas: number of groups of ranks that hold the same shards.
         rank: rank whose step is checked.
         tp: number of ranks over which tensor parallelism splits the model.
-        tp_plan: "SCRIPT:FUNCTION" that splits it; default: ``tensor_parallel.parallelize``.
+        tp_plan: "SCRIPT:FUNCTION" to split it with; default: ``tensor_parallel.parallelize``.
     """
 
     script: str
@@ -87,8 +87,8 @@ class Target:
 class Report:
     """Findings of a check."""
 
-    errors: tuple[str, ...]  # a sentence for each thing that would fail on the device
-    text: str  # the whole report, formatted for the user
+    errors: tuple[str, ...]  # one sentence per problem on the device
+    text: str  # full report, formatted for the user
 
 
 def check(recorder: Recorder, target: Target) -> Report:
@@ -133,7 +133,7 @@ def _check_names(function: str, options: Mapping[str, Any]) -> None:
 
 
 def _errors(recording: Recording, device: str) -> Iterator[str]:
-    """Describe everything that would fail, or compute wrong results, on the device."""
+    """Describe each problem that would fail, or corrupt results, on the device."""
     for kernel in compile_kernels(recording.kernels, GPUS[device]):
         if kernel.error:
             yield f"kernel {kernel.name} does not compile: {kernel.error}"
@@ -185,7 +185,7 @@ def _memory(recording: Recording) -> Iterator[str]:
         graph = plan.graph if plan else "a graph without a plan"
         names[graph] += 1
         if plan:
-            plans.sort(key=lambda other: other is plan)  # on a tie, prefer plans not used yet
+            plans.sort(key=lambda other: other is plan)  # on a tie, prefer unused plans
             needed += f" (planned {planned_peak_bytes(plan) / GB:.3f})"
         yield f"{graph} {names[graph]}".removesuffix(" 1") + f" {needed}"
 

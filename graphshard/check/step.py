@@ -29,7 +29,7 @@ from .recorder import Recorder
 
 # Only the last step is recorded. DTensor propagates each new operator through full-size fake
 # tensors, which would be counted as memory. The optimizer runs new operators in the first step, and
-# others in the second, when it has state.
+# again in the second, when it has state.
 NUM_STEPS = 3
 
 # Returns a model and the inputs of a step: a tuple, or a dictionary of keyword arguments.
@@ -50,7 +50,7 @@ class SimulatedRank:
 
     mesh: tuple[int, ...]  # sizes of the axes: (shards,) or (replicas, shards)
     rank: int = 0
-    tp: int = 1  # size of a further axis, for tensor parallelism
+    tp: int = 1  # size of the mesh axis "tp"
 
     @property
     def world_size(self) -> int:
@@ -93,7 +93,7 @@ def record_steps(
     """Train a sharded model for a few steps and record the last one.
 
     Args:
-        make_model: function that is called with the GPU as the default device.
+        make_model: returns the model and inputs; called with the GPU as the default device.
         options: arguments of ``graphshard.backend``, read after ``make_model``, which may add some.
         dynamic: argument of ``torch.compile``.
         parallelize: function that splits the model over the mesh axis "tp", if ``cluster.tp`` > 1.
@@ -111,7 +111,7 @@ def record_steps(
         ours = backend(mesh, **options)
         with fake:
             ours.forward_check.trace_plain(model, lambda: call_model(model, inputs))
-        # Outside of the fake mode, because ranks exchange parameter names in real tensors.
+        # ``shard`` runs outside of the fake mode: ranks exchange parameter names in real tensors.
         shard(model, mesh, **options)
         compiled = torch.compile(model, backend=ours, dynamic=dynamic)
         train(recorder, fake, model, compiled, inputs, step)

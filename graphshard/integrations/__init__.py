@@ -1,5 +1,5 @@
 """Use graphshard in the training loops of other frameworks; one module per framework.
 
-Each module needs its framework, which is an extra: ``pip install "graphshard[accelerate]"``, and so
-on. ``import graphshard`` imports none of them.
+Each module requires its framework, which is an optional dependency: ``pip install
+"graphshard[accelerate]"``, for example. ``import graphshard`` imports none of them.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: a ``prepare`` that has graphshard shard the model.
+"""Hugging Face Accelerate: a ``prepare`` function that shards the model with graphshard.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)               # DDP
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)              # this
@@ -101,9 +101,9 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
         )
     if isinstance(model, nn.Module) and is_split(model):
         raise ValueError(
-            f"tensor parallelism has split {type(model).__name__}, whose ranks need equal batches, "
-            "but Accelerate gives each rank its own: leave the model whole, or train it with "
-            "torchtitan, Lightning or your own loop"
+            f"tensor parallelism has split {type(model).__name__}: its ranks need the same batch, "
+            "but Accelerate gives each rank a different one. Do not split the model, or train it "
+            "with torchtitan, Lightning or your own loop"
         )
     if accelerator.parallelism_config is not None:
         raise ValueError(f"the accelerator has a parallelism_config: {how}")
@@ -120,7 +120,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
 
 
 class ShardedAccelerator(Accelerator):
-    """Accelerator with sharded models; this module's :func:`prepare` changes an object's class."""
+    """Accelerator for sharded models; :func:`prepare` changes the user's accelerator to it."""
 
     _models: list[Any]
     _optimizers: list[Any]
@@ -128,7 +128,7 @@ class ShardedAccelerator(Accelerator):
     _sharded: dict[nn.Module, list[Optimizer]] | None = None
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return a model's state dict: if sharded, full on the first rank and empty on others."""
+        """Return a state dict; of a sharded model, in full on the first rank, empty on others."""
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
         return full_state_dict(model) if self._sharded is None else {}
@@ -146,13 +146,13 @@ class ShardedAccelerator(Accelerator):
             super().load_state(*args, **kwargs)
 
     def _save_sharded(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        """Save sharded models, and leave the others to Accelerate; a hook of ``save_state``."""
+        """Save sharded models in a hook of ``save_state``; Accelerate saves the others."""
         for path, model, optimizers in self._folders(folder):
             save_sharded(path, model, optimizers)
         weights[:] = [state for model, state in zip(models, weights) if not is_sharded(model)]
 
     def _load_sharded(self, models: list[nn.Module], folder: str) -> None:
-        """Load sharded models, and leave the others to Accelerate; a hook of ``load_state``."""
+        """Load sharded models in a hook of ``load_state``; Accelerate loads the others."""
         for path, model, optimizers in self._folders(folder):
             load_sharded(path, model, optimizers)
         models[:] = [model for model in models if not is_sharded(model)]
@@ -164,7 +164,7 @@ class ShardedAccelerator(Accelerator):
 
     @contextmanager
     def _sharded_apart(self) -> Iterator[None]:
-        """Have Accelerate save and load only the optimizers of models that are not sharded."""
+        """Hide the optimizers of sharded models from Accelerate while it saves or loads."""
         sharded: dict[nn.Module, list[Optimizer]] = {m: [] for m in self._models if is_sharded(m)}
         owner = {param: model for model in sharded for param in model.parameters()}
         plain: list[Any] = []
@@ -192,10 +192,10 @@ class ShardedAccelerator(Accelerator):
 
 
 def _generate_together(model: nn.Module) -> None:
-    """Make every ``generate`` of transformers in ``model`` run until all ranks are done."""
-    # Every forward gathers parameters, so a rank whose texts end early must keep calling the model.
-    # That is the option ``synced_gpus``, which transformers sets if it detects FSDP or DeepSpeed.
-    # Marking the model as FSDP would set it too, but then Dynamo leaves the model to Python
+    """Make transformers' ``generate`` methods in ``model`` run until all ranks are done."""
+    # Every forward gathers parameters, so a rank that finishes early must keep calling the model.
+    # The option ``synced_gpus`` does this; transformers sets it if it detects FSDP or DeepSpeed.
+    # Marking the model as FSDP would also set it, but then Dynamo would not compile the model
     # (torch/_dynamo/variables/builder.py). A peft model forwards the call to the model inside it.
     for module in model.modules():
         method = getattr(type(module), "generate", None)

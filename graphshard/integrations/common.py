@@ -1,4 +1,4 @@
-"""Sharding in place and sharded checkpoints, for all integrations.
+"""Shard models in place, and save and load sharded checkpoints, for all integrations.
 
 Modules are compiled in place: frameworks keep the module that they were given, look up its
 attributes and save it under its parameter names, whereas ``torch.compile`` returns a different
@@ -39,7 +39,7 @@ def is_sharded(model: object) -> bool:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Return whether tensor parallelism has split a parameter of ``model``, sharded or not."""
+    """Return whether tensor parallelism has split a parameter of a plain or sharded model."""
     for param in model.parameters():
         sharded = sharded_param_of(param)
         tp_mesh = sharded.spec.groups.tp_mesh if sharded is not None else None
@@ -50,7 +50,7 @@ def is_split(model: nn.Module) -> bool:
 
 def may_be_moved(model: nn.Module, options: Mapping[str, Any]) -> bool:
     """Return whether a framework may move ``model`` to its device before it is sharded."""
-    # Not if shards are offloaded to the host, or a parameter is on the meta device.
+    # False if shards are offloaded to the host, or a parameter is on the meta device.
     stays = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
     return not stays and not any(param.is_meta for param in model.parameters())
 
@@ -92,9 +92,9 @@ def load_sharded(
     """
     if not (folder / ".metadata").is_file():
         raise ValueError(
-            f"{folder} is not a checkpoint of a sharded model: it was saved unsharded, or "
-            "without its optimizer (save_only_model), or the save was interrupted. To "
-            "start from its weights only, load them into the plain model"
+            f"{folder} is not a checkpoint of a sharded model: the model was saved unsharded, or "
+            "without its optimizer (save_only_model), or the save was interrupted. To start from "
+            "its weights only, load them into the model before it is sharded"
         )
     state = _state(model, optimizers, weights)
     dcp.load(state, checkpoint_id=folder)
@@ -106,6 +106,6 @@ def load_sharded(
 
 def _state(model: nn.Module, optimizers: Sequence[Optimizer], weights: bool) -> dict[str, Any]:
     state: dict[str, Any] = {"model": get_model_state_dict(model)} if weights else {}
-    if optimizers:  # a frozen teacher has none
+    if optimizers:  # a frozen model, such as a teacher, has no optimizer
         state["optim"] = get_optimizer_state_dict(model, optimizers)
     return state

@@ -1,4 +1,4 @@
-"""Lightning: strategies for its Trainer and for Fabric, and ``configure`` for a LightningModule.
+"""Lightning: strategies for Trainer and Fabric, and ``configure`` for a LightningModule.
 
     class Model(LightningModule):
         def configure_model(self):                        # Lightning calls it before training
@@ -78,21 +78,21 @@ def configure(
     """
     if model is owner:
         raise ValueError(
-            "Lightning calls training_step instead of the LightningModule's forward: pass "
+            "Lightning calls training_step instead of the LightningModule's forward: pass to "
             "configure() the module that training_step calls, such as self.net"
         )
     if not is_sharded(model):
         strategy = owner.trainer.strategy
         if owner.device_mesh is None:
             raise ValueError(
-                f"the Trainer has {type(strategy).__name__}: pass the Trainer "
+                f"the Trainer's strategy, {type(strategy).__name__}, has no mesh: use "
                 "strategy=ShardedStrategy() from graphshard.integrations.lightning"
             )
         _shard_on(strategy.root_device, model, owner.device_mesh, parallelize_fn, options)
 
 
 class _DataParallel:
-    """Mixin, placed before a Lightning strategy, whose "auto" data parallel size uses all ranks."""
+    """Mixin that makes a strategy's "auto" data parallel size use all ranks; list it first."""
 
     _data_parallel_size: Any
     _tensor_parallel_size: Any
@@ -110,8 +110,8 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
     """Strategy for ``lightning.Trainer`` with modules that :func:`configure` shards.
 
     Args:
-        tensor_parallel_size: number of ranks that hold the parts of one model. Pass
-            :func:`configure` a function that splits it.
+        tensor_parallel_size: number of ranks over which tensor parallelism splits the model. Pass
+            a function that splits it to :func:`configure`.
         kwargs: arguments of ``ModelParallelStrategy``, such as ``save_distributed_checkpoint``.
     """
 
@@ -119,7 +119,7 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
         super().__init__(tensor_parallel_size=tensor_parallel_size, **kwargs)
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up the module and its optimizers, and let norms be clipped across several meshes."""
+        """Set up the module and its optimizers, and support norm clipping over several meshes."""
         super().setup(trainer)
         precision: Any = self.precision_plugin
 
@@ -130,7 +130,7 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Disable gradient communication in this context, for all microbatches but the last."""
+        """Disable gradient communication; used for all microbatches except the last."""
         assert self.model is not None
         with no_sync(self.model):
             yield
@@ -141,8 +141,8 @@ class ShardedFabricStrategy(_DataParallel, FabricStrategy):
 
     Args:
         parallelize_fn: function that applies tensor parallelism before a model is sharded.
-        tensor_parallel_size: number of ranks that hold the parts of one model.
-        save_distributed_checkpoint: whether ``fabric.save`` writes a folder of shards, rather than
+        tensor_parallel_size: number of ranks over which tensor parallelism splits the model.
+        save_distributed_checkpoint: whether ``fabric.save`` writes a folder of shards instead of
             one file with full tensors.
         options: arguments of :func:`graphshard.backend`.
     """
@@ -215,6 +215,6 @@ def _split(model: nn.Module, mesh: DeviceMesh, parallelize_fn: Parallelize) -> N
             f"parallelize_fn returned a {type(split).__name__}: it must split the "
             f"{type(model).__name__} in place, and return it"
         )
-    # parallelize_module makes new parameters, but Fabric's users create their optimizer before.
+    # parallelize_module creates new parameters, but Fabric's users create their optimizer earlier.
     new = {before[name]: param for name, param in model.named_parameters() if name in before}
     repoint_param_groups(new)

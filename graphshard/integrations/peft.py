@@ -1,4 +1,4 @@
-"""peft: gather the adapters of a sharded model, without its base.
+"""peft: gather the adapters of a sharded model, without the base model.
 
     state = adapter_state_dict(model)                        # on all ranks
     if rank == 0:

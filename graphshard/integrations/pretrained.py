@@ -1,13 +1,13 @@
-"""Read a pretrained Hugging Face model from its files straight into shards.
+"""Read a pretrained Hugging Face model from its files directly into shards.
 
     cls.from_pretrained   on the meta device, from the names, shapes and dtypes in the files:
-                          renames, casts, fuses, ties, reports; initializes what no file has
-    parallelize           on the meta device: tensor parallelism, if asked for
+                          renames, casts, fuses, ties, reports; initializes the other parameters
+    parallelize           on the meta device: optional tensor parallelism
     graphshard.shard      on the meta device
     fill                  each rank reads its rows, one parameter at a time
 
-transformers' own code transforms the tensors of a checkpoint. Here it works on tensors that are
-still in their files and record the operations on them (``graphshard.params.stored``).
+transformers' own code transforms the tensors of a checkpoint. Here it receives tensors whose data
+is still in the files; they record the operations on them (``graphshard.params.stored``).
 Based on transformers 5.23: ``modeling_utils.py``, ``core_model_loading.py``.
 """
 
@@ -53,7 +53,7 @@ _PARALLELIZE = (
     "graphshard shards the model; leave it out. For tensor parallelism, pass a function that calls "
     "parallelize_module as parallelize"
 )
-# Arguments of ``from_pretrained`` that contradict sharding, with advice.
+# Arguments of ``from_pretrained`` that are incompatible with sharding, with advice.
 _REFUSED = {
     "device_map": "the mesh places the shards; leave it out",
     "max_memory": "the mesh places the shards; leave it out",
@@ -67,7 +67,7 @@ _REFUSED = {
 }
 _INITIALIZED = "_is_hf_initialized"  # marks tensors that transformers must not initialize
 _SAME_FILES = "Load the same checkpoint on all ranks: does the folder differ between nodes?"
-_COMPARED_BYTES = 64 << 20  # held in memory of each tensor while two tensors are compared
+_COMPARED_BYTES = 64 << 20  # chunk size for comparing two stored tensors
 
 
 def from_pretrained(
@@ -95,7 +95,7 @@ def from_pretrained(
         sharding: other arguments of :func:`graphshard.backend`, as a dictionary.
         strict: whether to raise, rather than only report, if a parameter is in no file or a tensor
             in a file is not in the model.
-        parallelize: function that splits the model, which is on the meta device, by torch's
+        parallelize: function that splits the model, on the meta device, with torch's
             ``parallelize_module``. All ranks of its mesh and of ``mesh`` must call
             ``from_pretrained``.
         kwargs: arguments of ``cls.from_pretrained``: ``dtype``, ``config``,
@@ -106,9 +106,9 @@ def from_pretrained(
         and the loading report.
 
     Raises:
-        ValueError: on all ranks, if an argument contradicts sharding, a rank cannot load the model,
-            ranks find different checkpoints, or ``strict`` finds a mismatch.
-        Exception: on a rank that cannot load the model, the error of ``cls.from_pretrained``, such
+        ValueError: on all ranks; an argument is incompatible with sharding, a rank cannot load the
+            model, ranks find different checkpoints, or ``strict`` finds a mismatch.
+        Exception: on a rank that cannot load the model: the error of ``cls.from_pretrained``, such
             as ``RuntimeError`` for a mismatched shape.
     """
     options = dict(sharding or {})
@@ -140,7 +140,7 @@ def from_pretrained(
 
 
 def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError if an argument contradicts sharding, or ``cls`` is not a model class."""
+    """Raise ValueError for arguments incompatible with sharding, or a ``cls`` of another type."""
     if not (isinstance(cls, type) and issubclass(cls, (PreTrainedModel, _BaseAutoModelClass))):
         raise ValueError(
             f"cls={cls!r}: pass a model class of transformers, or one of its AutoModelFor... "
@@ -178,7 +178,7 @@ def _first_ten(texts: Iterable[str], separator: str = ", ") -> str:
 
 
 class _Outline:
-    """Builder of a pretrained model whose parameters stay on the meta device if a file has them."""
+    """Build a pretrained model on the meta device; initialize only parameters in no file."""
 
     def __init__(self) -> None:
         self.stored: dict[nn.Parameter, StoredTensor] = {}  # source of each parameter
@@ -205,15 +205,15 @@ class _Outline:
         load_config: Any,
         expected_keys: list[str] | None = None,
     ) -> tuple[Any, Any]:
-        """Stand in for ``PreTrainedModel._load_pretrained_model``, which loads a model's values."""
+        """Replace ``PreTrainedModel._load_pretrained_model``; load names and shapes, not values."""
         if threading.get_ident() != self._thread:
             return self._load(model, state_dict, checkpoint_files, load_config, expected_keys)
         if load_config.is_quantized:
             raise ValueError(f"{type(model).__name__}: {_QUANTIZED}")
         if self._has_loaded:
             raise ValueError(
-                "the checkpoint has adapters, or a model within the model: load the base model "
-                "only, then add the adapters with peft; they are sharded when the model is compiled"
+                "the checkpoint has adapters or a nested pretrained model: load only the base "
+                "model, then add adapters with peft; they are sharded when the model is compiled"
             )
         self._has_loaded = True
         stored = _stored_state(state_dict, checkpoint_files or (), load_config)
@@ -234,8 +234,8 @@ class _Outline:
         return info, offload_index
 
     def _take_stored(self, model: nn.Module) -> dict[str, StoredTensor]:
-        """Replace stored parameters by plain ones on the meta device, and read stored buffers."""
-        # Both are marked as initialized: transformers initializes only the others.
+        """Replace stored parameters with plain ones on the meta device, and read stored buffers."""
+        # Mark both as initialized, so that transformers initializes only the others.
         by_name: dict[str, StoredTensor] = {}
         for prefix, module in model.named_modules():
             for name, param in parameters_of(module).items():
@@ -286,7 +286,7 @@ def _from_file(path: Path) -> dict[str, StoredTensor]:
 
 def _read_meta(path: Path, file: Any, name: str) -> torch.Tensor:
     shape = file.get_slice(name).get_shape()
-    # An empty slice has the dtype.
+    # Read an empty slice to get the dtype.
     dtype = _read_rows(path, file, name, slice(0, 0) if shape else None).dtype
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -307,18 +307,18 @@ def _from_tensor(tensor: torch.Tensor) -> StoredTensor:
 
 
 def _settle_ties(model: Any, stored: Mapping[str, StoredTensor], info: Any) -> None:
-    """Untie parameters that the config ties, but that differ in the checkpoint."""
+    """Untie parameters that the config ties but whose values differ in the checkpoint."""
     # transformers does the same, but cannot compare values on the meta device.
     ties = getattr(model, "all_tied_weights_keys", {})
     for target, source in list(ties.items()):
         if target not in stored or source not in stored:
             continue
         if _are_equal(stored[target], stored[source]):
-            info.missing_keys.add(target)  # transformers then ties it
+            info.missing_keys.add(target)  # makes transformers tie it
             continue
         logger.warning(
-            "%s: the config ties %r to %r, but the checkpoint has different values for them: they "
-            "are not tied. Set tie_word_embeddings=False in the config to avoid this warning",
+            "%s: the config ties %r to %r, but they have different values in the checkpoint: they "
+            "stay untied. Set tie_word_embeddings=False in the config to avoid this warning",
             *(type(model).__name__, target, source),
         )
         del ties[target]
@@ -335,7 +335,7 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) -> Values:
-    """Return all parameter values, keyed by first name, and move the parameters to meta."""
+    """Return the values of all parameters, keyed by first name; move the parameters to meta."""
     values: Values = {}
     for name, param in model.named_parameters():
         values[name] = stored[param] if param in stored else param.detach()
@@ -352,7 +352,7 @@ def _check_ties(model: nn.Module, values: Values) -> None:
     for name, _ in model.named_parameters():
         if name not in values:
             raise ValueError(
-                f"parallelize unties {name!r}: parallelize_module splits tied modules one by one; "
+                f"parallelize unties {name!r}: parallelize_module splits tied modules separately; "
                 "leave them out of the plan"
             )
 
@@ -365,7 +365,7 @@ def _make_new_equal(model: nn.Module, values: Values, groups: MeshGroups) -> Non
 
 
 def _is_new(value: torch.Tensor) -> bool:
-    # The model has initialized the parameters that are in no file.
+    # Parameters that are in no file were initialized by the model.
     return not isinstance(value, StoredTensor)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: a mixin that shards and compiles the model that it trains.
+"""Hugging Face Trainer: a mixin that shards and compiles the trained model.
 
     trainer = Trainer(model=model, args=args, ...)               # DDP
     trainer = ShardedTrainer(model=model, args=args, ...)        # this
@@ -7,10 +7,10 @@
         pass
 
 The Trainer wraps and prepares its model once, when training begins. At that point the mixin shards
-it through ``graphshard.integrations.accelerate``, with the Trainer's accelerator. The Trainer saves
-only on its first process, which has only its own shards: here, all ranks gather the model, one
-parameter at a time, and the first rank writes it as a plain checkpoint; all ranks write the
-optimizer. Based on transformers 5.23: ``trainer.py``.
+it through ``graphshard.integrations.accelerate``, with the Trainer's accelerator. The plain Trainer
+saves only on its first process, which would miss the other ranks' shards. With the mixin, all ranks
+gather the model, one parameter at a time, and the first rank writes it as a plain checkpoint; all
+ranks write the optimizer. Based on transformers 5.23: ``trainer.py``.
 """
 
 from __future__ import annotations
@@ -123,17 +123,17 @@ def _check_args(args: TrainingArguments) -> None:
         )
     if args.optim == "adafactor":
         raise ValueError(
-            'optim="adafactor": it mixes plain tensors with sharded ones; use another optimizer, '
-            'such as "adamw_torch_fused"'
+            'optim="adafactor": Adafactor mixes plain tensors with sharded ones; use another '
+            'optimizer, such as "adamw_torch_fused"'
         )
 
 
 def _remove_input_hooks(model: nn.Module) -> None:
     """Remove the hooks that make embeddings return tensors that require gradients."""
-    # They are for reentrant checkpointing of a frozen base. Other checkpointing does not need them,
-    # and Dynamo cannot trace them: the graph would break in every layer.
+    # Only reentrant checkpointing of a frozen base model needs these hooks. Dynamo cannot trace
+    # them: the graph would break in every layer.
     for module in model.modules():
-        # The names of the hooks of transformers and of peft.
+        # Names of the hooks that transformers and peft register.
         for name in ("make_inputs_require_grads", "make_inputs_require_grad"):
             remove_forward_hooks(module, name)
 

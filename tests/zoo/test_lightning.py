@@ -168,7 +168,7 @@ def _refuse_strategy(folder: str) -> None:
     # FSDPStrategy has no mesh either, but Lightning itself refuses it on a CPU.
     owner = Model(True)
     trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
-    with pytest.raises(ValueError, match="DDPStrategy: pass the Trainer strategy=ShardedStrategy"):
+    with pytest.raises(ValueError, match="DDPStrategy, has no mesh: use strategy=ShardedStrategy"):
         trainer.fit(owner, DataLoader(Texts(4), 2))
     assert not any(map(sharded_param_of, owner.parameters()))
 

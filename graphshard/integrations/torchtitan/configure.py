@@ -1,8 +1,8 @@
-"""Change a configuration of torchtitan's trainer so that graphshard shards and compiles the model.
+"""Configure torchtitan's trainer to shard and compile the model with graphshard.
 
     Trainer.__init__                      parallelize()
-    a model on the meta device      ───►  tensor parallelism and activation checkpointing, as
-                                          torchtitan does them
+    a model on the meta device      ───►  torchtitan's tensor parallelism and activation
+                                          checkpointing
                                           sharded over the mesh axes "fsdp" (and "dp_replicate")
     to_empty, init_weights          ◄───  compiled in place; gradients are summed
     each step                             losses are sums divided by the tokens of all ranks
@@ -131,18 +131,18 @@ def parallelize(
 def _split(model: Any, parallel_dims: ParallelDims) -> None:
     """Apply torchtitan's tensor parallelism."""
     model.parallelize(parallel_dims)
-    # This unties the embeddings. torchtitan ties them again when it initializes the model, but they
-    # have to be tied when they are sharded.
+    # This unties the embeddings. torchtitan ties them again only when it initializes the model, but
+    # they must be tied when they are sharded.
     if model.enable_weight_tying:
         model.tok_embeddings.weight = model.lm_head.weight
 
 
 def _count_tokens_once(model: nn.Module) -> None:
-    """Stop torchtitan from halving the token counts of experts."""
+    """Keep torchtitan from halving the token counts of experts in checkpointed blocks."""
     # To balance experts, torchtitan compares their token counts with the mean. It first halves the
     # counts of a checkpointed block, rounding down, because eager recomputation counts every token
-    # a second time. A compiled graph counts once, and halving odd counts would move the bias of
-    # some experts the wrong way.
+    # twice. A compiled graph counts once, so rounding could adjust the bias of an expert in the
+    # wrong direction.
     for module in model.modules():
         if hasattr(module, "checkpoint_impl"):  # how torchtitan recognizes checkpointed blocks
             module.checkpoint_impl = None  # type: ignore[assignment]
@@ -163,8 +163,8 @@ def _check(dims: ParallelDims, parallelism: ParallelismConfig) -> None:
             )
     if parallelism.spmd_backend != _SPMD:
         raise ValueError(
-            f"parallelism.spmd_backend={parallelism.spmd_backend!r}: graphshard makes its own "
-            f"shards of plain parameters; set it to {_SPMD!r}"
+            f"parallelism.spmd_backend={parallelism.spmd_backend!r}: graphshard shards plain "
+            f"parameters itself; set it to {_SPMD!r}"
         )
     if parallelism.enable_fsdp_symm_mem:
-        raise ValueError("parallelism.enable_fsdp_symm_mem is for FSDP2: set it to False")
+        raise ValueError("parallelism.enable_fsdp_symm_mem requires FSDP2: set it to False")
