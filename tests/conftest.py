@@ -14,7 +14,7 @@ ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:  # rank processes import test modules under the names that pytest uses
     sys.path.insert(0, ROOT)
 
-# Deterministic. --hypothesis-profile on the command line still wins: it is read after this.
+# Deterministic by default; hypothesis applies --hypothesis-profile later.
 settings.register_profile(
     "ci",
     deadline=None,

@@ -32,8 +32,8 @@ from graphshard.__main__ import main as graphshard_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-# Replacements in Python blocks that make code for GPUs run on CPUs, with `aot_eager`. Blocks that
-# are files are not changed.
+# Replacements that make Python blocks for GPUs run on CPUs, with `aot_eager`. Blocks marked as
+# files stay unchanged.
 ON_CPU = {
     '"cuda"': '"cpu"',
     ".cuda()": ".cpu()",
@@ -97,7 +97,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def file_of(name: str) -> str:
-    """Return the code of the block that is marked as the file `name`."""
+    """Return the code of the block marked as the file `name`."""
     (code,) = (b.code for page in PAGES for b in blocks(page) if (b.mark, b.text) == ("file", name))
     return code
 
@@ -108,7 +108,7 @@ def commands(block: Block) -> list[list[str]]:
 
 
 class Model(nn.Module):
-    """The `Model` of the pages; its forward returns the loss."""
+    """The `Model` used on the pages; its forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def renew_model(names: dict[str, Any]) -> None:
 
 
 def train_model(names: dict[str, Any]) -> None:
-    """Train the model that a block has left for one step."""
+    """Train the model that a block leaves in `names` for one step."""
     model = names["model"]
     loss = model(next(names["batches"]))
     loss.backward()
@@ -203,7 +203,7 @@ def _on_cpu(code: str) -> str:
 def _run_shell(block: Block) -> None:
     for words in commands(block):
         if words[0] == "python" and (words[1] != "-m" or words[3] == "plan"):
-            # Needs a process of its own, without a process group.
+            # In a separate process, without a process group.
             subprocess.run([sys.executable, *words[1:]], check=True)
         elif words[:3] == ["python", "-m", "graphshard"]:
             assert graphshard_command(words[3:]) == 0, f"{block.place}: {shlex.join(words)}"

@@ -13,7 +13,7 @@ fails_in: set[str] = set()
 """Graphs whose next runs raise: "forward", "backward"."""
 
 passes_left: list[int] = []
-"""Number of calls in those graphs that still pass before one fails; empty for none."""
+"""Number of calls in those graphs that still succeed before one fails; empty: none."""
 
 in_flight_then: list[int] = []
 """Number of collectives in flight at each failure."""
@@ -21,7 +21,7 @@ in_flight_then: list[int] = []
 
 @torch.library.custom_op("graphshard_test::may_fail", mutates_args=())
 def may_fail(x: Tensor, where: str) -> Tensor:
-    """Return a copy of `x`, or raise a MemoryError if `where` is due to fail."""
+    """Return a copy of `x`, or raise a MemoryError if `where` is to fail now."""
     if where in fails_in and not _pass_once():
         in_flight_then.append(num_registered_works())
         raise MemoryError(where)

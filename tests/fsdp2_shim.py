@@ -19,7 +19,7 @@ from graphshard.params.grad_sync import ALL_REDUCES, SYNCS, module_flag
 from graphshard.params.sharded_param import sharded_param_of
 
 # Methods of FSDPModule that control when to unshard or reshard. Here the planner decides that, so
-# they only leave a note.
+# calls are only noted.
 WITHOUT_EFFECT = [
     "reshard",
     "set_is_last_backward",
@@ -34,7 +34,7 @@ WITHOUT_EFFECT = [
 
 sharded: set[nn.Module] = set()  # modules that the running test has passed to fully_shard
 backends: list[graphshard.Backend] = []  # one for each call of fully_shard
-notes: list[str] = []  # requests of the running test that had no effect
+notes: list[str] = []  # calls by the running test that had no effect
 
 
 class NoCounterpartError(Exception):
@@ -55,7 +55,7 @@ def fully_shard(
 
     Raises:
         NoCounterpartError: for ``shard_placement_fn``, or parameters that tensor parallelism has
-            split unevenly.
+            sharded unevenly.
     """
     if shard_placement_fn is not None:
         raise NoCounterpartError("shard_placement_fn")
@@ -70,7 +70,7 @@ def fully_shard(
     }
     for part in [module] if isinstance(module, nn.Module) else module:
         if any(_is_uneven(p) for p in part.parameters() if sharded_param_of(p) is None):
-            raise NoCounterpartError("parameters that are split unevenly")
+            raise NoCounterpartError("parameters that are sharded unevenly")
         graphshard.shard(part, **options)
         sharded.add(part)
         backends.append(graphshard.backend(**options))
@@ -92,7 +92,7 @@ fully_shard.state = lambda module: Anything()  # type: ignore[attr-defined]
 
 
 def _compile_in_place(module: nn.Module, backend: graphshard.Backend) -> None:
-    """Compile a module as ``module.compile`` does, but also containers of torch.nn."""
+    """Compile a module as ``module.compile`` does, containers of torch.nn included."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
@@ -106,7 +106,7 @@ class _IsSharded(type):
 
 
 class FSDPModule(metaclass=_IsSharded):
-    """Stand-in whose ``isinstance`` check is true for sharded modules."""
+    """Stand-in for FSDP2's class; ``isinstance`` is true for sharded modules."""
 
 
 def _set_flag(

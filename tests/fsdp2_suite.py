@@ -4,8 +4,8 @@
 
 CHECKOUT is a working copy of PyTorch at the installed version; its test helpers need `expecttest`.
 Every call of `fully_shard` shards its module with `graphshard.shard` and compiles it with
-`compiler="aot_eager"`. Not compared are counts of collectives (here the planner chooses buckets),
-calls of FSDP2's own functions, and streams. Prints one row per test.
+`compiler="aot_eager"`. Counts of collectives (here the planner chooses buckets), calls of FSDP2's
+own functions, and streams are not compared. Prints one row per test.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ FOLDER = Path("test/distributed/_composable/fsdp")
 NAMES = ["training", "autograd", "frozen", "clip_grad_norm_", "mixed_precision"]
 NAMES += ["ignore_params", "state_dict"]
 TIMEOUT_S = 400.0
-# Tests name a GPU even if they need none. The replacements keep line numbers.
+# Tests use a GPU even if they need none. The replacements keep line numbers.
 TO_CPU = [('"cuda"', '"cpu"'), (".cuda()", ".cpu()"), ("torch.cuda.device", "torch.cpu.device")]
 
 
 class CommDebugMode(contextlib.nullcontext[Any]):
-    """Stand-in that counts nothing; under torch's CommDebugMode, Dynamo compiles nothing."""
+    """Stand-in that counts nothing: under torch's CommDebugMode, Dynamo does not compile."""
 
     def __init__(self) -> None:
         super().__init__(self)
@@ -51,7 +51,7 @@ class CommDebugMode(contextlib.nullcontext[Any]):
 def _run_subtests(
     case: object, config: Mapping[str, Sequence[Any]], fn: Callable[..., None], *args: Any
 ) -> None:
-    """Run all combinations, and note those that have no counterpart in graphshard."""
+    """Run all combinations; note those that graphshard does not support."""
     for values in itertools.product(*config.values()):
         chosen = dict(zip(config, values))
         torch._dynamo.reset()
@@ -68,7 +68,7 @@ def _run_subtests(
 
 @contextlib.contextmanager
 def _count_enough(fn: Callable[[], object]) -> Iterator[None]:
-    """Call `fn`, which counts FSDP2's backward hooks, as often as any test expects."""
+    """Call `fn`, which counts FSDP2's backward hooks, more often than any test expects."""
     for _ in range(100):
         fn()
     yield
@@ -94,7 +94,7 @@ def _for_graphshard() -> Replacements:
 
 
 def _for_ranks() -> Replacements:
-    """Return the replacements that make tests run in existing ranks and on CPUs."""
+    """Return the replacements that make tests run on existing ranks, without GPUs."""
     import torch.distributed._composable as composable
     import torch.testing._internal.common_cuda as common_cuda
     import torch.testing._internal.common_device_type as common_device_type
@@ -140,10 +140,10 @@ def _skip_if_lt_x_gpu(number: int, **_: Any) -> Any:
 
 @functools.cache
 def _patch_torch(reference: bool) -> None:
-    """Replace functions before test modules import them, for the rest of this process's life.
+    """Replace functions of torch for the rest of this process, before test modules import them.
 
     Args:
-        reference: whether to leave FSDP2 as it is.
+        reference: whether to keep FSDP2 itself.
     """
     if not reference:
         shim.add_methods()
@@ -172,11 +172,11 @@ def list_tests(path: Path, reference: bool) -> list[tuple[str, str]]:
 
 
 def run_test(path: Path, reference: bool, kind: str, name: str, float64: bool) -> str:
-    """Run one test on this rank and return its result in words; an error of the test propagates."""
+    """Run one test on this rank and describe its result; an error of the test propagates."""
     shim.sharded.clear()
     shim.notes.clear()
     shim.backends.clear()
-    # Each fully_shard compiles the same function (`call` in fsdp2_shim) for another module.
+    # Each fully_shard compiles the same function (`call` in fsdp2_shim) for a different module.
     torch._dynamo.config.recompile_limit = 64
     case = getattr(_load(path, reference), kind)(name)
     if float64:
@@ -190,14 +190,14 @@ def run_test(path: Path, reference: bool, kind: str, name: str, float64: bool) -
         return f"skipped: {skip}"
     except shim.NoCounterpartError as error:
         return f"no counterpart: {error}"
-    if shim.notes and not shim.backends and not reference:  # no subtest got further
+    if shim.notes and not shim.backends and not reference:  # no subtest ran
         return "no counterpart: " + shim.notes[0].removeprefix("without ")
     graphs = sum(len(backend.plans) for backend in shim.backends)
     return ", ".join([f"passes: {graphs} graphs", *sorted(set(shim.notes))])
 
 
 def _cause(error: ranks.RankError) -> str:
-    """Return the line of the first failure that names the exception, or its last line."""
+    """Return the line of the first failure that names its exception, or the last line."""
     lines = error.failures[0].text.strip().splitlines()
     named = [line for line in lines if re.match(r"[\w.]*(Error|Unsupported)\b", line)]
     return (named or lines)[-1]
@@ -208,9 +208,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fsdp2_suite")
     parser.add_argument("--torch", type=Path, required=True, help="a checkout of PyTorch")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--only", default="", help="a part of a test's name")
-    parser.add_argument("--float64", action="store_true", help="tells bugs from rounding")
-    parser.add_argument("--reference", action="store_true", help="run them with FSDP2 itself")
+    parser.add_argument("--only", default="", help="run tests whose name contains this")
+    parser.add_argument("--float64", action="store_true", help="rule out rounding errors")
+    parser.add_argument("--reference", action="store_true", help="run the tests with FSDP2 itself")
     parser.add_argument(
         "files", nargs="*", default=[f"test_fully_shard_{name}.py" for name in NAMES]
     )

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 
 class Trainable(Protocol):
-    """A model class that a test can train without knowing anything else about it."""
+    """Model class that tests can train: its forward returns the loss, and it draws batches."""
 
     def __call__(self) -> nn.Module: ...
 
     def batch(self, rng: torch.Generator) -> Any:
-        """Return a random batch, the argument of the model's forward."""
+        """Return a random batch, which the model's forward takes."""
 
 
 class MLP(nn.Module):
@@ -73,7 +73,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT whose output layer is tied to its token embedding.
 
-    It has one layer by default, since tests spend most of their time compiling; see `DeepGPT`.
+    One layer by default, since tests spend most of their time compiling; see `DeepGPT`.
     """
 
     VOCAB = 51
@@ -102,7 +102,7 @@ class GPT(nn.Module):
 
 
 class DeepGPT(GPT):
-    """A GPT of two layers, for tests where one layer communicates while the other computes."""
+    """A GPT of two layers, for tests of overlap between layers."""
 
     def __init__(self, dim: int = 18) -> None:
         super().__init__(dim, layers=2)
@@ -113,7 +113,7 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # No biases: before a BatchNorm, the gradient of a bias is only noise around zero.
+        # No biases: before a BatchNorm, the gradient of a bias is just rounding noise.
         self.conv1 = nn.Conv2d(3, 5, 3, bias=False)
         self.norm1 = nn.BatchNorm2d(5)
         self.conv2 = nn.Conv2d(5, 7, 3, stride=2, bias=False)

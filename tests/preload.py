@@ -1,7 +1,7 @@
-"""Imported by the server from which ranks are forked: what no rank has to do again.
+"""One-time work done in the fork server, so that ranks do not repeat it.
 
-Import graphshard, and find out which vector instructions Inductor may use: for each kind, torch
-compiles a program and loads it in another process, which takes every rank 1.5 s otherwise.
+Import graphshard, and detect the vector instruction sets that Inductor may use: torch compiles a
+program for each and loads it in another process, which would take each rank 1.5 s.
 """
 
 import torch.distributed.checkpoint.state_dict  # noqa: F401

@@ -1,8 +1,8 @@
 """Speed up compilation in tests, which spend most of their time in Dynamo and AOTAutograd.
 
-The compiled code stays the same. Measured savings: garbage collector -5 % and guards -9 % of the
-processor time of random cases on one rank; large stack -12 % with ranks (62 tests of parameters and
-calls, interleaved: 47 and 44 s became 42 and 38).
+The compiled code stays the same. Measured savings: garbage collector 5 % and guards 9 % of the CPU
+time of random cases on one rank; large stack 12 % with ranks (62 tests of parameters and calls,
+interleaved: from 47 and 44 s to 42 and 38 s).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def compile_quicker() -> None:
     """Tune the garbage collector and, if torch._dynamo is imported already, its guards."""
-    # A trace makes many objects but hardly any garbage: collect less often.
+    # Tracing creates many objects but hardly any garbage: collect less often.
     gc.set_threshold(50_000, 20, 100)
     guards: Any = sys.modules.get("torch._dynamo.guards")
     if guards is not None:
@@ -30,12 +30,12 @@ def on_large_stack(call: Callable[[], T]) -> T:
 
     CPython 3.11 to 3.13 keep frames in chunks of 16 KiB, mapped when a call crosses the end of a
     chunk and unmapped when it returns (``push_chunk`` in Python/pystate.c). The deep calls of a
-    compiler cross such an end some thousand times a second. A frame that needs more than 16 KiB
-    gets a chunk of the next power of two, and later frames use the rest of it.
+    compiler do so some thousand times a second. A frame that needs more than 16 KiB gets a chunk of
+    the next power of two, and later frames use the rest of it.
     """
     return call()
 
 
-# Its frame takes just over half a megabyte (a stack slot has 8 bytes), so its chunk is a megabyte,
-# the other half of which is left for later frames.
+# The frame takes just over half a megabyte (8 bytes per stack slot), so its chunk is a megabyte and
+# leaves almost half for later frames.
 on_large_stack.__code__ = on_large_stack.__code__.replace(co_stacksize=(1 << 19) // 8 + 512)

@@ -1,7 +1,7 @@
 """The rank process of `tests.ranks`.
 
-It joins the process group, then calls one function after another for the parent and replies with
-the result of each, or with its traceback. Between calls it restores its initial global state.
+It joins the process group, then runs the parent's calls one by one and replies to each with the
+result or the traceback. Between calls it restores its initial global state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .quick import compile_quicker, on_large_stack
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 _make_group = ProcessGroupGloo.__init__
-# (getter, setter) of the global settings of torch that are restored after each call.
+# (getter, setter) of global torch settings, restored after each call.
 SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
@@ -48,13 +48,13 @@ SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
 ]
-UNFREEZE_EVERY = 25  # calls; unfreezing lets cycles be collected that became garbage while frozen
+UNFREEZE_EVERY = 25  # calls; unfreezing frees cycles that became garbage while frozen
 CONFIGS = ["torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a rank did not return a result."""
+    """Why a rank returned no result."""
 
     rank: int
     text: str  # the traceback, or what happened to the rank
@@ -63,7 +63,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Spec:
-    """The start-up arguments of a rank process."""
+    """Start-up arguments of a rank process."""
 
     rank: int
     world_size: int
@@ -73,17 +73,17 @@ class Spec:
 
     @property
     def task(self) -> Path:
-        """The file of the call that all ranks are to make."""
+        """File with the call that all ranks make."""
         return self.folder / "task"
 
     @property
     def output(self) -> Path:
-        """The file of the rank's stdout and stderr."""
+        """File with the rank's stdout and stderr."""
         return self.folder / f"output.{self.rank}"
 
     @property
     def stacks(self) -> Path:
-        """The file of all threads' stacks, written on SIGUSR1 and on a crash."""
+        """File with the stacks of all threads, written on SIGUSR1 and on a crash."""
         return self.folder / f"stacks.{self.rank}"
 
 
@@ -101,12 +101,12 @@ def from_bytes(data: bytes) -> Any:
 
 def pack_task(fn: Callable[..., Any], args: Any, kwargs: Any, env: Mapping[str, str]) -> bytes:
     """Serialize a call for `_call`."""
-    # sys.path is unpickled first, because a rank may need it to import fn's module.
+    # sys.path is unpickled first: a rank may need it to import fn's module.
     return pickle.dumps((sys.path, dict(env), to_bytes((fn, args, kwargs))))
 
 
 def _call(task: Path) -> Any:
-    """Make the call that the parent has written to the file `task`."""
+    """Run the call that the parent has written to the file `task`."""
     path, env, data = pickle.loads(task.read_bytes())
     sys.path[:] = path
     os.environ.update(env)
@@ -115,14 +115,14 @@ def _call(task: Path) -> Any:
 
 
 def main(pipe: Connection, spec: Spec) -> None:
-    """Serve the parent's calls until it closes the pipe; the entry point of a rank process."""
+    """Serve the parent's calls until it closes the pipe: the entry point of a rank process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its ranks
     threading.Thread(target=_end_with_parent, args=(spec.folder,), daemon=True).start()
     stacks = spec.stacks.open("a")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     _redirect_output(spec.output)
-    # One rank measures coverage: most lines run on all ranks, and measuring takes 50 % more time.
+    # Only one rank measures coverage: most lines run on all ranks, and measuring adds 50 % time.
     counts_lines = spec.rank == (0 if spec.world_size <= 2 else spec.world_size - 1)
     if not counts_lines:
         _stop_coverage()
@@ -147,10 +147,10 @@ def _coverage() -> Any:
 
 
 def _stop_coverage() -> None:
-    """Stop measuring coverage; a process that imports torch itself has two measurements."""
+    """Stop all coverage measurements; a process that imports torch itself has two."""
     for _ in range(2):
         if coverage := _coverage():
-            # One inherited from the fork server measures nothing here, and cannot be stopped.
+            # A measurement inherited from the fork server is inactive and cannot be stopped.
             with contextlib.suppress(AssertionError):
                 coverage.stop()
 
@@ -160,14 +160,14 @@ def _end_with_parent(folder: Path) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(folder, ignore_errors=True)  # the parent had no time to remove it
+    shutil.rmtree(folder, ignore_errors=True)  # the parent could not remove it
     os._exit(1)
 
 
 def _redirect_output(path: Path) -> None:
     """Redirect stdout and stderr to a file, which the parent prints.
 
-    They cannot be inherited: pytest may replace the parent's stdout for each test.
+    Inheriting them does not work: pytest may replace the parent's stdout for each test.
     """
     fd = os.open(path, os.O_WRONLY | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
@@ -181,8 +181,8 @@ def _make_gloo(
 ) -> None:
     """Initialize a gloo group that runs its collectives in order, in one thread.
 
-    By default two threads write the string `lastCompletedWorkName` in `ProcessGroupGloo::runLoop`
-    without a lock (torch 2.11 to 2.13), which kills a rank once in several thousand tests.
+    By default, two threads write the string `lastCompletedWorkName` in `ProcessGroupGloo::runLoop`
+    without a lock (torch 2.11 to 2.13), which crashes a rank once in several thousand tests.
     """
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(interface="lo")]
@@ -206,7 +206,7 @@ def _join_group(spec: Spec) -> None:
 
 
 def _reply(pipe: Connection, spec: Spec, work: Callable[[], Any]) -> None:
-    """Send the result of `work()`, and whether a process group still exists afterwards.
+    """Send the result of `work()`, and whether a process group exists afterwards.
 
     If it raises, send the traceback and exit this process.
     """
@@ -219,11 +219,11 @@ def _reply(pipe: Connection, spec: Spec, work: Callable[[], Any]) -> None:
         stream.flush()
     pipe.send_bytes(pickle.dumps(reply))
     if isinstance(reply, Failure):
-        os._exit(1)  # closes its connections, so ranks that wait for this one fail at once
+        os._exit(1)  # closes the connections, so ranks that wait for this one fail at once
 
 
 def _describe(error: BaseException) -> str:
-    """Format the traceback of an error, without the frames of this module at its top."""
+    """Format the traceback of an error, without the topmost frames, which are in this module."""
     frames = error.__traceback__
     own = (__file__, on_large_stack.__code__.co_filename)
     while frames and frames.tb_next and frames.tb_frame.f_code.co_filename in own:
@@ -235,7 +235,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _describe_locals(frames: TracebackType | None) -> str:
-    """Format the locals of the innermost frame: pytest does not rewrite the asserts of a rank."""
+    """Format the locals of the innermost frame, since pytest does not rewrite asserts on ranks."""
     while frames and frames.tb_next:
         frames = frames.tb_next
     short = reprlib.Repr()
@@ -245,9 +245,9 @@ def _describe_locals(frames: TracebackType | None) -> str:
 
 
 class _Defaults:
-    """The global state in which every call starts.
+    """Global state at the start of every call.
 
-    Process groups made by a call are kept: the caches of DTensor hold meshes, which refer to groups
+    Process groups created by a call are kept: DTensor's caches hold meshes, which refer to groups
     by name.
     """
 
@@ -289,7 +289,7 @@ class _Defaults:
         gc.freeze()
 
     def _restore_configs(self) -> None:
-        """Restore the settings of torch's compilers that have changed."""
+        """Restore the changed settings of torch's compilers."""
         for module, values in self._configs:
             now = module.get_config_copy()
             for name, value in values.items():
@@ -298,7 +298,7 @@ class _Defaults:
 
 
 def set_environ(values: Mapping[str, str]) -> None:
-    """Replace the environment by `values`."""
+    """Replace the environment with `values`."""
     for name in os.environ.keys() - values.keys():
         del os.environ[name]
     os.environ.update(values)

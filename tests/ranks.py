@@ -3,8 +3,8 @@
 `run(world_size, fn, *args)` returns the results of all ranks. Starting ranks is slow, so the
 processes of each (world size, backend) stay alive for the next call and are reset between calls. If
 a rank raises, dies or hangs, the call raises a `RankError` with the traceback or stacks of every
-failing rank, and the pool is discarded; the next call starts a new one. Values travel as bytes of
-`torch.save`, never through shared memory.
+failing rank, and the pool is discarded; the next call starts a new one. Values are
+serialized with `torch.save`, never passed through shared memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .rank_process import Failure, Spec, from_bytes, pack_task, set_environ
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_POOLS = 2  # alive at once: a rank that has compiled something holds hundreds of MB
+MAX_POOLS = 2  # alive at once: a rank that has compiled takes hundreds of MB
 GRACE_S = 10.0  # time for the other ranks to reply after the first failure
 STARTUP_S = 120.0
 EXIT_S = 5.0
@@ -43,13 +43,13 @@ EXIT_S = 5.0
 RANK_ENV = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    # Two C++ compilers at once. Ranks compile the same kernels, and Inductor's locks make them wait
-    # for each other, so one thread each would leave the second core idle.
+    # Two C++ compilers at once: ranks compile the same kernels and wait for each other's Inductor
+    # locks, so with one thread each, the second core would idle.
     "TORCHINDUCTOR_COMPILE_THREADS": "2",
-    "TORCH_WARM_POOL": "0",  # on CPUs, no worker processes for Triton are needed
+    "TORCH_WARM_POOL": "0",  # CPUs need no Triton worker processes
     "GLOO_SOCKET_IFNAME": "lo",  # otherwise gloo resolves the host name, which may fail
 }
-# Imported once, by the server from which ranks are forked. None of these starts a thread.
+# Imported once, by the fork server. None of these starts a thread.
 PRELOAD = [
     "torch",
     "torch._dynamo",
@@ -65,7 +65,7 @@ class RankError(RuntimeError):
     """At least one rank failed.
 
     Attributes:
-        failures: failures of all ranks, in the order in which they happened.
+        failures: failures of all ranks, in chronological order.
     """
 
     def __init__(self, failures: Sequence[Failure], world_size: int) -> None:
@@ -86,14 +86,13 @@ def run(
     """Call fn(*args, **kwargs) on each of world_size ranks; return the results in rank order.
 
     The default process group is initialized, seeds are 0, torch uses one thread, Dynamo is reset,
-    and torch's global settings have their defaults.
+    and global torch settings have their defaults.
 
     Args:
         fn: function at the top level of a module.
         timeout_s: time after which ranks that have not replied fail.
-        env: variables to set during the call. Other variables have the values that they had when
-            the first rank was started. Variables that torch reads on import need `import_env` of
-            `run_fresh`.
+        env: variables to set during the call. All others keep their values from the start of the
+            first rank. For variables that torch reads on import, use `import_env` of `run_fresh`.
 
     Raises:
         RankError: if a rank raises, dies or does not reply in time.
@@ -121,9 +120,9 @@ def on_ranks(
     timeout_s: float = 240.0,
     env: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorate a test to run on each of world_size ranks, as by `run`.
+    """Decorate a test to run on each of world_size ranks, as `run` does.
 
-    The ranks get the values of the test's parameters and fixtures, which have to be picklable.
+    Ranks receive the test's parameters and fixtures, which must be picklable.
     """
 
     def decorate(test: Callable[P, None]) -> Callable[P, None]:
@@ -139,7 +138,7 @@ def on_ranks(
 
 
 def _call_decorated(test: Any, args: Any, kwargs: Any) -> None:
-    """Call the function that `on_ranks` has decorated: only the result has a name to pickle."""
+    """Call the function that `on_ranks` decorated: only the wrapper can be pickled by name."""
     test.__wrapped__(*args, **kwargs)
 
 
@@ -155,8 +154,8 @@ def run_fresh(
 ) -> list[T]:
     """Call `run` in new processes that end afterwards, to measure memory or start without caches.
 
-    If import_env is given, even if it is empty, each rank imports torch itself with import_env set,
-    rather than being forked from a server that has imported it. This takes seconds.
+    Given an import_env, even an empty one, each rank imports torch itself with these variables set,
+    instead of being forked from a server that has imported it. This takes seconds.
     """
     __tracebackhide__ = True
     task = pack_task(fn, args, kwargs, env or {})
@@ -176,13 +175,13 @@ class _Pool:
     """The processes of one process group, and the parent's ends of their pipes.
 
     Attributes:
-        has_group: whether all ranks still have the group. Otherwise the pool cannot be used again,
-            because DTensor keeps the names of groups in its caches.
+        has_group: whether all ranks still have the group. If not, the pool cannot be reused,
+            because DTensor's caches keep names of groups.
     """
 
     def __init__(self, world_size: int, backend: str, env: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        # Hosted here, since the parent outlives the ranks. The system picks a free port.
+        # Hosted here, since the parent outlives the ranks; port 0: any free port.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port, folder = self._store.port, Path(self._folder.name)
         self._specs = [Spec(rank, world_size, backend, port, folder) for rank in range(world_size)]
@@ -220,7 +219,7 @@ class _Pool:
                 with contextlib.suppress(OSError):  # _collect reports that the rank is dead
                     pipe.send_bytes(b"go")
             return [from_bytes(value) for value in self._collect(timeout_s)]
-        except BaseException:  # including KeyboardInterrupt: ranks are in the middle of the task
+        except BaseException:  # KeyboardInterrupt, too: ranks are in the middle of the task
             self._kill()
             raise
 
@@ -269,17 +268,17 @@ class _Pool:
         return value
 
     def _stuck(self, ranks: list[int], late: str) -> list[Failure]:
-        """Return failures, with stacks, for ranks that have not replied."""
+        """Return the failures of ranks that have not replied, with their stacks."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
         if ranks:
-            time.sleep(0.5)  # lets the ranks write their stacks; there is no signal for completion
+            time.sleep(0.5)  # time to write the stacks; ranks do not signal completion
         text = f"still running {late}; its stacks:\n"
         return [Failure(r, text + self._read_stacks(r), time.monotonic()) for r in ranks]
 
     def _read_stacks(self, rank: int) -> str:
-        """Return the stacks that a rank has written; "" if it has not."""
+        """Return the stacks that a rank has written; "" if it wrote none."""
         return self._specs[rank].stacks.read_text(errors="replace")
 
     def _forward_output(self) -> None:
@@ -312,17 +311,17 @@ class _Pool:
 
 
 _pools: OrderedDict[tuple[int, str], _Pool] = OrderedDict()
-# Runs before the exit handler of multiprocessing, which would terminate the ranks and wait.
+# Runs before the exit handler of multiprocessing, which terminates ranks and waits for them.
 atexit.register(close_pools)
 
 
 def _start_context(fork: bool) -> Any:
-    """Return the start method for ranks: forked from a server that has imported torch, or spawned.
+    """Return the start method of ranks: fork from a server that has imported torch, or spawn.
 
     Args:
         fork: whether to fork if possible.
     """
-    # CUDA cannot be used in a fork of a process that has queried it.
+    # CUDA does not work in a process forked from one that has queried it.
     if not fork or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -332,7 +331,7 @@ def _start_context(fork: bool) -> Any:
 
 @contextlib.contextmanager
 def _environ(values: Mapping[str, str]) -> Iterator[None]:
-    """Replace the environment by `values` within a `with` block."""
+    """Replace the environment with `values` during a `with` block."""
     before = dict(os.environ)
     set_environ(values)
     try:
@@ -342,7 +341,7 @@ def _environ(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _describe_exit(code: int | None) -> str:
-    """Describe a process's exit code; a negative one is given as its signal."""
+    """Describe a process's exit code; if negative, name the signal."""
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"

@@ -1,7 +1,7 @@
 """A process group that records collectives: a Python class over gloo.
 
 It is registered as the backend "recording" for CPU tensors. Each collective, and each wait for one,
-appends an `Event` to a list of this process (`events()`, `clear()`). So tests can assert the bytes
+appends an `Event` to a per-process list (`events()`, `clear()`), from which tests check the bytes
 and order of collectives, and how many were in flight. `wire()` adds a modelled network: each rank's
 wire carries one collective at a time, in alpha + bytes / rate seconds, and a wait sleeps until the
 wire is done. Eager FSDP2, DDP, and object and functional collectives run on it.
@@ -29,10 +29,10 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class Event:
-    """One collective, or one wait for it (kind "wait"; other fields repeat the collective's)."""
+    """A collective, or a wait for one (kind "wait"; its other fields are the collective's)."""
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", ..., or "wait"
-    index: int  # position among this rank's collectives since clear(); shared with its waits
+    index: int  # of the collective on this rank since clear(); its waits have the same
     bytes: int  # size of the full buffers: gathered output, unreduced input
     dtype: torch.dtype | None  # dtype of the first tensor; None for a barrier
     group_size: int
@@ -41,7 +41,7 @@ class Event:
 
 
 class _Wire:
-    """The modelled network of this rank."""
+    """Modelled network link of this rank."""
 
     def __init__(self, alpha_s: float, bytes_per_s: float) -> None:
         self.alpha_s = alpha_s
@@ -115,7 +115,7 @@ def _peak(kinds: Sequence[str], size: Callable[[Event], int]) -> int:
 
 
 class _RecordedWork(dist.Work):
-    """The gloo works of one collective; done when the last one and the wire are done."""
+    """The gloo works of one collective; done when all of them and the wire are done."""
 
     def __init__(self, event: Event, works: list[dist.Work], done_at: float | None) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _RecordedWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for gloo and the wire, and record the wait."""
         for work in self._works:
-            # A missing or zero timeout means the group's, and must not be passed to gloo.
+            # None and zero mean the group's timeout; gloo would take zero literally.
             work.wait(timeout) if timeout else work.wait()
         self._await_wire()
         _events.append(replace(self._event, kind=WAIT))
@@ -150,13 +150,12 @@ class _RecordedWork(dist.Work):
         return self._works[0]._source_rank()
 
     def get_future(self) -> Future[Any]:
-        """Return the future that DDP waits for instead of the work; this records no wait."""
+        """Return the future that DDP waits for instead of the work; records no wait."""
         futures = [work.get_future() for work in self._works]
         future = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
         if self._done_at is None:
             return future
-        # The callback may sleep on a gloo thread: later collectives queue behind this one on the
-        # wire anyway.
+        # The callback may block a gloo thread: later collectives have to wait for the wire anyway.
         return future.then(lambda done: (self._await_wire(), done.value())[1])
 
     def _await_wire(self) -> None:
@@ -166,13 +165,13 @@ class _RecordedWork(dist.Work):
 
 
 class RecordingProcessGroup(dist.ProcessGroup):
-    """Gloo with a log. Methods have the names that c10d calls on a Python process group."""
+    """Gloo with a log; methods have the names that c10d calls on a Python process group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._num_ranks = size
-        # The C++ side needs a backend that knows the group's name, devices and store.
+        # C++ code requires a backend that knows the group's name, devices and store.
         self._register_backend(torch.device("cpu"), self.BackendType.GLOO, self._gloo)
         self._set_default_backend(self.BackendType.GLOO)
 
@@ -254,7 +253,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # Method names of both.
+    # Method names of both versions.
 
     def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         """All-reduce tensors in place."""

@@ -1,4 +1,4 @@
-"""`python -m graphshard demo`, and its errors for charts that it cannot write."""
+"""`python -m graphshard demo`: its output, and errors for charts that it cannot write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_demo_prints_comparison_and_writes_chart(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     for text in ("loss, first step", "tokens/s", "Why?", "all_gather", "Words", "Next"):
         assert text in done.stdout
-    # With aot_eager, the first loss of all three is bitwise equal.
+    # With aot_eager, all three first losses are bitwise equal.
     (losses,) = (line for line in done.stdout.splitlines() if line.startswith("loss, first step"))
     assert len(set(losses.split()[3:])) == 1
     assert "--plot" not in command or "<svg" in chart.read_text()

@@ -1,7 +1,7 @@
-"""Run all code blocks of README.md and docs/, except those with a reason not to run.
+"""Run all code blocks of README.md and docs/, except those marked "not run".
 
-`tests/documentation.py` explains the marks; blocks that need frameworks run in
-`tests/zoo/test_documentation.py`.
+`tests/documentation.py` defines the marks; `tests/zoo/test_documentation.py` runs the blocks that
+need frameworks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_blocks_have_known_marks_languages_and_commands(page: str) -> None:
 
 
 def check_command(words: list[str], place: str) -> None:
-    """Fail if a command does not exist, or if no test runs it."""
+    """Fail if a command does not exist or no test runs it."""
     match words:
         case ["make", target]:
             assert f"\n{target}:" in (ROOT / "Makefile").read_text(), f"{place}: {target}"
@@ -78,7 +78,7 @@ def test_documented_pass_can_be_added(tmp_path: Path) -> None:
 
 
 def _add_pass() -> list[str]:
-    """Compile a model with the pass of docs/how_it_works.md; return its log messages."""
+    """Compile a model with the pass shown in docs/how_it_works.md; return the log messages."""
     name = "graphshard.passes.count_linears"
     sys.modules[name] = module = types.ModuleType(name)
     exec(file_of("passes/count_linears.py"), vars(module))

@@ -25,7 +25,7 @@ def test_concurrent_writers_do_not_interfere(tmp_path: Path) -> None:
         first.write_text("first")
         second.write_text("second")
         assert not path.exists()
-    assert path.read_text() == "first"  # its scratch file is renamed last
+    assert path.read_text() == "first"  # its scratch file is the last to be renamed
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -40,7 +40,7 @@ def _write(path: Path, text: str, barrier: Barrier) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_forked_writers_do_not_interfere(tmp_path: Path) -> None:
-    # Neither `id()` nor a random number can tell the scratch files of forked processes apart.
+    # Forked processes share `id()`s and random state: neither makes scratch file names unique.
     fork, path = multiprocessing.get_context("fork"), tmp_path / "plan.json"
     barrier = fork.Barrier(2, timeout=20)
     writers = [fork.Process(target=_write, args=(path, text, barrier)) for text in ("a", "b")]

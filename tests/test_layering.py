@@ -1,7 +1,7 @@
-"""The table of allowed imports between packages, and tests that the code keeps to it.
+"""The table of allowed imports between packages, and tests that the code complies.
 
-A "room" is a sub-package of ``graphshard`` or a module at its top level. The top-level folder
-``passes/`` counts as the sub-package ``passes``, as which it is installed.
+A "room" is a sub-package or a top-level module of ``graphshard``. The top-level folder ``passes/``
+counts as the sub-package ``passes``, as it is installed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ MAX_FLOORS = 9
 
 
 def _files() -> Iterator[tuple[str, str, Path]]:
-    """Yield (room, dotted package for relative imports, path) of all product files."""
+    """Yield (room, dotted package for relative imports, path) for each file of the package."""
     for path in sorted((ROOT / "graphshard").rglob("*.py")):
         parts = path.relative_to(ROOT / "graphshard").parts
         yield Path(parts[0]).stem, ".".join(["graphshard", *parts[:-1]]), path
@@ -145,7 +145,7 @@ def _imports() -> dict[str, dict[str, set[str]]]:
 
 def test_packages_import_only_allowed_packages() -> None:
     imports = _imports()
-    assert set(imports) == set(ALLOWED), "a room is missing in the table, or is there no more"
+    assert set(imports) == set(ALLOWED), "ALLOWED must list exactly the rooms that exist"
     unexpected = {
         f"{room} -> {other}": sorted(files)
         for room, others in imports.items()
@@ -174,7 +174,7 @@ def test_file_imports_are_acyclic() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             for dotted in _imported(node, package):
                 other = dotted if dotted in files else dotted.rpartition(".")[0]
-                # A package's __init__ may re-export names of modules that import the package.
+                # An __init__ may re-export names of modules that import its package.
                 if other in files and files[other].name != "__init__.py":
                     imports.add_edge(_module(path, package), other)
     assert nx.is_directed_acyclic_graph(imports), nx.find_cycle(imports)

@@ -1,8 +1,8 @@
 """The sdist, the wheel and an editable install provide the intended package.
 
-graphshard.passes lives in the top-level folder passes/, and a mistake in that mapping shows only
-after installation. So each kind of install goes into its own virtual environment, and is inspected
-there by an isolated interpreter that does not see the source tree.
+graphshard.passes is the top-level folder passes/, and an error in that mapping shows only after
+installation. So each kind of install gets its own virtual environment, where an isolated
+interpreter inspects it without access to the source tree.
 """
 
 import ast
@@ -23,9 +23,9 @@ import graphshard
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("pyproject.toml", "README.md", "LICENSE")
-# Folder in the source tree -> folder when installed.
+# Folder in the source tree -> installed folder.
 FOLDERS = {"graphshard": "graphshard", "passes": "graphshard/passes"}
-# Data files, which are read rather than imported.
+# Data files (not imported).
 DATA = {
     "graphshard/py.typed",
     "graphshard/_torch/no_gpu/no_gpu.cpp",
@@ -34,7 +34,7 @@ DATA = {
     "graphshard/tools/strategies.md",
 }
 
-# Run inside an environment: prints the facts about its graphshard as JSON.
+# Runs inside an environment; prints facts about the installed graphshard as JSON.
 LOOK = """
 import importlib.metadata, importlib.util, json
 import graphshard, graphshard.passes
@@ -73,7 +73,7 @@ def modules() -> set[str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the packaged files, so building leaves nothing in the real tree."""
+    """Copy the packaged files, so that building does not change the source tree."""
     copy = tmp_path_factory.mktemp("source")
     for name in FILES:
         shutil.copy(ROOT / name, copy)
@@ -95,9 +95,9 @@ def archives(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 def environment(path: Path) -> Path:
     """Create an environment that also sees this one's packages; return its interpreter.
 
-    It does not see an editable install of graphshard in this environment, because Python ignores
-    .pth files in folders that a .pth file has added. A plain install comes later on its path than
-    its own graphshard.
+    An editable install of graphshard in this environment stays invisible, because Python ignores
+    .pth files in folders added by a .pth file. A regular install comes after the environment's own
+    graphshard on the path.
     """
     venv.create(path)
     python = path / "bin" / "python"
@@ -109,7 +109,7 @@ def environment(path: Path) -> Path:
 
 def install_and_look(path: Path, *what: object) -> dict[str, Any]:
     python = environment(path)
-    # --ignore-installed: pip must not mistake the outer environment's graphshard for this one's.
+    # --ignore-installed: otherwise pip finds the outer environment's graphshard.
     options = ("--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed")
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, *what, cwd=path)
     seen: dict[str, Any] = json.loads(run(python, "-I", "-c", LOOK, cwd=path))
@@ -145,7 +145,7 @@ def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: P
 
     metadata = Path(seen["metadata"])
     assert metadata.is_relative_to(tmp_path)
-    # Modules of an editable install stay in the source tree, with passes/ at its top level.
+    # An editable install uses the source tree, where passes/ is a top-level folder.
     package = (source if kind == "editable" else metadata) / "graphshard"
     passes = source / "passes" if kind == "editable" else package / "passes"
     assert Path(seen["graphshard"]) == package / "__init__.py"

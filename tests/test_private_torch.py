@@ -1,13 +1,13 @@
-"""Private names of torch are used only in ``graphshard/_torch/``, which states what it relies on.
+"""Private names of torch are used only in ``graphshard/_torch/``.
 
-The test parses all other files. It treats as private
+The test parses all other files. It considers private
 
 - modules and names of torch with a leading underscore, imported or accessed as attributes,
 - an attribute ``x._y`` of any object, unless our own code defines an attribute or function ``_y``,
-- the Python stack, and the names that torch gives to its frames,
-- the names that AOTAutograd gives to the placeholders of a graph.
+- the Python stack and the names of torch's frames,
+- the names of placeholders in AOTAutograd's graphs.
 
-Operators (``torch.ops...``) are exempt: public ones may have names with an underscore, too.
+Operators (``torch.ops...``) are exempt: even public ones may start with an underscore.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 ALLOWED: dict[str, str] = {}
-"""Exceptions: "file: expression" -> reason why a private name may be used outside ``_torch/``."""
+"""Exceptions: "file: expression" -> why a private name may be used outside ``_torch/``."""
 
 FRAME_ATTRIBUTES = {
     *("f_locals", "f_globals", "f_back", "f_code", "f_lineno"),
@@ -52,7 +52,7 @@ def _is_private(name: str) -> bool:
 def _own_names(tree: ast.AST) -> set[str]:
     """Return the private names that a file defines.
 
-    These are functions, classes, variables of classes and modules, and attributes of ``self``.
+    These are functions, classes, class and module variables, and attributes of ``self``.
     """
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -106,7 +106,7 @@ class _Finder:
             elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("torch.ops."):
                 names = [target.id for target in _targets(node) if isinstance(target, ast.Name)]
                 self._other_roots.update(names)
-        # String statements are docstrings, which may name anything.
+        # String statements are docstrings, which may mention any name.
         statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
         self._docstrings = {id(value) for value in statements if isinstance(value, ast.Constant)}
 
@@ -193,7 +193,7 @@ def test_private_torch_names_are_used_only_in_torch_package() -> None:
     ]
     assert not found, "\n" + "\n".join(found)
     unused = set(ALLOWED) - {f"{path}: {expression}" for path, _, expression, _ in uses}
-    assert not unused, "these are allowed, but nothing uses them any more"
+    assert not unused, "remove unused entries from ALLOWED"
 
 
 def _found(source: str) -> list[str]:

@@ -65,7 +65,7 @@ def _column(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _pid_and_state() -> tuple[int, tuple[Any, ...]]:
-    """Return this rank's process id and the state in which the call starts; then change it."""
+    """Return this rank's process id and the call's initial state; then change that state."""
     state = (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
@@ -140,7 +140,7 @@ def _alive(pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z"  # a zombie has ended, but is not reaped yet
+    return stat.rpartition(")")[2].split()[0] != "Z"  # a zombie has ended but is not reaped yet
 
 
 def _speak() -> None:
@@ -155,7 +155,7 @@ def test_output_of_ranks_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines == expected
 
 
-# Failures. Most are followed by a call that works, in a new pool.
+# Failures. Most are followed by a call that succeeds, in a new pool.
 
 
 def _raise_on(rank: int) -> None:

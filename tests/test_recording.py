@@ -62,7 +62,7 @@ def test_functional_collectives_are_recorded() -> None:
         [("all_gather", 0, 16), ("wait", 0, 16)],
         [("reduce_scatter", 0, 16), ("wait", 0, 16)],
         [("all_reduce", 0, 16), ("wait", 0, 16)],
-        # A coalesced call is one collective; each of its outputs is waited for.
+        # A coalesced call is one collective with one wait per output.
         [("all_gather", 0, 48), ("wait", 0, 48), ("wait", 0, 48)],
         [("reduce_scatter", 0, 24), ("wait", 0, 24), ("wait", 0, 24)],
         [("all_reduce", 0, 24), ("wait", 0, 24), ("wait", 0, 24)],
@@ -118,7 +118,7 @@ def _grads(model: nn.Module) -> list[Any]:
 
 def _train_ddp() -> tuple[Summary, list[torch.Tensor]]:
     model = nn.parallel.DistributedDataParallel(_mlp())
-    recording.clear()  # drops the broadcast of the parameters
+    recording.clear()  # drops the broadcast of parameters
     model(_batch()).sum().backward()
     return _summary(), _grads(model)
 

@@ -1,4 +1,4 @@
-"""Run all cases of the CUDA tier, and print a table of the results.
+"""Run all cases of `tests.cuda.cases` and print a table of the results.
 
     python -m tests.cuda [--out benchmarks/results/cuda.md]
 
@@ -66,7 +66,7 @@ copied to channels last: the stand-in for a GPU had no cuDNN."""
 
 
 def main() -> None:
-    """Print or write the table."""
+    """Run all cases; print the table or write it to a file."""
     parser = common.new_parser(__doc__)
     parser.add_argument("--out", type=Path)
     out: Path | None = parser.parse_args().out

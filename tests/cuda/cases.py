@@ -1,4 +1,4 @@
-"""The cases of this tier, models x strategies x ranks, and their steps on a simulated GPU.
+"""Test cases (models x strategies x ranks), run on a simulated GPU.
 
 Functions that take a ``Recorder`` run in a process that simulates a GPU
 (``graphshard.check.process``).
@@ -36,22 +36,22 @@ from tests.cuda.fsdp2 import record_fsdp2
 DEVICE = "H100"
 TARGETS = ("A100-80GB", "H100", "B200")
 OF_FSDP2 = {"mp_policy", "offload_policy", "reshard_after_forward"}
-"""Options that eager FSDP2 has as well."""
+"""Options that eager FSDP2 has, too."""
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to train a model.
+    """Options, mesh and step function to train a model with.
 
     Attributes:
         options: arguments of ``graphshard.backend``, in addition to a bf16 policy.
         replicas: number of replicas in the mesh.
-        change: function that changes a model with blocks; None for no change.
+        change: function that modifies the blocks of a model in place; None for no change.
         step: function that runs one step.
         dynamic: argument of ``torch.compile``.
-        dtype: dtype of the unsharded model to compare with, trained by ``torch.compile`` alone;
-            None if no such model computes the same.
+        dtype: dtype of the unsharded baseline, trained with plain ``torch.compile``; None if no
+            baseline runs the same kernels.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def _changes_sizes(model: nn.Module, compiled: Callable[..., Tensor], inputs: An
 
 
 def _half(batch: Tensor) -> Tensor:
-    """Return the first half of each text of a batch of tokens, or of the rows of another batch."""
+    """Halve a batch: tokens along the sequence, anything else along the rows."""
     is_text = batch.dtype == torch.int64
     return batch[:, : batch.shape[1] // 2] if is_text else batch[: len(batch) // 2]
 
@@ -98,7 +98,7 @@ STRATEGIES = {
     ),
     "fp8 tensorwise": Strategy({"fp8": graphshard.Float8Policy()}, dtype=None),
     "fp8 rowwise": Strategy({"fp8": graphshard.Float8Policy("rowwise")}, dtype=None),
-    # Without shards nothing sums what ranks send.
+    # No baseline: unsharded models do not sum received gradients.
     "exchange": Strategy({"schedule": graphshard.SchedulePolicy(reduce="exchange")}, dtype=None),
     "CPU offload": Strategy({"offload_policy": CPUOffloadPolicy()}),
     OFFLOADED: Strategy(),
@@ -110,12 +110,12 @@ STRATEGIES = {
 
 
 BUDGET_GB = {"gpt": 1.2, "llama": 1.0, "convnet": 0.008, "wide_convnet": 0.016, "moe": 0.25}
-"""Budget of device memory by model, for the strategy that offloads activations."""
+"""Device memory budget of each model with offloaded activations."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The step of one rank."""
+    """One rank's training step of a model under a strategy."""
 
     model: str
     strategy: str
@@ -124,16 +124,16 @@ class Case:
 
     @property
     def budget_gb(self) -> float | None:
-        """The budget of device memory if activations are offloaded, otherwise None."""
+        """Device memory budget if activations are offloaded, otherwise None."""
         return BUDGET_GB[self.model] if self.strategy == OFFLOADED else None
 
     def __str__(self) -> str:
-        """Return the name of the case as a parameter of tests."""
+        """Return the id of the case in parametrized tests."""
         return f"{self.model}, {self.strategy}, rank {self.rank} of {self.world}"
 
 
 FEW = (0, 512, 1023)
-NUM_CASES = 4  # cases per process, which takes seconds to start
+NUM_CASES = 4  # cases per process: starting one takes seconds
 ALL = [
     *(Case(model, strategy) for model in ("gpt", "llama") for strategy in STRATEGIES),
     *(
@@ -158,8 +158,8 @@ ALL = [
     ),
     *(Case("gpt", name, 1024, 1023) for name in ("ZeRO-2", "hpZ", "CPU offload", "fp8 rowwise")),
 ]
-"""The convnet and the MoE run neither strategies that change blocks, of which they have none, nor
-fp8, for which their linear layers (a head and routers) are too small."""
+"""The convnet and the MoE skip strategies that modify blocks (they have none) and fp8 (their linear
+layers, a head and routers, are too small)."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class Outcome:
     Attributes:
         recording: recording of the step; None if it raised.
         error: traceback; "" if the step did not raise.
-        unsharded: recording of ``torch.compile`` alone; None if that computes something else.
-        fsdp2: recording of eager FSDP2; None if that does not have the strategy.
+        unsharded: recording of the unsharded baseline; None if there is none.
+        fsdp2: recording of eager FSDP2; None if it does not support the strategy.
         kernels: compiled kernels by GPU.
     """
 
@@ -199,7 +199,7 @@ def _make(model: str, change: Callable[[nn.Module], None] | None) -> models.Made
     return made
 
 
-@functools.cache  # one for all strategies that change none of it
+@functools.cache  # strategies with equal arguments share a recording
 def _record_unsharded(
     recorder: Recorder,
     model: str,
@@ -264,7 +264,7 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
 def _is_of_fsdp2(strategy: Strategy) -> bool:
     """Return whether eager FSDP2 can run the strategy on fake tensors.
 
-    With an integer ``reshard_after_forward`` it reads values of tensors, which fake ones lack.
+    With an integer ``reshard_after_forward``, FSDP2 reads tensor values, which fake tensors lack.
     """
     options, step = strategy.options, strategy.step
     has_number = type(options.get("reshard_after_forward")) is int
@@ -273,15 +273,16 @@ def _is_of_fsdp2(strategy: Strategy) -> bool:
 
 @dataclass(frozen=True)
 class Planted:
-    """Results of operators and of a kernel, some of them with a planted fault.
+    """Results of operators and of a kernel, with and without injected faults.
 
     Attributes:
-        kernel_errors: errors of a kernel unchanged, with a wrong name, and without shared memory.
+        kernel_errors: errors of a kernel unchanged, with a misspelled call, and on a GPU without
+            shared memory.
         product_errors: errors of four fp8 products. cuBLASLt accepts the first. The others have a
             row-major second matrix, an inner size that is not a multiple of 16, and a first
             matrix at an offset of 8 bytes.
-        channels_last: whether outputs of convolutions have channels last, for contiguous images and
-            weight, for images with channels last, and for a weight with channels last.
+        channels_last: whether the output of a convolution is channels-last, given contiguous images
+            and weight, channels-last images, and a channels-last weight.
     """
 
     kernel_errors: list[str]
@@ -290,7 +291,7 @@ class Planted:
 
 
 def plant(recorder: Recorder, name: str, source: str) -> Planted:
-    """Run what ``Planted`` describes, with a kernel given by name and source."""
+    """Run the operators of ``Planted``, and compile the given kernel with and without faults."""
     products = ((32, True, 0), (32, False, 0), (24, True, 0), (32, True, 8))
     errors = [_error_of_product(*product) for product in products]
     return Planted(_compile_planted(name, source), errors, _convolve())

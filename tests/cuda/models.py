@@ -58,7 +58,7 @@ class _Block(nn.Module):
 
 
 class LoRALinear(nn.Linear):
-    """A frozen linear layer with a trained update of rank 8 (arXiv 2106.09685)."""
+    """A frozen linear layer with a trainable update of rank 8 (arXiv 2106.09685)."""
 
     def __init__(self, of: nn.Linear) -> None:
         super().__init__(of.in_features, of.out_features, of.bias is not None)
@@ -105,7 +105,7 @@ class ConvNet(nn.Module):
 
 
 class MoE(nn.Module):
-    """Layers of experts with one expert per token; all are computed, and one is selected."""
+    """Mixture of experts with top-1 routing; every expert processes every token."""
 
     def __init__(self, *, layers: int = 2, dim: int = 1024, experts: int = 4) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""Training steps on a simulated H100: kernels, order, races, waits of the host, and memory.
+"""Training steps on a simulated H100: kernels, order, races, host waits, and memory.
 
 The kernels compile, launches and waits follow the plan, nothing races, the host waits only for
-gradients copied to it, and memory is as planned. Each check finds a fault that is planted in a
-faultless step.
+gradients copied to it, and memory is as planned. Each check also finds a fault that a test injects.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from tests.plan.dumps import fqns_of
 
 
 def is_skipped(obstacle: str, environment: Mapping[str, str]) -> bool:
-    """Return whether tests are skipped because of an obstacle; in CI they fail instead."""
+    """Return whether to skip the tests because of an obstacle; in CI they fail instead."""
     return bool(obstacle) and not environment.get("CI")
 
 
 skip_without_stand_ins = pytest.mark.skipif(
-    is_skipped(obstacle(), os.environ), reason=obstacle() or "nothing is in the way"
+    is_skipped(obstacle(), os.environ), reason=obstacle() or "no obstacle"
 )
 pytestmark = [
     skip_without_stand_ins,
@@ -115,14 +114,14 @@ def test_host_waits_only_for_gradients(case: Case) -> None:
 def test_sharding_adds_only_kernels_for_bucket_copies(case: Case) -> None:
     unsharded, recording = _outcome(case).unsharded, recording_of(case)
     if unsharded is None:
-        pytest.skip("torch.compile alone computes something else")
+        pytest.skip("no comparable unsharded baseline")
     theirs = count(unsharded.actions, unsharded.calls)
     ours = count(recording.actions, recording.calls)
     assert not too_many(ours, theirs)
 
 
 def too_many(ours: Counts, theirs: Counts) -> str:
-    """Return a message if there are too many kernels, otherwise ""."""
+    """Return a message if there are too many kernels or bucket copies, otherwise ""."""
     if ours.kernels - ours.bucket_copies > max(1.01 * theirs.kernels, theirs.kernels + 1):
         return f"{ours.kernels - ours.bucket_copies} besides copies, {theirs.kernels} unsharded"
     # Copy-in, copy-out, and a second copy-in if only some gradients of a bucket are cast.
@@ -151,7 +150,7 @@ def is_planned(plan: Plan, needed: int) -> bool:
 def test_step_needs_no_more_memory_than_eager_fsdp2(case: Case) -> None:
     recording, theirs = recording_of(case), _outcome(case).fsdp2
     if theirs is None:
-        pytest.skip("eager FSDP2 does not train so")
+        pytest.skip("eager FSDP2 does not support this strategy")
     assert peak_bytes_of_step(recording.actions) <= peak_bytes_of_step(theirs.actions)
 
 
@@ -166,11 +165,11 @@ def is_same_text(codes: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def _text(code: str) -> list[str]:
-    """Return the lines of a graph's code without comments, which have file names and graph ids."""
+    """Return the lines of a graph's code without comments: these name files and graph ids."""
     return [line for line in code.splitlines() if not line.startswith("#")]
 
 
-# Planted faults.
+# Injected faults.
 
 
 def _races_without(actions: Sequence[Action], dropped: Action) -> list[Race]:
@@ -192,7 +191,7 @@ def _last_wait(actions: Sequence[Action], stream: str, on: str) -> WaitEvent:
 
 def test_collective_without_a_wait_is_a_race() -> None:
     recording = recording_of(Case("gpt", "ZeRO-3"))
-    start, stop = recording.calls[0].actions  # the forward graph, which uses its last gather
+    start, stop = recording.calls[0].actions  # the forward graph: it uses its last gather
     wait = _last_wait(recording.actions[start:stop], COMPUTE, "nccl")
     races = _races_without(recording.actions, wait)
     assert any(race.first.name.startswith("_c10d_functional.all_gather") for race in races)
@@ -246,7 +245,7 @@ def test_convolutions_return_cudnn_layout() -> None:
 
 
 def _fallen_apart(action: Action) -> Action:
-    """Return a bucket copy with many kernels instead of one, as if dtypes differed."""
+    """Return a bucket copy that takes many kernels instead of one, as if dtypes differed."""
     if isinstance(action, Work) and action.name.startswith("aten._foreach_copy_"):
         return dataclasses.replace(action, kernels=len(action.writes) * 10)
     return action
@@ -293,7 +292,7 @@ def test_cuda_build_of_torch_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_unknown_torch_version_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tests are skipped with the reason; in CI, they are not, and fail with the reason.
+    # The reason skips the tests, or in CI is their error.
     monkeypatch.setattr(stand_ins, "TORCH_VERSIONS", ("1.0",))
     reason = obstacle()
     assert "install torch 1.0" in reason

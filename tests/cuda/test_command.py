@@ -204,7 +204,7 @@ class Library(nn.Linear):
 """
 
 
-# Functions of the script that are checked in one process, which takes seconds to start.
+# Functions of the script, checked in one process since starting one takes seconds.
 RUN = (
     "attention_has_a_learned_bias",
     "breaks",
@@ -239,12 +239,15 @@ def check_all(recorder: Any, script: str) -> dict[str, Report | Failure]:
     found: dict[str, Report | Failure] = {}
     for function in (*RUN, *ERRORS):
         checks = mock.patch.dict(os.environ, {"GRAPHSHARD_CHECK": str(int(function in ERRORS))})
-        with checks, torch._dynamo.config.patch(capture_scalar_outputs=False):  # which one sets
+        with (
+            checks,
+            torch._dynamo.config.patch(capture_scalar_outputs=False),
+        ):  # one sets it
             try:
                 found[function] = check(recorder, Target(script, function, "H100", 8))
             except (Exception, SystemExit) as error:
                 assert error.__traceback__ is not None
-                inner = error.__traceback__.tb_next  # without this function, which no user has
+                inner = error.__traceback__.tb_next  # drops the frame of this function
                 found[function] = describe_failure(error.with_traceback(inner))
     return found
 
@@ -258,7 +261,7 @@ def _found(script: str) -> dict[str, Report | Failure]:
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("scripts")
-    library = folder / "site-packages" / "library.py"  # an installed one, by the folder's name
+    library = folder / "site-packages" / "library.py"  # installed: by its folder
     library.parent.mkdir()
     library.write_text(LIBRARY)
     path = folder / "script.py"
@@ -268,7 +271,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the command take its answers from ``check_all``."""
+    """Make the command use the results of ``check_all``."""
 
     def answer(function: str, device: str, target: Target, timeout_s: float) -> Report:
         assert (device, target.world, target.replicas, target.rank) == ("H100", 8, 1, 0)
@@ -284,7 +287,7 @@ in_one_process = pytest.mark.usefixtures("one_process")
 
 
 def test_report_on_model_that_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Report numbers, and the warning that the model's own options cause."""
+    """Check the reported numbers, and the warning about an option that the script sets."""
     options = ["--device", "A100-40GB", "--world", "64", "--replicas", "2"]
     assert main(["check", f"{script}:wants_cuda_graphs", *options]) == 0
     text, warnings = capsys.readouterr()
@@ -326,7 +329,10 @@ def test_waits_of_the_host_are_counted(script: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        ("copies_in_a_graph", "waits 2 times, for aten.copy_.default\n"),  # one is Inductor's own
+        (
+            "copies_in_a_graph",
+            "waits 2 times, for aten.copy_.default\n",
+        ),  # Inductor adds one
         ("waits_in_a_graph", "waits 3 times, for aten.copy_.default, synchronize_device\n"),
         ("reads_too_early", "aten.mul.Tensor on stream host does not wait for aten._to_copy"),
         ("waits_between_graphs", "waits 1 times, for synchronize_stream\n"),
@@ -386,7 +392,7 @@ def test_error_of_a_failing_script_is_reported(
         "shapes_do_not_fit": "return super().forward(x) @ x",
         "file_is_missing": 'open("no such file")',
         "leaves": "sys.exit(0)",
-        "branches_in_a_graph": "def forward(self, x):",  # rather than a line of generated code
+        "branches_in_a_graph": "def forward(self, x):",  # not a line of generated code
         "takes_some_rows": "return x[x > 0].sum()",
         "inputs_are_elsewhere": "return super().forward(x)",
     }

@@ -67,7 +67,7 @@ def test_a_model_of_a_script_on_hardware_from_a_file(
     arguments = [f"{script}:make", "--gpus", "2", "--device", str(device), "--dtype", "float32"]
     assert _plan(*arguments, "--memory", "8GB") == 0
     assert "8 samples" in capsys.readouterr().out
-    assert _plan(*arguments, "--memory", "0.4GB") == 1  # less than a process needs by itself
+    assert _plan(*arguments, "--memory", "0.4GB") == 1  # less than any process needs
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""Pure parts of a forecast: memory by kind, clusters, recipes, and the front of a search."""
+"""Pure functions of forecasts: memory by kind, clusters, recipes, and Pareto fronts."""
 
 from __future__ import annotations
 

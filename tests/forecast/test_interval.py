@@ -1,4 +1,4 @@
-"""Intervals of forecasts, and the report of the benchmark that they come from."""
+"""Intervals of forecasts, and the report of the benchmark that yields them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_order_of_strategies_counts_only_if_times_differ() -> None:
         )
 
     rows = [row("zero3", 100, 90), row("zero2", 105, 80), row("ddp", 120, 85)]
-    assert orders(rows) == (1, 2)  # zero3 and zero2 differ too little
+    assert orders(rows) == (1, 2)  # zero3 and zero2 are too close to be ordered
     table, summary, time, *_ = paragraphs([*rows, dataclasses.replace(rows[0], model="ViT")])
     assert "-10.0%" in table and "1 of 2 |" in summary
     assert time.startswith("Interval of step time: 1.11 to 1.41")

@@ -1,4 +1,4 @@
-"""The memory of a forecast is what compiled code needs on a simulated GPU (``check``)."""
+"""Forecast memory equals what compiled code needs on a simulated GPU (``check``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _make() -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def peaks(recorder: Any) -> list[int]:
-    """Return the peak bytes of a step of each of ``RECIPES``, from the actions of its code."""
+    """Return the peak bytes of a step under each of ``RECIPES``, from its recorded actions."""
     found = []
     for recipe in RECIPES:
         replicas, shards, _ = recipe.ranks(8)

@@ -1,4 +1,4 @@
-"""Forecasts of models that tensor parallelism splits over one axis of a simulated mesh."""
+"""Forecasts of tensor-parallel models on a simulated mesh."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_shards_of_split_parameters() -> None:
     whole, split = _trace(Recipe("hsdp:2")), _trace(RECIPE)
     assert RECIPE.ranks(8) == Ranks(replicas=2, shards=2, tp=2)
     assert split.held.num_params == whole.held.num_params
-    # Each of two blocks has two weights [256, 64]; half of each is left for two ranks.
+    # Two blocks have two weights [256, 64] each; tp halves them, and two ranks share each half.
     assert whole.held.parameters - split.held.parameters == 4 * 256 * 64 * 4 / 2 / 2
     for graph in split.graphs:
         shapes = {param.fqn: param.shape for param in graph.params}

@@ -1,4 +1,4 @@
-"""Traced steps equal the backend's, and steps deepened from few layers equal traced ones."""
+"""Traced steps equal the backend's; steps extrapolated from few layers equal traced ones."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def trace_stack(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
 
 
 def assert_same_step(made: TracedStep, traced: TracedStep) -> None:
-    """Check that a step made from other traces equals a traced one, up to rounding."""
+    """Check that a step derived from other traces equals a traced one, up to rounding."""
     assert dataclasses.asdict(made.held) == pytest.approx(dataclasses.asdict(traced.held))
     for ours, theirs in zip(made.graphs, traced.graphs, strict=True):
         assert ours.num_flops == pytest.approx(theirs.num_flops)
@@ -208,7 +208,7 @@ def test_a_trace_has_no_side_effects() -> None:
 
 
 class Experts(nn.Module):
-    """Stacked experts; each token uses all of them."""
+    """Stacked experts that all process every token."""
 
     def __init__(self) -> None:
         super().__init__()

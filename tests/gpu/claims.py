@@ -1,8 +1,7 @@
-"""Measurements on a GPU of properties that are otherwise checked only on a simulated one.
+"""Measure on a GPU what other tests check only on a simulated one.
 
-They cover kernels, waits of the host, memory, CUDA graphs, regions compiled once, saved compiled
-code, and the devices of a model from the meta device. Each function runs on one rank, on CPU or
-CUDA tensors.
+Covers kernels, host waits, memory, CUDA graphs, regions, saved compiled code, and the devices of a
+materialized model. Each function runs on one rank, on CPU or CUDA tensors.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from graphshard.planning.live_bytes import alive_bytes
 from graphshard.planning.plan import Plan
 from tests.numerics.compare import relative_error
 
-# Without cudaDeviceSynchronize, which the profiler itself calls.
+# Excludes cudaDeviceSynchronize, which the profiler itself calls.
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """The profile of a step; without kernels and waits on a CPU.
+    """Profile of a step; on a CPU it has no kernels and no waits.
 
     Attributes:
         kernels: number of kernels, without NCCL's.
@@ -48,7 +47,7 @@ class Profiled:
 
 
 def _model(device: str, layers_on_cpu: int = 4) -> tuple[DeepMLP, Tensor]:
-    """Return the same model and batch at every call."""
+    """Return a model and a batch, the same for every call."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     dim, layers = (2048, 8) if device == "cuda" else (32, layers_on_cpu)
@@ -61,7 +60,7 @@ def _backend(device: str, **options: Any) -> graphshard.Backend:
 
 
 def profiled(device: str, sharded: bool, **options: Any) -> Profiled:
-    """Profile a step after three for warm-up.
+    """Profile a step after three warm-up steps.
 
     Args:
         options: arguments of ``graphshard.backend``.
@@ -126,9 +125,9 @@ def warnings_about_cuda_graphs(device: str) -> list[str]:
 
 
 def graphs_that_a_policy_captures(device: str) -> int:
-    """Return how many graphs a policy for CUDA graphs is asked to capture in a training.
+    """Return the number of graphs that a CUDA graph policy is asked to capture during training.
 
-    The policy captures none of them, so this does not test whether NCCL's collectives can be.
+    The policy captures none, so this does not test whether NCCL collectives can be captured.
     """
     asked: list[bool] = []
 
@@ -165,7 +164,7 @@ def save(device: str, path: Path) -> Tensor:
 
 
 def load(device: str, path: Path) -> tuple[Tensor, int]:
-    """Train with saved code; return the losses and the number of graphs that were compiled."""
+    """Train with saved code; return the losses and the number of graphs compiled."""
     graphshard.load_compiled(path)
     losses = _losses(device)
     return losses, counters["inductor"]["fxgraph_cache_miss"]

@@ -1,9 +1,9 @@
 """Run several NCCL ranks on one GPU.
 
 NCCL refuses a GPU that two ranks of one host use, but identifies hosts by NCCL_HOSTID. So each rank
-sets another host id, and ranks communicate over the loopback interface. This is good for numbers,
-order and memory, but not for speed: each collective takes milliseconds, since the GPU runs the
-processes in turns.
+sets a different NCCL_HOSTID, and ranks communicate over the loopback interface. This tests
+numerics, order and memory, but not speed: each collective takes milliseconds, since the GPU
+time-slices the processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 ENV = {
     "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "=lo",  # exactly lo; without "=" it is a prefix
+    "NCCL_SOCKET_IFNAME": "=lo",  # "=": exact name, not a prefix
     "NCCL_SOCKET_FAMILY": "AF_INET",
     "NCCL_IB_DISABLE": "1",
     "NCCL_P2P_DISABLE": "1",
@@ -31,7 +31,7 @@ ENV = {
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
     "NCCL_MAX_CTAS": "4",  # kernels of one rank wait for those of another on the same GPU
-    "NCCL_DEBUG": "WARN",  # logs the reason of a refusal
+    "NCCL_DEBUG": "WARN",  # logs why NCCL refuses
     "LOCAL_RANK": "0",
 }
 
@@ -45,7 +45,7 @@ def run(world_size: int, backend: str, fn: Callable[..., T], *args: Any) -> list
 
 
 def _on_rank(fn: Callable[..., T], *args: Any) -> T:
-    """Call `fn` with a host id of this rank, and a share of the GPU's memory."""
+    """Call `fn` with this rank's host id and a share of the GPU's memory."""
     os.environ["NCCL_HOSTID"] = f"rank{dist.get_rank()}"
     torch.cuda.set_device(0)
     torch.cuda.set_per_process_memory_fraction(0.9 / dist.get_world_size())
@@ -58,7 +58,7 @@ def refusal(backend: str) -> str | None:
         run(2, backend, collectives, "cuda")
     except ranks.RankError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # The first rank's exception has the reason; NCCL's own message is in the lines after it.
+        # The first rank's exception has the reason, followed by NCCL's own message.
         causes = [
             line for line in lines if "Error" in line or "NCCL" in line or "Duplicate" in line
         ]
@@ -67,7 +67,7 @@ def refusal(backend: str) -> str | None:
 
 
 def collectives(device: str) -> None:
-    """Run the collectives of sharded training, and assert their results."""
+    """Run the collectives of sharded training and check their results."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = torch.full((4,), float(rank), device=device)
     full = torch.empty(4 * world, device=device)

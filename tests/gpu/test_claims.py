@@ -1,7 +1,6 @@
-"""A real GPU confirms the results of the simulated one, and the claims about GPUs in docs/.
+"""Results of the simulated GPU and claims of docs/, measured on a real GPU.
 
-These are kernels of a step, waits of the host, memory and CUDA graphs (see
-benchmarks/results/cuda.md).
+Covers kernels, host waits, memory and CUDA graphs of a step (see benchmarks/results/cuda.md).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy() -> None
 def test_graphs_need_no_more_memory_than_their_plans_say() -> None:
     found = on_one_rank("cuda", claims.peaks, "cuda")
     for measured, planned in found:
-        # Less if a kernel overwrites its input: here, one of eleven activations.
+        # A kernel may overwrite its input, which saves one of eleven activations here.
         assert 0.88 * planned <= measured <= 1.01 * planned, found
 
 
@@ -70,7 +69,7 @@ def test_cuda_graphs_are_off_with_a_warning() -> None:
 
 @pytest.mark.skipif(
     not hasattr(inductor_config, "cudagraph_policy"),
-    reason=f"torch {torch.__version__} has no policies",
+    reason=f"torch {torch.__version__} has no CUDA graph policies",
 )
 def test_a_policy_of_the_user_is_asked_for_each_graph() -> None:
     found = on_one_rank("cuda", claims.graphs_that_a_policy_captures, "cuda")

@@ -1,7 +1,7 @@
 """Training on one NCCL rank.
 
-It agrees with plain torch.compile, needs the same memory in every step, frees full parameters after
-use, and the host never waits for the GPU.
+Results agree with plain torch.compile, every step needs the same memory, full parameters are freed
+after use, and the host never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_agrees_with_torch_compile() -> None:
 @pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
 def test_gradients_in_fp8(compiler: str, recipe: str) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU computes no products in fp8")
+        pytest.skip("this GPU has no fp8 matmuls")
     found = on_one_rank("cuda", cosines_in_fp8, "cuda", compiler, recipe)
     assert min(found) > MIN_COSINE
 
@@ -70,10 +70,10 @@ def test_every_step_needs_the_same_memory(reshard_after_forward: bool) -> None:
 
 
 class _Forward(NamedTuple):
-    """Memory of a forward, relative to the bytes of all parameters."""
+    """Memory of a forward, as a multiple of the bytes of all parameters."""
 
     kept: float  # kept for backward
-    peak: float  # including the parameters, which are 1.0
+    peak: float  # including the parameters themselves (1.0)
     planned: float  # planned peak
 
 
@@ -106,7 +106,7 @@ def _steps_without_synchronization() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with pytest.raises(RuntimeError):  # the mode does detect a synchronization
+        with pytest.raises(RuntimeError):  # the mode detects synchronization
             torch.ones(1, device="cuda").item()
         for _ in range(STEPS):
             trainer.step()
@@ -120,7 +120,7 @@ def test_the_host_never_waits_for_the_gpu() -> None:
 
 
 class _Trained(NamedTuple):
-    """The result of a training."""
+    """Result of a training run."""
 
     numbers: list[list[torch.Tensor]]  # loss and gradients of each step
     held: int  # bytes allocated after the last step
@@ -170,7 +170,7 @@ def test_offloaded_shards() -> None:
 
 
 def _train_with_activations_on_the_host() -> None:
-    rows = 16 * DIM  # so an activation is sixteen times as large as a parameter
+    rows = 16 * DIM  # makes an activation sixteen times as large as a parameter
     plain = _train(rows)
     peak_gb = max(max(alive_bytes(p.problem, p.buckets)) for p in plain.plans) / 1e9
     policy = graphshard.SchedulePolicy(memory_budget_gb=0.7 * peak_gb)

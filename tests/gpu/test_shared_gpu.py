@@ -19,22 +19,22 @@ _refusal = functools.cache(shared.refusal)
 
 @pytest.fixture
 def backend() -> str:
-    """The first backend that works; without one, the test is skipped with the reasons."""
+    """First backend that works; skips the test if none does."""
     refusals = {}
     for name in ("nccl", "gloo"):
         reason = _refusal(name)
         if reason is None:
             return name
         refusals[name] = reason
-    pytest.skip(f"no backend takes several ranks on one GPU: {refusals}")
+    pytest.skip(f"no backend supports several ranks on one GPU: {refusals}")
 
 
 def test_nccl_takes_several_ranks_on_one_gpu() -> None:
     if reason := _refusal("nccl"):
-        pytest.skip(f"the tests below run on gloo, since NCCL refuses: {reason}")
+        pytest.skip(f"NCCL refuses, so the tests below use gloo: {reason}")
 
 
-# No size of the model is divisible by three, so with three ranks shards differ in size.
+# No size in the model is divisible by three: on three ranks, shards are padded.
 @pytest.mark.parametrize(
     ("world_size", "compiler"),
     [(2, "aot_eager"), (2, "inductor"), (3, "aot_eager"), (4, "inductor")],

@@ -1,6 +1,6 @@
-"""Train a model with graphshard and with another implementation, and compare the two.
+"""Compare training with graphshard to training with another implementation.
 
-Both trainings use the same weights and batches. Functions run on the ranks of `tests.ranks`, on CPU
+Both runs use the same weights and batches. Functions run on the ranks of `tests.ranks`, on CPU
 or CUDA tensors.
 """
 
@@ -38,8 +38,8 @@ from tests.numerics.compare import (
 )
 
 STEPS = 5
-# GPU kernels may add in varying order (atomics in an embedding's backward), and two compilations
-# fuse differently. Wrong gradients have larger errors.
+# GPU kernels may add in varying order (atomics in an embedding's backward), and compilers fuse
+# differently. Wrong gradients have larger errors.
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def train(wrap: Wrap, device: str) -> tuple[nn.Module, History]:
 
 
 def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
-    """Assert that graphshard agrees with `theirs` in every step, and return graphshard's losses."""
+    """Assert that graphshard agrees with `theirs` in every step; return graphshard's losses."""
     model, history = train(by_graphshard(compiler), device)
     assert_sharded(model)
     for name, param in model.named_parameters():
@@ -90,12 +90,12 @@ def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
     for (name, param), (_, peer) in zip(model.named_parameters(), other.named_parameters()):
         assert_close(name, param, peer, TOLERANCE[device])
     losses = [loss.item() for loss in history.losses]
-    assert losses[-1] != losses[0]  # something was trained
+    assert losses[-1] != losses[0]  # training changes the loss
     return losses
 
 
 def cosines_in_fp8(device: str, compiler: str, recipe: str) -> list[float]:
-    """Return the cosine similarity of each gradient of a GPT in bfloat16 and fp8 to float32's."""
+    """Return the cosine similarity of each gradient under bfloat16 with fp8 and its float32 one."""
     size = Size(layers=1, heads=2, dim=128, context=64, batch=4, steps=0)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     fp8 = graphshard.Float8Policy(recipe)
@@ -112,7 +112,7 @@ def cosines_in_fp8(device: str, compiler: str, recipe: str) -> list[float]:
 
 
 def on_one_rank(device: str, function: Callable[..., T], *args: Any) -> T:
-    """Call a function on one rank that runs all collectives, as several ranks would."""
+    """Call a function on one rank without eliding collectives, as on several ranks."""
     backend = "nccl" if device == "cuda" else "gloo"
     [result] = ranks.run(1, _sending, function, *args, backend=backend)
     return result
@@ -128,10 +128,10 @@ def _sending(function: Callable[..., T], *args: Any) -> T:
 
 
 class Trainer:
-    """Training steps that read no value on the host.
+    """Trainer whose steps read no tensor values on the host.
 
     Args:
-        model: model to train; it returns a loss for a tensor of ``model.dim`` columns.
+        model: model to train; returns a loss for a tensor with ``model.dim`` columns.
         options: arguments of ``graphshard.backend``.
     """
 
@@ -145,7 +145,7 @@ class Trainer:
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans of forward and backward, after the first step."""
+        """Plans of forward and backward, available after the first step."""
         return self._backend.plans
 
     def forward(self) -> Tensor:
