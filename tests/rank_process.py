@@ -279,8 +279,8 @@ class _Defaults:
     def _collect_garbage(self) -> None:
         """Collect the garbage of the last call, then exempt the surviving objects.
 
-        The caches of torch keep hundreds of thousands of objects. If every collection visited them,
-        a call would take twice as long after some fifty calls.
+        Torch's caches keep hundreds of thousands of objects. If every collection traversed them,
+        calls would take twice as long after about fifty calls.
         """
         if self._num_calls % UNFREEZE_EVERY == 0:
             gc.unfreeze()

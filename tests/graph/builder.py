@@ -1,4 +1,4 @@
-"""A builder of small graphs like those that AOTAutograd hands to passes: nodes have fake values."""
+"""A builder of small graphs like AOTAutograd's: every node has a fake value."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ to_copy, t = torch.ops.aten._to_copy.default, torch.ops.aten.t.default
 
 
 CONTEXT = PassContext(CostModel(HARDWARE["cpu"]))
-"""What passes get that need no more than a graph."""
+"""Context for passes that need only the graph."""
 
 PlanBuckets = Callable[[Problem], tuple[Bucket, ...]]
 
 
 class Builder:
-    """A graph under construction, whose markers use one process group."""
+    """A graph under construction; all its markers use one process group."""
 
     def __init__(self, group: str, world_size: int = 8, device: str = "cpu") -> None:
         self.graph = fx.Graph()
@@ -79,11 +79,11 @@ class Builder:
     def unshard(
         self, shard: fx.Node, rows: int, reshard: bool = True, device: torch.device | None = None
     ) -> fx.Node:
-        """Add the marker of a parameter that is gathered from its shards.
+        """Add the marker that gathers a parameter from its shards.
 
         Args:
             rows: number of rows of the full parameter.
-            reshard: whether backward may gather the parameter again.
+            reshard: whether to free the parameter after forward and gather it again in backward.
             device: device to gather on, if the host keeps the shard.
         """
         return self.marker(
@@ -98,7 +98,7 @@ class Builder:
         )
 
     def replicate(self, param: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
-        """Add the marker of a parameter that every rank holds in full."""
+        """Add the marker of a replicated parameter."""
         return self.marker(ReplicateSpec(param=param, group=self.group, dtype=dtype))
 
     def reduce(self, grad: fx.Node, **fields: Any) -> fx.Node:
@@ -134,7 +134,7 @@ def run(one: Callable[[fx.GraphModule, PassContext], None], gm: fx.GraphModule) 
 def lowered(
     gm: fx.GraphModule, kind: str, plan_buckets: PlanBuckets = schedule_without_overlap
 ) -> Plan:
-    """Plan, lower and verify a graph, and return the plan."""
+    """Plan, lower and verify a graph; return the plan."""
     context = PassContext(CostModel(HARDWARE["cpu"]), GraphKind(kind))
     context.plan_buckets = lambda problem, *_: add_host_copies(
         problem, plan_buckets(problem), context.cost_model, ScheduleLimits()

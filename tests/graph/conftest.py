@@ -1,4 +1,4 @@
-"""A fake process group for the tests in this folder: only rank 0 of eight exists.
+"""A fake process group for the tests in this folder: rank 0 of eight.
 
 Collectives return at once and transfer nothing.
 """
@@ -24,7 +24,7 @@ def _group() -> Iterator[None]:
 
 @pytest.fixture
 def mesh(_group: None) -> Iterator[DeviceMesh]:
-    """Return a mesh over the fake ranks; Dynamo is reset before and after the test."""
+    """Return a mesh over the fake ranks; reset Dynamo before and after the test."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield init_device_mesh("cpu", (WORLD_SIZE,))

@@ -1,4 +1,4 @@
-"""Inputs of AOTAutograd's graphs, which are told from saved activations by their names."""
+"""Inputs of AOTAutograd's graphs, distinguished from saved activations by their names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_inputs_of_inference_are_counted_from_0() -> None:
 
 
 class _WithTokenAndConstant(nn.Module):
-    """A model whose graphs take a token (``linalg.solve`` may raise) and a constant (``table``)."""
+    """A model whose graphs have a token (``linalg.solve``) and a constant (``table``) as inputs."""
 
     def __init__(self) -> None:
         super().__init__()

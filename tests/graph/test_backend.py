@@ -1,4 +1,4 @@
-"""`Backend.plans` and `Backend.summary()` of compiled graphs."""
+"""`Backend.plans` and `Backend.summary()` after compilation."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_plans_of_a_training_step(mesh: DeviceMesh, compiler: str) -> None:
         == names
     )
     kept = [forward.params[i].fqn for i in forward.kept]
-    assert kept == ["down.weight"]  # backward needs it first
+    assert kept == ["down.weight"]  # the first that backward needs
     assert _fqns(backward, TransferKind.ALL_GATHER) == ["mid.weight"]
     assert (
         forward.num_bytes(TransferKind.ALL_GATHER)
@@ -72,7 +72,7 @@ def test_plans_describe_parameters(mesh: DeviceMesh) -> None:
 
 
 class WrappedFirst(nn.Module):
-    """A model that uses a frozen tensor subclass, which AOTAutograd unwraps, before a parameter."""
+    """A model with a frozen tensor subclass, which AOTAutograd unwraps, before a parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Copy-in of a bucket in Inductor's code: one call that casts, pads and packs.
+"""Copy-in of a bucket in Inductor's code: one call casts, pads and packs.
 
-The call reads the tensors of the bucket in place, without kernels before it.
+It reads the tensors of the bucket directly, with no kernels before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAUNCH = re.compile(
 
 
 def _copied(body: str) -> list[list[str]]:
-    """Return the tensors that each call of ``copy_in`` reads, as source code."""
+    """Return the source code of the tensors that each call of ``copy_in`` reads."""
     copied = []
     for line in body.splitlines():
         if "copy_in.default(" in line:
@@ -56,14 +56,14 @@ def test_a_bucket_is_copied_in_by_one_call(mesh: DeviceMesh) -> None:
         shards = {name for names in copied for name in names if name.startswith("primals_")}
         gathers = [t for t in plan.problem.transfers if t.kind == TransferKind.ALL_GATHER]
         assert len(shards) == len(gathers) > 1
-        # Nothing else reads a shard.
+        # No other kernel reads a shard.
         kernels = re.findall(r"cpp_fused\w*\((.*?)\)", body)
         assert kernels and not [args for args in kernels if shards & set(args.split(", "))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunk_cat_packs_gradients_like_copies(dtype: torch.dtype) -> None:
-    """On CUDA one kernel packs a bucket, on a CPU copies do; that kernel also runs on a CPU."""
+    """CUDA packs a bucket with one kernel, CPUs with copies; the kernel also runs on CPUs."""
     world = 4
     shapes = [(8, 3), (5,), (1, 2, 2), (9, 2), (3, 0)]
     grads = [torch.randn(shape).to(dtype) for shape in shapes]

@@ -1,4 +1,4 @@
-"""`normalize` is idempotent; `build_problem` changes nothing, and counts memory by kernel."""
+"""`normalize` is idempotent; `build_problem` changes no graph and counts memory by kernel."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_returned_views_move_to_their_sources(group: str) -> None:
 
 MM, RELU = torch.ops.aten.mm.default, torch.ops.aten.relu.default
 SIZE = 64 * 64 * 4
-"""Bytes of a float32 matrix of 64 rows and columns, like those in most tests below."""
+"""Bytes of a 64 x 64 float32 matrix, the tensor in most tests below."""
 
 
 def _problem(build: Builder) -> Problem:
@@ -102,7 +102,7 @@ def test_between_steps_only_values_used_later_are_alive(group: str) -> None:
     graph = _problem(build)
     shard = SIZE // 8
     assert list(graph.fixed_bytes) == [3 * SIZE + shard, 3 * SIZE + shard]
-    # x; x and `second`; x and the result; and always the shard.
+    # x; x and `second`; x and the result; plus the shard each time.
     assert list(graph.fixed_border_bytes) == [SIZE + shard, 2 * SIZE + shard, 2 * SIZE + shard]
 
 
@@ -142,7 +142,7 @@ def test_a_saved_parameter_is_held_with_its_padding(group: str) -> None:
 
 
 def test_inputs_and_results_of_a_fused_kernel_are_alive_at_once(group: str) -> None:
-    """Its first node reads the product, its last one writes the result: both are alive at once."""
+    """The kernel reads the product and writes the result: both are alive while it runs."""
     build = Builder(group)
     x = build.primal(64, 64)
     inside = build.call(RELU, build.call(MM, x, x))
@@ -151,7 +151,7 @@ def test_inputs_and_results_of_a_fused_kernel_are_alive_at_once(group: str) -> N
 
 
 def test_kernels_delayed_by_a_late_matmul_run_within_the_graph(group: str) -> None:
-    """A kernel needs the second product, which is computed late; two more read its results."""
+    """One kernel needs the second product, which is computed late; two more read its results."""
     build = Builder(group)
     x = build.primal(64, 64)
     first = build.call(RELU, build.call(MM, x, x))
@@ -170,7 +170,7 @@ def test_a_replicated_parameter_in_another_dtype_is_a_copy(group: str) -> None:
     copied = build.replicate(weight, dtype=torch.bfloat16)
     build.module(build.call(MM, x, copied))
     graph = _problem(build)
-    # x, the parameter, its copy in half the bytes, and the result.
+    # x, the parameter, its copy of half the size, and the result.
     assert list(graph.fixed_bytes) == [SIZE // 2 + SIZE + SIZE // 2 + SIZE // 2]
     assert list(graph.fixed_border_bytes) == [SIZE // 2 + SIZE, SIZE // 2 + SIZE + SIZE // 2]
 

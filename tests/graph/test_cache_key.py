@@ -1,4 +1,4 @@
-"""Cache keys of compiled graphs cover our source files and everything else that a compile reads."""
+"""Cache keys of compiled graphs cover our source files and all other inputs of compilation."""
 
 from __future__ import annotations
 

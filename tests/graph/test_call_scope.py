@@ -1,4 +1,4 @@
-"""Storage for values that live as long as a call: [Note: call scope] in graphshard/_torch."""
+"""Per-call storage: see [Note: call scope] in graphshard/_torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from graphshard._torch.frames import call_scope, compiled_call, frames, is_resum
 
 
 class _Value:
-    """An object that can have weak references."""
+    """An object that supports weak references."""
 
 
 class _Calls:
-    """The reads of one model and what they found, in order."""
+    """What each read of a model found, in order."""
 
     def __init__(self) -> None:
         self.scopes: list[int] = []
@@ -42,7 +42,7 @@ class _Calls:
 
 
 class _Part(nn.Module):
-    """A part of the model of interest, which reads before and after a graph break."""
+    """A part of the model under test; reads before and after a graph break."""
 
     def __init__(self, calls: _Calls) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Part(nn.Module):
 
 
 class _Model(nn.Module):
-    """A module outside of the model of interest, which calls a part of it twice."""
+    """A module outside of the model under test; calls a part of it twice."""
 
     def __init__(self, calls: _Calls) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_an_error_ends_the_scope() -> None:
     part = _Part(calls)
     with pytest.raises(AssertionError):
         part(torch.ones(3), one=torch.ones(3), two=torch.ones(3))
-    # The scope itself is still alive: pytest keeps the traceback, and with it the frames.
+    # The scope itself is still alive: pytest keeps the traceback and its frames.
     assert calls.found == [False]
     part(torch.ones(3))
     assert calls.found == [False, False, True]

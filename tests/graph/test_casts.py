@@ -1,4 +1,4 @@
-"""Casts move before gathers and into reductions if that changes nothing else."""
+"""Casts move before gathers and into reductions where results stay the same."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_an_upcast_of_a_gradient_becomes_part_of_the_packing(
 
 
 def test_a_rounded_or_summed_gradient_is_left_unchanged(group: str) -> None:
-    """Rounding changes values, and the cast is only one term of the sum."""
+    """Rounding changes values; in the sum, only one term is cast."""
     build = Builder(group)
     grad = build.tangent(13, 3)
     rounded = build.reduce(_cast(build, grad, BF16), result_dtype=BF16)
@@ -117,4 +117,4 @@ def test_a_bucket_is_cast_padded_and_packed_at_once(group: str, rows: int) -> No
     plan = lowered(gm, GraphKind.BACKWARD)
     assert plan.count(TransferKind.REDUCE_SCATTER) == 1 and plan.count(TransferKind.ALL_GATHER) == 0
     assert count(gm.graph, torch.ops.graphshard.copy_in.default) == 1
-    assert count(gm.graph, convert) == 3  # those that this test made
+    assert count(gm.graph, convert) == 3  # added by this test

@@ -21,7 +21,7 @@ from graphshard.show.dump_folder import PAGE
 DIM, LAYERS, ROWS = 64, 4, 512
 FULL_GB = 4 * DIM * DIM / 1e9  # one weight
 AMPLE_GB = 1.0
-NODE_US = 1e4  # hides all gathers: recomputing is slow, keeping a parameter saves little
+NODE_US = 1e4  # slow nodes: recomputing is expensive, and all gathers are hidden
 
 
 class Deep(nn.Module):
@@ -63,7 +63,7 @@ def _peak_gb(backend: graphshard.Backend) -> float:
 
 
 def _gathered(backend: graphshard.Backend, kind: GraphKind) -> dict[str, int]:
-    """Return the number of ranks that a graph gathers each parameter from, by name."""
+    """Return the number of ranks from which a graph gathers each parameter, by name."""
     (plan,) = (plan for plan in backend.plans if plan.graph == kind)
     transfers = plan.problem.transfers
     return {plan.fqn_of(t): t.world for t in transfers if t.kind == TransferKind.ALL_GATHER}
@@ -152,7 +152,7 @@ def test_the_tried_strategies_are_in_the_dump_folder(
 def test_free_gpu_memory_is_rounded_to_be_equal_after_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is part of cache keys. Memory for two optimizer states per parameter is reserved."""
+    """Free memory is part of cache keys; two optimizer states per parameter are subtracted."""
     trained, frozen = (torch.zeros(1000, 1000, requires_grad=grad) for grad in (True, False))
     traced = TracedGraph(
         fx.GraphModule({}, fx.Graph()),

@@ -1,4 +1,4 @@
-"""The order of the passes is checked against what each of them requires."""
+"""Pass pipelines are checked: each pass must come after what it requires."""
 
 from __future__ import annotations
 

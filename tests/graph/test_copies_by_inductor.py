@@ -1,4 +1,4 @@
-"""Inductor does not overwrite the source of a copy to the host before the copy is waited for."""
+"""Inductor does not overwrite the source of a host copy before the wait for the copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphshard.ops import host_copy
 
 
 class _Late(dist.Work):
-    """A copy that runs only when it is waited for, as on a busy stream."""
+    """A copy that runs only in `wait`, as on a busy stream."""
 
     def __init__(self, target: Tensor, source: Tensor) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def _in_place(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _reused(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute, during a copy, a result that could reuse the memory of the source."""
-    large = x.repeat(4, 4)  # an earlier peak; without it Inductor would not reuse memory
+    large = x.repeat(4, 4)  # an earlier peak: otherwise, Inductor does not reuse memory
     copied = torch.sin(x) * torch.mm(large, large)[:64, :64]
     (launched,) = torch.ops.graphshard.copy_to_host([copied], host_copy.PAGEABLE, False)
     result = torch.mm(copied, x)
@@ -53,7 +53,7 @@ def _reused(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _permuted(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy a contiguous tensor that Inductor would lay out with the strides of ``heads``."""
+    """Copy a contiguous tensor to which Inductor would give the strides of ``heads``."""
     heads = torch.mm(x, x).view(8, 8, 4, 16).transpose(1, 2)
     copied = torch.sin(heads.contiguous())
     (launched,) = torch.ops.graphshard.copy_to_host([copied], host_copy.PAGEABLE, False)
@@ -67,6 +67,6 @@ def test_the_source_of_a_copy_is_not_overwritten(
     monkeypatch.setattr(host_copy, "_launch_copies", _launch_late)
     x = torch.randn(64, 64, dtype=torch.float64)
     compiled = torch.compile(fn, fullgraph=True, options=dict(KEEP_ORDER))  # type: ignore[call-overload]
-    with torch.compiler.config.patch(force_disable_caches=True):  # keys do not cover our lowerings
+    with torch.compiler.config.patch(force_disable_caches=True):  # keys ignore our lowerings
         results = compiled(x)
     torch.testing.assert_close(results, fn(x))  # type: ignore[operator]

@@ -1,7 +1,7 @@
-"""CPU kernels compile in few files, and those of forward while backward is lowered.
+"""CPU kernels compile in few files, and forward's kernels compile while backward is lowered.
 
 Results are bitwise equal to those of one file per kernel. A kernel that cannot share a file, or
-breaks the file that it shares, compiles alone.
+breaks a shared file, compiles alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 
 
 class Deep(nn.Module):
-    """A model of matmuls with different kernels between them."""
+    """A model of matmuls with a different kernel after each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,8 @@ class Deep(nn.Module):
 
 
 def _train(folder: Path) -> list[Tensor]:
-    """Return the loss and gradients of a model whose kernels are compiled in an empty folder."""
-    # One rank needs no collectives, so its results are real.
+    """Compile a model with an empty cache folder; return the loss and gradients."""
+    # A mesh of one rank: no fake collectives, so results are real.
     mesh = init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("others", "own"))["own"]
     torch._dynamo.reset()
     folder.mkdir(exist_ok=True)
@@ -70,12 +70,12 @@ def _kernels(source: str) -> int:
 
 @dataclass(frozen=True)
 class Shared:
-    """A training with kernels in shared files.
+    """A training step with kernels in shared files.
 
     Attributes:
         numbers: loss and gradients.
         sources: source code of each file.
-        events: "lower" and "wait" in the order in which they happened.
+        events: "lower" and "wait", in chronological order.
     """
 
     numbers: list[Tensor]
@@ -111,7 +111,7 @@ def test_kernels_share_files_unless_there_is_one_thread(
     apart = list(map(_kernels, _sources(tmp_path)))
     assert set(apart) == {1} and len(apart) > 6
     counts = sorted(map(_kernels, shared.sources))
-    assert len(counts) == 3  # two of backward; one of forward, which leaves a core to lowering
+    assert len(counts) == 3  # two for backward; one for forward, to leave a core for lowering
     assert sum(counts) >= len(apart)
     assert counts[0] > 1
 
@@ -128,7 +128,7 @@ def test_kernels_of_a_broken_file_compile_alone(
 
 
 def _run(sources: list[str], folder: Path) -> tuple[list[float], int]:
-    """Compile kernels as one graph; return what each adds to zero, and the number of files."""
+    """Compile kernels as one graph; return each result for input 0, and the number of files."""
     with inductor_config.patch(compile_threads=2), fresh_cache(dir=str(folder), delete=False):
         with few_cpp_files(1):
             compiler = async_compile.AsyncCompile()

@@ -1,4 +1,4 @@
-"""Inductor's CUDA graphs cannot contain collectives: they are off, with a warning if requested."""
+"""Inductor's CUDA graphs do not support collectives: disabled, with a warning if requested."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_other_modes_are_kept_without_a_warning(mode: str | None) -> None:
         assert without_cuda_graphs(asked, {}) == asked
 
 
-@pytest.mark.skipif(not hasattr(config, "cudagraph_policy"), reason="torch 2.11 has no policies")
+@pytest.mark.skipif(not hasattr(config, "cudagraph_policy"), reason="needs cudagraph_policy")
 def test_a_custom_cudagraph_policy_is_kept() -> None:
     asked = {"triton.cudagraphs": True, "cudagraph_policy": object()}
     assert without_cuda_graphs(asked, {}) == asked
 
 
-@pytest.mark.skipif(not hasattr(inductor, "_CudagraphAnnotation"), reason="torch 2.11 has none")
+@pytest.mark.skipif(not hasattr(inductor, "_CudagraphAnnotation"), reason="needs torch 2.13")
 def test_an_annotation_in_the_model_is_dropped_with_a_warning() -> None:
     override: Any = inductor._CudagraphAnnotation  # type: ignore[attr-defined]
     for fwd, bwd in [(True, True), (True, False)]:
@@ -41,5 +41,5 @@ def test_an_annotation_in_the_model_is_dropped_with_a_warning() -> None:
         with pytest.warns(UserWarning, match="override_cudagraphs"):
             assert without_cuda_graphs({}, meta) == {"triton.cudagraphs": False}
         assert not meta
-    for fwd, bwd in [(False, False), (None, True), (False, True)]:  # not turned on
+    for fwd, bwd in [(False, False), (None, True), (False, True)]:  # not enabled
         assert not without_cuda_graphs({}, {"cudagraph_annotation": override(fwd=fwd, bwd=bwd)})

@@ -1,4 +1,4 @@
-"""Equal markers are merged."""
+"""Markers with equal arguments are merged."""
 
 from __future__ import annotations
 

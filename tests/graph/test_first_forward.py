@@ -1,4 +1,4 @@
-"""torch.compile reads a backend's name while it has the module: [Note: first forward]."""
+"""torch.compile reads a backend's name while it holds the module: [Note: first forward]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphshard._torch.frames import compile_request
 
 
 class Named:
-    """A backend that records what torch.compile compiles when it reads the backend's name."""
+    """A backend that records what torch.compile is compiling when it reads the backend's name."""
 
     def __init__(self) -> None:
         self.given: list[object] = []

@@ -1,7 +1,7 @@
 """Graphs of fp8 training.
 
-One all-reduce finds all scales, forward and backward gather the same bytes, one kernel prepares the
-shards of a bucket, and plans say why a weight is not in fp8.
+One all-reduce computes all scales, forward and backward gather the same bytes, one kernel prepares
+the shards of a bucket, and plans give the reason if a weight is not in fp8.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 class Net(nn.Module):
-    """Three linears of one input as in attention, an MLP with biases, and a head not in fp8."""
+    """Three linears with one input, as in attention, an MLP with biases, and a head not in fp8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_one_all_reduce_finds_the_scales_of_all_weights(
     (amax,) = [t for t in forward.problem.transfers if t.kind == TransferKind.ALL_REDUCE_MAX]
     rows = 3 * DIM + 2 * DIM + DIM
     assert amax.num_bytes == 4 * (len(WEIGHTS) if recipe == TENSORWISE else rows)
-    assert forward.problem.compute_us[0] > 0  # the first step reads all shards
+    assert forward.problem.compute_us[0] > 0  # the first step reads all shards to compute scales
     assert _in_fp8(forward) == WEIGHTS and set(_gathered(forward)) > WEIGHTS
     sizes = {forward.fqn_of(t): t.num_bytes for t in forward.problem.transfers}
     assert sizes["up.weight"] == 2 * DIM * DIM
@@ -193,7 +193,7 @@ def test_fp8_works_under_autocast(mesh: DeviceMesh) -> None:
 def test_weights_that_the_device_refuses_are_not_in_fp8(
     group: str, rows: int, columns: int, dtype: torch.dtype, why: str | None
 ) -> None:
-    """Fake CUDA tensors give the answer, without a GPU."""
+    """Support is determined with fake CUDA tensors, without a GPU."""
     gm = _linear(group, rows, columns, dtype)
     run(gather_float8, gm)
     gm.graph.lint()
@@ -215,7 +215,7 @@ def test_weights_that_the_device_refuses_are_not_in_fp8(
 
 
 def _linear(group: str, rows: int, columns: int, dtype: torch.dtype) -> fx.GraphModule:
-    """Return a joint graph with the three matmuls of one linear on a GPU."""
+    """Return a joint graph with the three matmuls of a linear on a GPU."""
     build = Builder(group, device="cuda")
     x, shard = build.primal(rows, DIM, dtype=dtype), build.primal(columns // 8, DIM, dtype=dtype)
     weight = build.marker(
@@ -234,7 +234,7 @@ def _linear(group: str, rows: int, columns: int, dtype: torch.dtype) -> fx.Graph
 
 
 class _Layouts(TorchDispatchMode):
-    """A mode that records the strides of both operands of fp8 matmuls, also in compiled code."""
+    """Dispatch mode that records the strides of fp8 matmul operands, also in compiled code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class _Layouts(TorchDispatchMode):
 
 
 class ByInductor(NamedTuple):
-    """A step in bfloat16 and fp8: code and plan of each graph, and strides of fp8 operands."""
+    """A step in bfloat16 and fp8: code and plan of each graph, strides of fp8 operands."""
 
     codes: list[str]
     plans: list[Plan]

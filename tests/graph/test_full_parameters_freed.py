@@ -1,7 +1,8 @@
-"""After a step neither Python, autograd nor compiled code holds a full parameter.
+"""After a step, neither Python, autograd nor compiled code holds a full parameter.
 
-The profiler sees all allocations and frees of this thread; with a fake process group there are no
-others. Of the tensors alive after a step, only shards may be as large as a full weight in fp8.
+The profiler records all allocations and frees of this thread; with a fake process group, no other
+thread allocates. Among tensors alive after a step, only shards may be as large as a full weight in
+fp8.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.numerics.compare import sgd
 
 DIM, LAYERS = 64, 3
 LIMIT = DIM * DIM
-"""Bytes of a full weight in fp8. Batches and activations are smaller."""
+"""Bytes of a full weight in fp8; batches and activations are smaller."""
 
 
 class Linears(nn.Module):
@@ -60,7 +61,7 @@ kept: list[Tensor] = []
 
 
 class KeepsOne(Eager):
-    """A model whose eager part keeps the last parameter that it gathered."""
+    """A model whose eager part keeps a reference to its last gathered parameter."""
 
     @torch.compiler.disable
     def layer(self, number: int, x: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ def _batch() -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it is trained.
+    """A model and how to train it.
 
     Attributes:
         options: arguments of ``graphshard.backend``.
@@ -191,7 +192,7 @@ def test_full_parameters_saved_for_backward_are_found(mesh: DeviceMesh, compiler
         step=lambda model, compiled: losses.append(compiled(_batch())),
     )
     for _, sizes in _leaks(case, compiler):
-        # The first layer's weight is not needed: its input has no gradient.
+        # Backward does not need the first layer's weight: its input has no gradient.
         assert sizes.count(DIM * DIM * 4) == LAYERS - 1
 
 

@@ -1,4 +1,4 @@
-"""Inductor's caches: a second run of the same training in new processes compiles nothing.
+"""Inductor's caches: repeating a training run in new processes compiles nothing.
 
 All ranks compute the same cache keys, so one rank's compiled code serves all. Plans from the cache
 equal those of the first run, also in dumps and in torch's trace log.
@@ -31,7 +31,7 @@ from tests.multirank.test_dump_folder import INFERENCE, STEP
 
 @dataclass(frozen=True)
 class Run:
-    """Cache counters and keys of one rank's training, and its results."""
+    """Cache counters, cache keys and results of one rank's training."""
 
     counters: dict[str, int]
     keys: dict[str, list[str]]
@@ -65,7 +65,7 @@ def _train(dump: Path | None) -> Run:
 
 
 def _train_patiently() -> Run:
-    """Train; wait long enough for another rank's compile on a busy machine."""
+    """Train with a longer wait for another rank's compilation, as machines may be busy."""
     with mock.patch("graphshard.pipeline.compile._half_timeout_s", return_value=200.0):
         return _train(None)
 
@@ -76,14 +76,14 @@ def _train_logged(dump: Path, log: Path) -> Run:
 
 
 def _log_to(folder: Path) -> None:
-    """Write torch's trace log to a folder, as TORCH_TRACE would if set when torch is imported."""
+    """Write torch's trace log to a folder, as TORCH_TRACE does if set before torch is imported."""
     handler: Any = torch_logging.LOG_TRACE_HANDLER
     handler.root_dir = str(folder)
     torch_logging.trace_log.addHandler(handler)
 
 
 def _train_late(dump: Path, log: Path) -> Run:
-    """Train; rank 0, which dumps, compiles each graph only after another rank has done so."""
+    """Train; rank 0, which dumps, compiles each graph after another rank has compiled it."""
     _log_to(log)
     seen: set[Path] = set()
 
@@ -112,7 +112,7 @@ def _counters() -> dict[str, int]:
 
 
 def _keys() -> dict[str, list[str]]:
-    """Return the keys of the cache entries that this process wrote or found, by kind."""
+    """Return the keys of all cache entries that this process wrote or hit, by kind."""
     artifacts = torch.compiler.save_cache_artifacts()
     assert artifacts is not None
     return {kind: sorted(keys) for kind, keys in artifacts[1].artifacts.items() if keys}

@@ -54,7 +54,7 @@ def _events_of_graph(graph: fx.Graph) -> list[str]:
 def _compiled(
     run: Callable[[Any], None], mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[list[str], list[str], Plan]]:
-    """Return, for each graph, the events as written, those in the final code, and the plan."""
+    """Return, for each graph, the events as lowered, the events in the final code, and the plan."""
     written: dict[str, tuple[list[str], Plan]] = {}
     verify = run_passes.verify_lowered
 
@@ -98,7 +98,7 @@ def test_inductor_keeps_the_order(
         assert [event for event in in_code if event in ("gather", "reduce")] == launches
         assert len(launches) == len(plan.buckets) > 4
         assert _products_before("gather", in_code) == _products_before("gather", written)
-        # A gradient may be fused into the next kernel, and is then sent after that kernel.
+        # A gradient may be fused into the next kernel, which delays its reduction.
         for event in ("reduce", "wait"):
             pairs = zip(_products_before(event, in_code), _products_before(event, written))
             assert all(late - planned in (0, 1) for late, planned in pairs)

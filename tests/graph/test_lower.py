@@ -1,4 +1,4 @@
-"""Markers become functional collectives: their order and bytes, one by one and in buckets."""
+"""Lowering of markers to functional collectives: order and bytes, with and without buckets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLICE = torch.ops.aten.slice.Tensor
 COALESCED = c10d.all_gather_into_tensor_coalesced.default
 F32 = torch.float32
 COPY_IN = torch.ops.graphshard.copy_in.default
-LARGE = 1 << 19  # elements of 4 bytes: packing it takes longer than a buffer of its own
+LARGE = 1 << 19  # elements of 4 bytes: packing costs more than a separate buffer
 
 
 def test_a_parameter_without_padding(group: str) -> None:
@@ -86,7 +86,7 @@ def test_the_gradient_of_a_replicated_parameter_is_all_reduced(group: str) -> No
     build = Builder(group)
     gm = build.module(build.all_reduce(build.tangent(5)))
     plan = lowered(gm, GraphKind.BACKWARD)
-    # A fake group averages, like NCCL; with gloo, sums are divided.
+    # Fake groups average, like NCCL; gloo only sums, followed by a division.
     assert targets(gm.graph) == [REDUCE, WAIT]
     (reduction,) = (node for node in gm.graph.nodes if node.target is REDUCE)
     assert reduction.args[1] == "avg"
@@ -118,7 +118,7 @@ def test_gradients_have_the_number_of_their_input(group: str) -> None:
 
 
 def _gathers(build: Builder, markers: list[fx.Node], limits: ScheduleLimits) -> list[Any]:
-    """Return the buffers of each bucket of a graph that uses ``markers`` one after another."""
+    """Return the buffers of each bucket in a graph that uses ``markers`` one after another."""
     x = build.primal(1)
     for marker in markers:
         total = build.call(torch.ops.aten.sum.default, build.call(to_copy, marker, dtype=F32))

@@ -1,4 +1,4 @@
-"""A marker's spec defines its schema and its call, and is read back from its node."""
+"""A marker's spec defines its schema and its call, and can be read back from its node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward saves a copy of an input that it mutates, with the strides of the trace."""
+"""Forward saves a copy of an input that it mutates, with the strides seen in the trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of what graphshard changes in torch is complete, and nothing in it is out of date."""
+"""The tables of graphshard's changes to torch are complete and up to date."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from graphshard.ops.host_copy import copy_to_device, copy_to_host
 from graphshard.ops.markers import UNSHARD_MARKERS
 
 ROOT = Path(graphshard.__file__).parent
-HIDDEN = {  # results of cached functions, and wrappers by torch: a search for our objects fails
+HIDDEN = {  # in caches of functions and wrapped by torch, where the search finds no object of ours
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers",
     "torch._dynamo.variables.builder.VariableBuilder._type_dispatch_impl",
     "torch._inductor.lowering.lowerings",
@@ -33,7 +33,7 @@ HIDDEN = {  # results of cached functions, and wrappers by torch: a search for o
 
 
 def _train(mesh: DeviceMesh) -> None:
-    """Do what installs every patch."""
+    """Train so that every patch gets installed."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     # Without overlap, backward gathers the second weight again.
     schedule = graphshard.SchedulePolicy(overlap=False)
@@ -41,7 +41,7 @@ def _train(mesh: DeviceMesh) -> None:
     compiled = torch.compile(model, backend=backend)
     compiled(torch.ones(2, 4)).sum().backward()
     torch.optim.SGD(model.parameters()).step()
-    graphshard.backend(mesh)  # unused, so steps are watched
+    graphshard.backend(mesh)  # an unused backend makes graphshard watch optimizer steps
 
 
 def _is_ours(value: object) -> bool:
@@ -54,7 +54,7 @@ def _is_ours(value: object) -> bool:
 
 
 def _changed(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, object]]:
-    """Yield attributes of a module, class or object of torch that hold something of graphshard."""
+    """Yield attributes of a torch module, class or object that hold objects of graphshard."""
     for name, value in list(vars(owner).items()):
         items = list(value.values()) if isinstance(value, dict) else []
         items = list(value) if isinstance(value, (list, tuple, set)) else items
@@ -69,7 +69,7 @@ def _changed(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, objec
 @pytest.mark.filterwarnings("ignore:.*reduce_op")
 def test_training_changes_what_the_tables_list_and_nothing_else(mesh: DeviceMesh) -> None:
     _train(mesh)
-    # Inductor's generated modules import our compiler of kernels.
+    # Excludes Inductor's generated modules, which import our kernel compiler.
     modules = {
         name: module
         for name, module in sys.modules.items()
@@ -80,7 +80,7 @@ def test_training_changes_what_the_tables_list_and_nothing_else(mesh: DeviceMesh
         if inspect.ismodule(module):
             changed |= dict(_changed(module, name))
     listed = {**PATCHES, **ENTRIES}.keys() - HIDDEN
-    known = {id(_attribute(path)) for path in listed}  # a table may have several names
+    known = {id(_attribute(path)) for path in listed}  # one table may have several names
     assert listed <= changed.keys()
     assert not {path for path, value in changed.items() if id(value) not in known} - listed
 

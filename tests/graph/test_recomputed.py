@@ -1,6 +1,6 @@
 """Predicted time of a checkpointed region.
 
-It includes operators that AOTAutograd wraps to save the state of the random generator.
+Includes operators that AOTAutograd wraps to save the RNG state.
 """
 
 from __future__ import annotations

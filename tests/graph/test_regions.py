@@ -26,7 +26,7 @@ def _traced(function: Any, *inputs: Tensor) -> fx.GraphModule:
 
 
 def _shared(gm: fx.GraphModule) -> Regions:
-    """Share regions, and check the graph."""
+    """Share equal regions and check the graph."""
     context = replace(CONTEXT, is_worth_sharing=lambda _: True)
     share_regions(gm, context)
     gm.graph.lint()
@@ -39,7 +39,7 @@ def _calls(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _layer(x: Tensor, w: Tensor) -> Tensor:
-    """Compute a matmul, views and pointwise ops."""
+    """Apply a matmul, views and pointwise ops."""
     h = (x @ w.t()).view(2, 2, 8).transpose(0, 1).contiguous().view(4, 8)
     return x + torch.sigmoid(h * 0.5).exp() * h
 
@@ -98,7 +98,7 @@ def test_layers_are_cut_at_launches() -> None:
     regions = _shared(gm)
     assert regions.num_compiled_regions == 1  # all regions now begin after the matmul
     names = [n for n in gm.graph.nodes if n.target is INVOKE or n is planned]
-    assert names.index(planned) == 3  # after the rest of the third layer
+    assert names.index(planned) == 3  # after the end of the third layer
     assert planned in gm.graph.nodes
 
 
@@ -107,7 +107,7 @@ def test_no_region_returns_a_view() -> None:
         kept = []
         for w in weights:
             x = _layer(x, w)
-            kept.append(x.view(2, 16).t())  # only returned
+            kept.append(x.view(2, 16).t())  # returned, not used in the graph
         return (x, *kept)
 
     inputs = _inputs()
@@ -172,7 +172,7 @@ def test_mutating_ops_are_in_no_region() -> None:
 
 
 def _normalized(x: Tensor, w: Tensor) -> Tensor:
-    """Compute in float32 between values in bfloat16, like a norm."""
+    """Normalize in float32, with bfloat16 input and output."""
     convert = torch.ops.prims.convert_element_type.default
     h = convert(x @ w.t(), torch.float32)
     centred = (h - h.mean(0, keepdim=True)) * torch.rsqrt(h.var(0, keepdim=True) + 1e-5)
@@ -210,7 +210,7 @@ def test_a_border_in_a_norm_is_crossed_by_values_in_memory_only() -> None:
     gm = _traced(_deep_normalized, *inputs)
     expected = gm(*inputs)
     _with_cuts_behind(gm, aten.rsqrt.default)
-    assert _shared(gm).num_calls > 9  # two per layer, except at the ends
+    assert _shared(gm).num_calls > 9  # two per layer, except for the first and last
     large = {result.dtype for result in _results(gm) if result.numel() == 64 * 8}
     assert large == {torch.bfloat16}
     assert torch.equal(gm(*inputs), expected)

@@ -1,4 +1,4 @@
-"""Nodes computed only from parameters are marked for recomputation, and no others."""
+"""Only nodes computed from parameters alone are marked for recomputation."""
 
 from __future__ import annotations
 

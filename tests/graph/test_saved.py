@@ -1,6 +1,6 @@
 """ZeRO-3: forward saves shards and activations, but no full parameters.
 
-Nor does it save casts, transposes or products of full parameters. Batches are so small here that
+Casts, transposes and products of full parameters are not saved, either. Batches are so small that
 every activation is smaller than the smallest full weight.
 """
 
@@ -63,7 +63,7 @@ class Transposed(_Model):
 
 
 class OfSeveral(_Model):
-    """Weights computed from several parameters."""
+    """Weights that are computed from several parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         both = torch.cat([self.first.weight, self.second.weight])
@@ -72,7 +72,7 @@ class OfSeveral(_Model):
 
 
 class Scaled(_Model):
-    """Weights computed from a sharded and a replicated parameter."""
+    """Weights that are computed from a sharded and a replicated parameter."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(x @ (self.first.weight * self.scale).t())
@@ -89,7 +89,7 @@ class Normed(_Model):
 
 
 class Adapted(_Model):
-    """Frozen weights plus a trained low-rank product."""
+    """Frozen weights plus a trainable low-rank product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Attention(_Model):
 
 
 def _saved_by_forward(model: nn.Module, mesh: DeviceMesh, **options: Any) -> list[Tensor]:
-    # With overlap, parameters that backward needs first are kept: test_keep_unsharded.py.
+    # With overlap, parameters that backward needs first stay unsharded: test_keep_unsharded.py.
     alone = graphshard.SchedulePolicy(overlap=False)
     options = {"compiler": "aot_eager", "schedule": alone, **options}
     backend = graphshard.backend(mesh, **options)
@@ -204,7 +204,7 @@ def test_a_smaller_activation_budget_saves_less(compiler: str, mesh: DeviceMesh)
         tensors = _saved_by_forward(Deep(), mesh, schedule=policy, compiler=compiler)
         saved[budget] = sum(tensor.numel() for tensor in tensors)
     assert saved[None] == saved[1] > saved[0.5] > saved[0]
-    # The batch, shards, biases, and the first layer's output: backward does not gather its weight.
+    # The batch, shards, biases, and the first layer's output (backward needs no first weight).
     assert saved[0] < 2 * FULL + (Deep.ROWS + len(_x())) * DIM
 
 

@@ -1,4 +1,4 @@
-"""Compiled code in a file: a start with empty caches compiles nothing, or warns why it must."""
+"""Compiled code saved in a file: with empty caches, loading it avoids compilation or warns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WARNING = "compiling a graph that the loaded file does not have"
 
 
 def _train(rows: int = 4, factor: int = 1, **options: Any) -> list[float]:
-    """Train; by default ``auto`` chooses again what it chose when the code was saved."""
+    """Train; by default, ``auto`` makes the same choice as when the code was saved."""
     torch.manual_seed(0)
     model, losses = MLP(), []
     options = {"schedule": _AUTO, **options}
@@ -64,7 +64,7 @@ def _run(folder: Path, function: Any, *args: Any) -> list[Any]:
 
 def _load_for_others(path: Path) -> None:
     graphshard.load_compiled(path)
-    # As an error, so that nothing is compiled.
+    # The warning becomes an error before anything is compiled.
     warnings.filterwarnings("error", f".*{WARNING}")
     for differs, options in {
         "other options": {"reshard_after_forward": False, "schedule": _WITHOUT_OVERLAP},
@@ -91,7 +91,7 @@ def test_a_start_with_empty_caches_compiles_nothing(tmp_path: Path) -> None:
 
 
 def _changed(path: Path, **fields: Any) -> Path:
-    """Write a file that has only a header, with changed fields."""
+    """Write a file with nothing but a header, some fields of which are changed."""
     changed = path.with_name("changed")
     header = {"format": 1, "made": {"torch": "1.0"}, "graphs": {}}
     with zipfile.ZipFile(changed, "w") as file:

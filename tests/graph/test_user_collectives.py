@@ -1,4 +1,4 @@
-"""Collectives that the model itself calls: their steps, and every launch on its side of them."""
+"""Collectives that the model itself calls: their steps, and launches before and after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verifier raises for every kind of fault in a rewritten graph."""
+"""The verifier detects every kind of fault in a rewritten graph."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_collective_of_the_model_itself_must_be_in_the_plan(group: str) -> Non
 
 
 def _forward(group: str) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """Return a forward graph that returns y and saves x, and nodes that it must not save."""
+    """Return a forward graph that returns y and saves x, and the nodes that it must not save."""
     build = Builder(group)
     x, full = build.primal(8, 8), build.unshard(build.primal(1, 8), 8)
     turned = build.call(t, full)
