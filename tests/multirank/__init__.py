@@ -1,1 +1,1 @@
-"""Tests on several gloo ranks, other than comparisons with another implementation's training."""
+"""Tests on several gloo ranks that do not compare training with another implementation."""

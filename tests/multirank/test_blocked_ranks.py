@@ -1,6 +1,6 @@
-"""A rank waits for a call that its peers cannot make, since they are blocked in a collective.
+"""One rank waits for a call of its peers, while these are blocked in a collective.
 
-All ranks raise the same error within seconds. Ranks that are only slow are waited for.
+All ranks raise the same error within seconds. A rank that is only slow causes no error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _meet_elsewhere(group: Group, call_log: CallLog, alone: int, chooses: bool) 
         text = message(choose, group, PLAN) if chooses else message(call_log.first_run, "p", PLAN)
         assert time.monotonic() < began + 3 * BLOCKED_S
         return text
-    return message(call, call_log, dist.barrier, group)  # the fault releases the barrier
+    return message(call, call_log, dist.barrier, group)  # the other rank's error ends the barrier
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,7 @@ def test_call_while_peers_are_blocked_raises_on_all_ranks(
 def _wait_for_a_slow_rank(group: Group, call_log: CallLog) -> None:
     """Make calls with a slow rank 2, for which the other ranks wait in collectives or calls.
 
-    Rank 0 is the first in each call: it has already left the gather, and takes no part in the
-    broadcast.
+    Rank 0 makes each call first: it leaves the gather early and is not in the broadcast's group.
     """
     others: Any = dist.new_group([1, 2], use_local_synchronization=True) if group.rank() else None
     for collect in (_gather_to_1, _broadcast_among):
@@ -56,7 +55,7 @@ def _wait_for_a_slow_rank(group: Group, call_log: CallLog) -> None:
         collect(group, others)
         call_log.first_run(collect.__name__, PLAN)
     if group.rank() == 2:
-        time.sleep(BLOCKED_S + 2.0)  # the others wait in a call, which is no fault
+        time.sleep(BLOCKED_S + 2.0)  # the others wait in a call without an error
     call_log.first_run("last", PLAN)
     dist.barrier(group)
     if group.rank():

@@ -1,4 +1,4 @@
-"""Casts of a model's inputs and outputs, from the first call on, however it is compiled."""
+"""Casts of a model's inputs and outputs, from the first call on, for all ways to compile it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class CastBoundary(nn.Module):
-    """A model with tensors in dicts, both as a keyword argument and as its output."""
+    """A model that takes a dict of tensors as a keyword argument and returns one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,9 +180,9 @@ def test_bare_torch_nn_module_is_cast(
             out = called(torch.ones(2, 4))
             assert out.dtype == FP16
             out.sum().backward()
-        # In some versions of torch, compile() of such a module compiles nothing.
+        # In some torch versions, compile() of such a module does nothing.
         assert compile is _in_place or not texts, texts
     assert_sharded(model)
     assert compile is _in_place or len(backend.plans) == 2
-    # Of the hooks that sharding has added, only the one that casts is left.
+    # Only the casting hook is left of those that sharding adds.
     assert len(model._forward_pre_hooks) == 1

@@ -1,6 +1,6 @@
 """The warning about graph breaks: once per model, with file and line.
 
-`tests/numerics/test_breaks.py` tests how such models train.
+`tests/numerics/test_breaks.py` tests the training of such models.
 """
 
 from __future__ import annotations

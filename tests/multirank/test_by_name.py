@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="graphshard", options=...)`` with options that hold containers."""
+"""``torch.compile(model, backend="graphshard", options=...)`` with containers in the options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .test_unsharded import config_disable, force_eager, refuse_step, sequential
 
 def _train_by_name(folder: Path) -> list[str]:
     """Train two models with equal but distinct options; return the names of the dumped files."""
-    for dtype in (torch.float32, torch.float64):  # so they share no graph
+    for dtype in (torch.float32, torch.float64):  # prevents sharing a graph
         model: Any = MLP().to(dtype)
         options = {
             "compiler": "aot_eager",
@@ -44,7 +44,7 @@ def _train_by_name(folder: Path) -> list[str]:
 def test_equal_options_share_a_backend(tmp_path: Path) -> None:
     files = ranks.run(2, _train_by_name, tmp_path)[0]
     numbers = {name.split("-")[0] for name in files if "forward" in name}
-    assert numbers == {"00", "01"}  # both numbered by the same backend
+    assert numbers == {"00", "01"}  # one backend numbers both
 
 
 @on_ranks(1)
@@ -53,7 +53,7 @@ def test_wrong_options_raise_in_torch_compile() -> None:
         torch.compile(MLP(), backend="graphshard", options={"shards": 4})
 
 
-# The same as with a backend object, see tests/multirank/test_unsharded.py.
+# Same as for a backend object in tests/multirank/test_unsharded.py.
 
 
 def _named() -> dict[str, Any]:

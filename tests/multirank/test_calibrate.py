@@ -1,7 +1,7 @@
 """Calibration: the file that one rank writes, and the rates fitted to measured times.
 
-The file has the measured numbers, and otherwise those of the built-in table. No test depends on the
-speed of the machine.
+The file contains measured values, completed from the built-in table. No test depends on the speed
+of the machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_without_ranks_links_keep_table_values() -> None:
 def _write_from_ranks(path: Path) -> int:
     group = dist.group.WORLD
     status = main(["calibrate", "--out", str(path), "--quick", "--sizes", "4096,64"])
-    assert dist.group.WORLD is group  # calibrate must not destroy the caller's group
+    assert dist.group.WORLD is group  # calibrate must keep the caller's group
     return status
 
 
@@ -58,7 +58,7 @@ def test_ranks_measure_their_link_and_one_rank_writes(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text("of an earlier run")
     assert ranks.run(2, _write_from_ranks, path) == [0, 0]
-    assert os.listdir(tmp_path) == [path.name]  # no scratch file is left
+    assert os.listdir(tmp_path) == [path.name]  # no scratch file remains
     written = Hardware.load(path)
     for kind in COLLECTIVE_KINDS:
         assert _amounts(written.intra, kind) == [64, 4096]
@@ -74,7 +74,7 @@ def _measure() -> Hardware:
 def test_single_rank_nodes_measure_the_network() -> None:
     for measured in ranks.run(2, _measure, env={"LOCAL_WORLD_SIZE": "1"}):
         assert measured.ranks_per_node == 1
-        assert measured.intra == BASE.intra  # a node of one rank has no link within it
+        assert measured.intra == BASE.intra  # a node of one rank has no internal link
         for kind in COLLECTIVE_KINDS:
             assert _amounts(measured.inter, kind) == [64, 4096]
 

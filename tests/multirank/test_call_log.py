@@ -1,7 +1,7 @@
-"""The call log: ranks that run different graphs all raise the same error.
+"""The call log: if ranks run different graphs, all of them raise the same error.
 
-This includes ranks that are blocked in a collective. Ranks that run the same graphs are never
-interrupted, however far apart in time they are.
+This includes ranks that are blocked in a collective. Ranks that run the same graphs never raise,
+however late some of them are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests import ranks
 
 pytestmark = pytest.mark.alone
 
-STALL_S = 0.5  # less than a user's ranks have, since most tests wait for it
+STALL_S = 0.5  # shorter than in production, since most tests wait this long
 PLAN = "forward\nall_gather 0\nall_gather 1"
 OTHER = "forward\nall_gather 0\nall_gather 7"
 
@@ -38,7 +38,7 @@ Group = dist.ProcessGroup
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Call fn(group, call_log, *args) on each rank, with a new group, which it may break."""
+    """Call fn(group, call_log, *args) on each rank with a new group, which fn may break."""
     return ranks.run(world, _in_group, fn, timeout_s, args, timeout_s=30)
 
 
@@ -47,17 +47,17 @@ def _in_group(fn: Callable[..., Any], timeout_s: float, args: Any) -> Any:
     with mock.patch.object(graphshard.ranks.watcher, "STALL_S", STALL_S):
         try:
             result = fn(group, call_log_of(group), *args)
-            dist.barrier()  # the default group still works, even if this one is broken
+            dist.barrier()  # the default group works even if this one is broken
             return result
         finally:
             dist.destroy_process_group(group)
 
 
 def mesh_of(group: Group) -> DeviceMesh:
-    """Return a 1D CPU mesh over a group of `run`, unequal to the meshes over all other groups.
+    """Return a 1D CPU mesh over a group of `run` that differs from the meshes of all other groups.
 
-    DTensor caches redistributions by mesh, and with them the names of groups: an equal mesh would
-    communicate in a group that has been destroyed.
+    DTensor caches redistributions, including group names, by mesh: with an equal mesh, it would
+    communicate in a destroyed group.
     """
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"group {group.group_name}",))
 
@@ -78,7 +78,7 @@ def call(call_log: CallLog, collective: Callable[[Group], object], group: Group)
 
 
 def choose(group: Group, key: str, text: str = "") -> str:
-    """Return, on all ranks, the text of the first."""
+    """Return the first rank's text on all ranks."""
     return choose_on_first_rank(lambda: text, key, key, [group.group_name])
 
 
@@ -114,7 +114,7 @@ def test_equal_plans_with_a_late_rank_agree(world: int, seconds: float) -> None:
 
 
 def _recompile_alone(group: Group, call_log: CallLog) -> None:
-    """Compile again on one rank, to the same plan, while the others run their existing graph."""
+    """Recompile to the same plan on one rank while the others run their existing graph."""
     call_log.first_run("plan", PLAN)
     for step in range(30):
         if step == 7 * group.rank():
@@ -129,7 +129,7 @@ def test_recompile_to_same_plan_on_one_rank_agrees() -> None:
 
 
 def _compile_behind(group: Group, call_log: CallLog) -> None:
-    """Let rank 1 fall several calls behind rank 0, which idles and then waits for it."""
+    """Make rank 1 lag several calls behind rank 0, which is idle and then waits for it."""
     call_log.first_run("plan", PLAN)
     call_log.run("plan")
     if group.rank() == 0:
@@ -182,7 +182,7 @@ def _recompile_other(group: Group, call_log: CallLog, new_rank: int, collective:
     call_log.first_run("plan", PLAN)
     gather(group)
     if group.rank() == new_rank:
-        time.sleep(1.0)  # until the others are in the collective
+        time.sleep(1.0)  # lets the others enter the collective
         text = message(call_log.first_run, "other", OTHER)
     else:
         call_log.run("plan")
@@ -219,7 +219,7 @@ def test_different_known_graphs_that_block_raise() -> None:
 
 def _swap_once() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        # Patched before the call log is created, which reads it.
+        # Patched before the call log is created, since that reads it.
         patch.setattr(graphshard.ranks.watcher, "AUDIT_S", 0.5)
         return _in_group(lambda *each: message(_train_with_a_swap, *each), 60.0, ())
 
@@ -235,7 +235,7 @@ def test_audit_finds_an_earlier_difference_without_a_hang() -> None:
     assert_same(ranks.run(2, _swap_once, timeout_s=30), "ranks 0, 1", "earlier call")
 
 
-# Ranks that never make a call.
+# Ranks that stop making calls.
 
 
 def _late(group: Group, call_log: CallLog) -> str:
@@ -291,11 +291,11 @@ def test_failed_choice_on_first_rank_raises_on_others() -> None:
     assert "rank 0 cannot choose what: ZeroDivisionError" in text
 
 
-# The store, the group and the process.
+# Store, process group and process exit.
 
 
 class _Counting:
-    """A store that counts the operations of the thread that created it."""
+    """A store that counts the operations of the thread that created the store."""
 
     def __init__(self, store: Any) -> None:
         self._store, self._thread, self.num_operations = store, threading.get_ident(), 0
@@ -330,7 +330,7 @@ def _num_keys(group: Group, call_log: CallLog) -> None:
         dist.barrier()
         first = first or _count_keys(store)
         dist.barrier()
-    # Less than one key per round; meanwhile, watchers of other tests' groups may add some.
+    # Less than one key per round, as watchers of other tests' groups may add some meanwhile.
     end = time.monotonic() + 20
     while _count_keys(store) > first + 10 and time.monotonic() < end:
         time.sleep(0.1)  # watchers delete keys in the background
@@ -387,7 +387,7 @@ if how == "raise":
 
 
 def _end(folder: Path, how: str) -> list[tuple[int, str]]:
-    """Return the exit codes and stderr of two processes that end while their watchers run."""
+    """Return the exit codes and stderr of two processes that exit while their watchers run."""
     starts = [[sys.executable, "-c", SCRIPT, str(r), str(folder / "group"), how] for r in range(2)]
     env = {**os.environ, **ranks.RANK_ENV}
     processes = [subprocess.Popen(s, stderr=subprocess.PIPE, text=True, env=env) for s in starts]

@@ -1,6 +1,6 @@
 """Errors within a graph that the user catches, for example to retry with a smaller batch.
 
-Afterwards no collective is left in flight, and training continues with correct gradients.
+No collective stays in flight, and training continues with correct gradients.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_no_collective_stays_in_flight_after_error(where: str, compiler: str) ->
 
 
 def _fail_earlier_on_one_rank() -> tuple[float, int]:
-    """Return the seconds until this rank raises, and the collectives then left in flight.
+    """Return the seconds until this rank raises, and the number of collectives in flight then.
 
     Rank 0 fails one layer later than rank 1, so it launches more collectives.
     """
@@ -79,7 +79,7 @@ def test_wait_for_rank_that_failed_earlier_is_limited() -> None:
 
 
 class _Event:
-    """A fake event of an accelerator; also stands in for its stream."""
+    """A fake accelerator event, which is also used as a stream."""
 
     def __init__(self) -> None:
         self.waits: list[str] = []

@@ -1,6 +1,6 @@
 """One collective gathers tensors of several dtypes, over gloo and over the recording group.
 
-gloo itself would cast all tensors of a coalesced gather to the dtype of the first.
+On its own, gloo casts all tensors of a coalesced gather to the dtype of the first.
 """
 
 from __future__ import annotations

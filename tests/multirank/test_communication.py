@@ -1,8 +1,8 @@
 """Collectives of a training step, observed by a recording process group.
 
-The tests compare which parameters are gathered and reduced, how often, in how many bytes, and that
-all ranks use the same order. The parameters that backward needs are determined independently, by
-what eager autograd saves for the plain model.
+The tests check the parameters gathered and reduced, their counts and bytes, and that all ranks use
+the same order. What backward needs is determined independently, from what eager autograd saves for
+the plain model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Step:
     plans: tuple[Plan, Plan]
 
     def fqns(self, kind: str, backward: bool) -> list[str]:
-        """Return the parameters in collectives of a kind, sorted, one entry per transfer."""
+        """Return the sorted names of parameters in collectives of a kind, one per transfer."""
         plan = self.plans[backward]
         buckets = [bucket for bucket in plan.buckets if bucket.kind == kind]
         return sorted(fqn for bucket in buckets for fqn in fqns_of(plan, bucket))
@@ -70,7 +70,7 @@ def _record(kind: Trainable, options: dict[str, Any]) -> Step:
 
 @functools.cache
 def _run(kind: Trainable, world_size: int = 2, **options: Any) -> Step:
-    """Return the step of rank 0; assert that all ranks sent the same, as planned."""
+    """Return the step of rank 0; assert that all ranks sent the same bytes, as planned."""
     steps = ranks.run(world_size, _record, kind, options, backend="recording")
     for step in steps:
         assert (step.forward, step.backward) == (steps[0].forward, steps[0].backward)
@@ -87,12 +87,12 @@ def _padded_bytes(param: Tensor, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """Parameters of a plain model by their use in eager autograd; names are sorted."""
+    """Sorted names of a plain model's parameters by their use in eager autograd."""
 
     params: dict[str, nn.Parameter]
     saved: list[str]  # saved for backward
-    trained: list[str]  # with a gradient and rows to split
-    replicated: list[str]  # with a gradient but without rows to split
+    trained: list[str]  # with a gradient, sharded
+    replicated: list[str]  # with a gradient, not sharded
 
     def bytes(self, names: list[str], world_size: int) -> int:
         return sum(_padded_bytes(self.params[name], world_size) for name in names)
@@ -133,7 +133,7 @@ def test_each_parameter_is_gathered_and_reduced_once(kind: Trainable, world_size
     again = step.fqns(TransferKind.ALL_GATHER, True)
     kept = {step.plans[0].params[i].fqn for i in step.plans[0].kept}
     assert not kept.intersection(again)
-    # Rather than save an activation, the partitioner may recompute it from its parameters.
+    # The partitioner may recompute an activation from its parameters instead of saving it.
     assert set(needs.saved) <= kept.union(again) <= set(used)
     expected = [
         (TransferKind.ALL_GATHER, False, used),
@@ -207,7 +207,7 @@ def test_eager_parts_send_the_same_on_all_ranks() -> None:
     first, second = ranks.run(2, _eager_parts, backend="recording")
     assert first == second
     size = sum(_padded_bytes(param, 2) for param in DisabledFirst().parameters())
-    # The eager part runs twice, and the gradient of each use there is reduced by itself.
+    # The eager part runs twice; each use of a parameter in it has its own reduction.
     assert (
         sum(num_bytes for kind, num_bytes in first if kind == TransferKind.REDUCE_SCATTER) >= size
     )

@@ -21,7 +21,7 @@ from tests.numerics.compare import compile_sharded, draw, whole
 
 
 def _save(folder: str) -> dict[str, Any]:
-    """Save a checkpoint of a model and its optimizer after a step; return its unsharded content."""
+    """Save a checkpoint of a model and its optimizer after a step; return the unsharded content."""
     model = GPT()
     compiled = compile_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -102,7 +102,7 @@ def test_files_convert_back_to_checkpoints(
 
 @pytest.fixture
 def prefixed(tmp_path: Path) -> Path:
-    """A checkpoint like Lightning's: of a module that contains the model and a metric."""
+    """A checkpoint like Lightning's, of a module that contains the model and a metric."""
     names = {"net.a.weight": torch.ones(2), "net.b": torch.zeros(3), "seen": torch.ones(1)}
     folder = tmp_path / "prefixed"
     dcp.save({"state_dict": names, "other": torch.ones(1)}, checkpoint_id=folder, no_dist=True)

@@ -1,4 +1,4 @@
-"""`dump="folder"` in real training: the files of each rank, and a profile with predictions.
+"""`dump="folder"` in real training: each rank's files, and a profile with predictions.
 
 `tests/graph/test_inductor_cache.py` tests what is dumped with a warm cache.
 """

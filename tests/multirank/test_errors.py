@@ -1,7 +1,7 @@
-"""Models and options that cannot be sharded raise an error on every rank.
+"""Unsupported models and options raise an error on every rank.
 
-The error names the parameter or the option, and is raised before anything is changed: the
-parameters are still the same objects with the same values.
+The error names the parameter or option, and is raised before anything changes: parameters are still
+the same objects with the same values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ERRORS = (ValueError, RuntimeError)
 X = torch.ones(5, 7)
 
 Act = Callable[[nn.Module], object]
-"""A call, given the model, that is expected to raise."""
+"""Takes the model; is expected to raise."""
 
 
 def first_step(model: nn.Module) -> object:
@@ -59,7 +59,7 @@ def assert_refused(model: nn.Module, act: Act, match: str) -> None:
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
     if dist.is_initialized():
-        dist.barrier()  # no rank is left in another collective
+        dist.barrier()  # every rank has left all other collectives
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -128,11 +128,11 @@ def test_mesh_of_another_device_is_refused(make: Any) -> None:
     assert_refused(MLP(), lambda model: make(model, mesh), r"'up\.weight' is on cpu.*mesh is on")
 
 
-# Models that are wrapped or sharded already, or have parameters without values.
+# Models that are wrapped or sharded already, or have uninitialized parameters.
 
 
 class _Dressed(nn.Module):
-    """A model with a part that the test prepares."""
+    """A model, part of which is prepared by the test."""
 
     def __init__(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_part_that_cannot_be_sharded_is_refused(
 
 
 def first_step_on_meta(model: nn.Module) -> object:
-    """Call the model with inputs on meta: Dynamo itself would refuse a graph of two devices."""
+    """Call the model with meta inputs, since Dynamo rejects a graph on two devices."""
     return compile_sharded(lambda x: model(x))(X.to("meta"))
 
 
@@ -198,7 +198,7 @@ def test_model_on_meta_is_refused_at_first_step(act: Act) -> None:
     assert_refused(model, act, r"'up\.weight' is on the meta device.*to_empty")
 
 
-# Differences between ranks. Each function changes the model of one rank.
+# Differences between ranks: each function changes one rank's model.
 
 
 def _other_shape(model: Any) -> None:
@@ -263,9 +263,9 @@ def test_model_that_differs_between_ranks_is_refused(
 
 @on_ranks(2)
 def test_parameters_in_different_order_keep_their_values() -> None:
-    """Shard a model whose parameters rank 1 registers in another order.
+    """Shard a model whose parameters rank 1 registers in a different order.
 
-    A broadcast in the order of registration would mix up their values.
+    A broadcast in registration order would mix up their values.
     """
     model = nn.Module()
     names = ["a", "b"] if dist.get_rank() == 0 else ["b", "a"]
@@ -307,12 +307,12 @@ def test_ignored_params_that_differ_between_ranks_are_refused() -> None:
 
 @on_ranks(2)
 def test_fault_on_one_rank_is_an_error_on_all() -> None:
-    """Assert that every rank raises the fault of rank 1, and names that rank."""
+    """Assert that every rank raises the error of rank 1 and names that rank."""
     model = _Dressed(lambda module: module.to("meta") if dist.get_rank() == 1 else module)
     assert_refused(model, shard, r"rank 1 of the mesh: parameter 'part\.weight' is on the meta")
 
 
-# Invalid options, which are refused without a process group.
+# Invalid options, refused even without a process group.
 
 BAD_OPTIONS: dict[str, list[Any]] = {
     "mesh": ["cpu", 2],
@@ -365,7 +365,7 @@ def test_invalid_options_of_backend_by_name_are_refused(
     assert_refused(MLP(), act, match)
 
 
-# Compiled code whose model graphshard cannot find or change.
+# Compiled functions whose model graphshard cannot find or modify.
 
 
 @on_ranks(2)

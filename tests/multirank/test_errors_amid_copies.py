@@ -1,7 +1,7 @@
 """An error within a graph during host copies leaves no copy in flight.
 
-On a CPU, copies are done at once. Here they are registered like copies of an accelerator, and stay
-in flight until the graph, or the handler of an error, has waited for them.
+CPU copies are synchronous. Here they are registered like an accelerator's, and stay in flight until
+the graph or its error handler waits for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYERS = 6
 
 
 class _Copy(host_copy._HostCopy):
-    """A copy that counts as in flight until it has been waited for."""
+    """A copy that counts as in flight until `wait` returns."""
 
     in_flight: set[int] = set()
 
@@ -44,7 +44,7 @@ class _Copy(host_copy._HostCopy):
 
 
 class _Stream:
-    """A fake stream of an accelerator; also a fake event that has always been reached."""
+    """A fake accelerator stream; also a fake event that is always complete."""
 
     def wait_event(self, event: object) -> None:
         pass

@@ -1,8 +1,7 @@
 """Faults of one rank at various points of training: it raises, exits, is killed, or is stopped.
 
-The others end in time with one named error, and nothing hangs. Training resumes from the last
-checkpoint. `GRAPHSHARD_FAULTS=all` tests every fault at every point; by default, only some are
-tested.
+The other ranks fail in time with the same error, and none hangs. Training resumes from the last
+checkpoint. `GRAPHSHARD_FAULTS=all` tests every fault at every point; the default tests a few.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tests.numerics.compare import generator, relative_error, sgd
 pytestmark = pytest.mark.alone
 
 DIM, GLOBAL_BATCH, STEPS, FAULTY_STEP = 8, 6, 4, 2
-TIMEOUT_S = 6.0  # shorter than ranks.GRACE_S, within which the others have to end
+TIMEOUT_S = 6.0  # shorter than ranks.GRACE_S, within which the others must end
 IS_LONG = os.environ.get("GRAPHSHARD_FAULTS") == "all"
 STOPS_S = {"stop": 3.0, "stop for too long": 20.0 if IS_LONG else 9.0}
 
@@ -56,16 +55,16 @@ ALL = [
 """(fault, point, rank of the victim)."""
 SPLIT = [("kill", "in forward", 3), ("raise", "compile", 2)]
 IN_A_CHECKPOINT = ["after", "save"]
-"""Points after which the others enter the collectives of a checkpoint, whose errors are torch's."""
+"""Points after which the others enter a checkpoint's collectives, where torch raises the error."""
 SOME_STOPS = ["in a collective"]
 
 meets: list[Callable[[str], None]] = []
-"""Functions to call at the points within graphs."""
+"""Functions to call at points within graphs."""
 
 
 @torch.library.custom_op("graphshard_test::meet", mutates_args=())
 def meet(x: Tensor, point: str) -> Tensor:
-    """Call the functions in `meets` and return a copy of `x`."""
+    """Call each function in `meets` and return a copy of `x`."""
     for at in meets:
         at(point)
     return x.clone()
@@ -94,13 +93,13 @@ def _net() -> Net:
 
 
 def _batch(step: int) -> Tensor:
-    """Return the global batch; at the faulty step it has another length, which needs a compile."""
+    """Return the global batch; at the faulty step, a different length forces a recompile."""
     length = 3 if step == FAULTY_STEP else 2
     return torch.randn(GLOBAL_BATCH, length, DIM, generator=generator(step))
 
 
 def _strike(fault: str) -> None:
-    """Inflict the fault on this process."""
+    """Cause the fault in this process."""
     if fault == "raise":
         raise ZeroDivisionError("the victim's own error")
     if fault == "exit":
@@ -111,17 +110,17 @@ def _strike(fault: str) -> None:
 
 
 class _Faulty:
-    """Fault that strikes the victim once, when it reaches the point."""
+    """A fault that happens once, when the victim reaches the point."""
 
     def __init__(self, fault: str, point: str, victim: int) -> None:
         self._fault, self._point = fault, point
         self._is_due = self._is_victim = dist.get_rank() == victim
 
     def at(self, point: str) -> None:
-        """Strike if this is the victim and its point.
+        """Cause the fault if this rank is the victim and `point` is its point.
 
-        For "in a collective" the others are delayed, so the victim is struck while it waits in the
-        collective for them.
+        For "in a collective", the other ranks are delayed, so that the fault happens while the
+        victim waits for them.
         """
         if point != self._point:
             return
@@ -135,7 +134,7 @@ class _Faulty:
         self._is_due = False
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """Call :meth:`at` for the points that lie within graphshard and torch."""
+        """Call :meth:`at` at the points within functions of graphshard and torch."""
         targets: list[tuple[Any, str, str]] = [
             (sys.modules["graphshard.dynamo_backend"], "compile_traced", "compile"),
             (sys.modules["graphshard.ranks.plan_consensus"], "choose_on_first_rank", "plans"),
@@ -158,9 +157,9 @@ def _train(
     """Train and save checkpoints; return the full parameters.
 
     Args:
-        steps: steps to train; a range that does not begin at 0 resumes from the checkpoint of the
-            step before.
-        splits: whether tensor parallelism splits the model over pairs of four ranks.
+        steps: steps to train; a range that does not start at 0 resumes from the checkpoint of the
+            preceding step.
+        splits: whether to apply tensor parallelism over pairs of four ranks.
     """
     faulty = _Faulty(fault, point, victim)
     with pytest.MonkeyPatch.context() as patch:
@@ -169,9 +168,9 @@ def _train(
 
 
 def _split(model: Net) -> DeviceMesh:
-    """Split the layers over two of four ranks; return the mesh to shard them over."""
+    """Apply tensor parallelism to the layers over pairs of ranks; return the mesh to shard over."""
     ranks_2d, timeout = torch.arange(4).view(2, 2), timedelta(seconds=TIMEOUT_S)
-    dist.distributed_c10d._set_pg_timeout(timeout)  # of the default group: all ranks agree in it
+    dist.distributed_c10d._set_pg_timeout(timeout)  # default group, which all ranks use to agree
     groups = [
         dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]
         for rows in (ranks_2d.t(), ranks_2d)
@@ -241,7 +240,7 @@ def test_fault_on_one_rank_ends_others_with_named_error(
 def test_fault_on_one_rank_of_a_split_model(
     fault: str, point: str, victim: int, tmp_path: Path
 ) -> None:
-    """The rank opposite to the victim shares no group of the mesh with it."""
+    """The rank diagonally opposite in the mesh shares no mesh group with the victim."""
     _assert_others_end(4, fault, point, tmp_path, victim, splits=True)
 
 

@@ -1,8 +1,8 @@
 """Peak memory of full state dicts and of meta-device initialization.
 
-A full state dict is gathered and scattered one parameter at a time, and a model on the meta device
-is initialized one module at a time. The tests bound the memory that a rank needs in addition to its
-shards and, on the first rank, to the result.
+A full state dict is gathered and scattered one parameter at a time, and a meta-device model is
+initialized one module at a time. The tests bound a rank's memory beyond its shards and, on the
+first rank, beyond the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 LINEARS, PARAMS = 20, 200e6
-SLACK = 5 * MB  # for messages, Python objects, and partly used pages of 2 MB
+SLACK = 5 * MB  # messages, Python objects, partly used 2 MB pages
 
 
 def _full_and_back() -> tuple[Memory, Memory]:
@@ -57,7 +57,7 @@ def _initialize() -> Memory:
 def test_materialize_holds_one_full_module_at_a_time() -> None:
     for memory in ranks.run_fresh(2, _initialize):
         module, shards = memory.params / LINEARS, memory.params / 2
-        # The module in full, twice as much to draw and check its values, and slack.
+        # The full module, twice its size to initialize and check its values, and slack.
         assert memory.peak - memory.before <= shards + 3 * module + SLACK, memory
 
 
@@ -65,6 +65,6 @@ def test_full_state_dict_holds_one_full_parameter_at_a_time() -> None:
     for rank, (gathering, scattering) in enumerate(ranks.run_fresh(2, _full_and_back)):
         parameter = gathering.params / LINEARS
         result = gathering.params if rank == 0 else 0
-        # The full parameter, at most as much for this rank's shard of it, and slack.
+        # The full parameter, at most its size again for this rank's shard, and slack.
         assert gathering.peak - gathering.before <= result + 2 * parameter + SLACK, gathering
         assert scattering.peak - scattering.before <= 2 * parameter + SLACK, scattering

@@ -41,7 +41,7 @@ def test_reported_bytes_of_a_rank_are_exact() -> None:
     rows = [param.shape[0] for param in ConvNet().parameters()]
     each = [param.nbytes // param.shape[0] for param in ConvNet().parameters()]
     padded = sum(-(-n // WORLD) * size for n, size in zip(rows, each))
-    steps = 4 * len(rows)  # AdamW has a step counter of 4 bytes for each parameter
+    steps = 4 * len(rows)  # AdamW keeps a 4-byte step counter per parameter
     gathered = WORLD * padded
     for (before, between, after), local, text in ranks.run(WORLD, _reports):
         assert before.parameters == before.gradients == MemoryBytes(full, full)

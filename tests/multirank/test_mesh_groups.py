@@ -1,4 +1,4 @@
-"""Process groups that sharding creates in addition to those of the mesh."""
+"""Process groups that sharding creates besides those of the mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models import MLP
 
 
 def _timeouts() -> tuple[float, float]:
-    """Return the timeouts of the mesh's group and of the group from which backward gathers."""
+    """Return the timeouts of the mesh's group and of the group in which backward gathers."""
     group = dist.new_group(list(range(4)), timeout=timedelta(seconds=77))
     mesh = DeviceMesh.from_group(group, "cpu")
     model = graphshard.shard(MLP(), mesh, reshard_after_forward=2)
@@ -27,5 +27,5 @@ def _timeouts() -> tuple[float, float]:
 
 
 def test_regather_group_has_the_timeout_of_the_mesh() -> None:
-    # In fresh ranks, because such groups are created once, with the timeout of the first mesh.
+    # In fresh ranks: such groups are created only once, with the timeout of the first mesh.
     assert ranks.run_fresh(4, _timeouts) == [(77.0, 77.0)] * 4

@@ -16,7 +16,7 @@ DIM = 1024
 
 
 class Experts(nn.Module):
-    """Stacked experts, all of which process every token."""
+    """Stacked experts that all process every token."""
 
     def __init__(self, num_experts: int, dim: int) -> None:
         super().__init__()

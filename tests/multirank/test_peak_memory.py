@@ -30,15 +30,15 @@ pytestmark = [
     ),
 ]
 WORLD = 2
-# Large enough that Python modules and the compiler, which hold tens of MB more than in a process
-# that only runs FSDP2, do not matter.
+# Large enough to dominate the tens of MB that Python modules and the compiler take in addition,
+# compared with a process that only runs FSDP2.
 STEP = 560e6, 20, WORLD, True
 
 
 def _is_no_more(ours: Memory, theirs: Memory) -> bool:
     """Return whether our peak exceeds theirs by at most 5 %.
 
-    This must also hold without the memory that was resident before: then it compares the gathered
+    This must also hold after subtracting the memory resident before, which leaves the gathered
     parameters and full gradients of a step.
     """
     in_step = ours.peak - ours.before, theirs.peak - theirs.before
@@ -49,7 +49,7 @@ def test_step_needs_no_more_memory_than_fsdp2() -> None:
     theirs, kind = measure(FSDP2, *STEP), kind_name("inductor", "ZeRO-3")
     ours = measure(kind, *STEP)
     assert ours.params > 500 * MB
-    # The first run may have filled a cold cache; the process still holds memory of that compile.
+    # The first run may have compiled, with a cold cache; its process still holds that memory.
     if not _is_no_more(ours, theirs):
         ours = measure(kind, *STEP)
     assert _is_no_more(ours, theirs), (ours, theirs)
@@ -58,13 +58,13 @@ def test_step_needs_no_more_memory_than_fsdp2() -> None:
 def test_peak_memory_increases_from_zero3_to_ddp() -> None:
     """Peaks increase from ZeRO-3 over hpZ and ZeRO-2 to DDP.
 
-    With P bytes of parameters on 4 ranks, ZeRO-3 holds P / 4 of shards and P / 4 of gradients. When
-    backward begins, without gradients yet, hpZ has kept P / 2 more for it, and ZeRO-2 P more. DDP
-    has P of parameters instead of P / 4 of shards, and P of gradients.
+    With P bytes of parameters on 4 ranks, ZeRO-3 holds P / 4 of shards and P / 4 of gradients. At
+    the start of backward, before any gradients, hpZ has kept P / 2 more and ZeRO-2 P more. DDP has
+    P of parameters instead of P / 4 of shards, and P of gradients.
     """
     params = 200e6
     by_rank = ranks.run_fresh(4, strategies_memory, "aot_eager", params, 20)
-    # gloo's copies of gradients in flight vary by tens of MB between ranks, most of all in ZeRO-2.
+    # gloo's copies of gradients in flight differ by tens of MB between ranks, mostly in ZeRO-2.
     peaks = [statistics.median(peaks) for peaks in zip(*by_rank, strict=True)]
     for (less, more), margin in zip(itertools.pairwise(peaks), (0.1, 0.1, 0.0), strict=True):
         assert less <= more - margin * params, by_rank
@@ -74,8 +74,8 @@ def test_resident_memory_does_not_grow_over_steps() -> None:
     kind = kind_name("aot_eager", "ZeRO-3")
     for resident in ranks.run_fresh(WORLD, resident_by_step, kind, 80e6, 20, 8):
         # A gathered parameter that is never freed would add 4 MB per step, 16 MB between the two
-        # halves. Memory comes in pages of 2 MiB, and some steps may need two less. After some
-        # steps, gloo's threads still hold memory.
+        # halves. The minimum of each half ignores memory that gloo's threads have not freed yet;
+        # the tolerance covers two pages of 2 MiB.
         first, second = resident[: len(resident) // 2], resident[len(resident) // 2 :]
         assert abs(min(second) - min(first)) <= 5 * MB, resident
         assert statistics.median(second) - min(resident) <= 5 * MB, resident
@@ -86,5 +86,5 @@ def test_sharding_needs_one_parameter_more_than_the_model(at_first_call: bool) -
     linears, params = 50, 200e6
     for memory in ranks.run_fresh(WORLD, sharding_memory, at_first_call, params, linears):
         parameter = memory.params / linears
-        # The parameter, one more shard of it, and 2 MB for messages and Python objects.
+        # The parameter, one extra shard, and 2 MB for messages and Python objects.
         assert memory.peak - memory.before <= 1.5 * parameter + 2 * MB, memory

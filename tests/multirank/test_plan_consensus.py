@@ -1,4 +1,4 @@
-"""Ranks whose own plans differ follow the plan of the first rank, or all raise the same error."""
+"""Ranks with different plans follow the first rank's plan, or all raise the same error."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Chain(nn.Module):
 
 
 def _fast_or_slow(rank: int) -> graphshard.SchedulePolicy:
-    """Return a policy under which compute hides all collectives on rank 1, and none on rank 0."""
+    """Return a policy with which compute hides all collectives on rank 1, and none on rank 0."""
     return graphshard.SchedulePolicy(overlap=True, node_cost=lambda _: 1e5 if rank else 1e-3)
 
 
 def _train(compiler: str, dynamic: bool) -> tuple[list[Any], int]:
-    """Train with batches that differ between ranks; rank 1 has larger ones from the third step on.
+    """Train with different batch sizes on each rank, larger on rank 1 from the third step on.
 
     Returns:
-        The collectives of every step, and the number of buckets that this rank would have chosen.
+        The collectives of every step, and the number of buckets in this rank's own plan.
     """
     rank, schedule = dist.get_rank(), _fast_or_slow(dist.get_rank())
     twins = Twins(Chain(), compiler=compiler, schedule=schedule, dynamic=dynamic)
@@ -59,7 +59,7 @@ def _train(compiler: str, dynamic: bool) -> tuple[list[Any], int]:
     ("compiler", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)]
 )
 def test_ranks_follow_the_plan_of_the_first_rank(compiler: str, dynamic: bool) -> None:
-    # Their costs and batches differ, and rank 1 recompiles alone.
+    # Costs and batches differ between ranks, and only rank 1 recompiles.
     (one, own), (other, others) = ranks.run(2, _train, compiler, dynamic, backend="recording")
     assert own != others
     assert one == other
@@ -84,7 +84,7 @@ def _fork(group: dist.ProcessGroup, _: CallLog, overlap: bool) -> str:
     model = torch.compile(Forked(), backend=backend, fullgraph=True)
     x = torch.ones(2, DIM)
     model(x, True).backward()
-    # Dynamo adds lines to errors that are raised during a compile.
+    # Dynamo appends lines to errors raised during compilation.
     return message(lambda: model(x, group.rank() == 0).backward()).splitlines()[0]
 
 

@@ -1,6 +1,6 @@
-"""Typical mistakes of users on some ranks only, and the error that every rank then raises.
+"""Typical user mistakes on some ranks, and the error that they raise on every rank.
 
-The error names the first difference and its likely cause, without a list of parameters.
+The error names the first difference and its likely cause, without listing parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _compiled(group: dist.ProcessGroup, dynamic: bool | None = None) -> Any:
 
 
 def _first_line(act: Callable[[], object]) -> str:
-    return message(act).splitlines()[0]  # Dynamo adds lines to errors raised during a compile
+    return message(act).splitlines()[0]  # Dynamo appends lines to errors during compilation
 
 
 def _assert_told(messages: list[str], *parts: str) -> None:
@@ -125,7 +125,7 @@ def _step_alone(group: dist.ProcessGroup, call_log: CallLog) -> str:
     if group.rank() == 0:
         return _first_line(lambda: model(x[:2]).backward())
     assert call_log._watcher is not None
-    # Idle rather than blocked in a collective, in which case its peers would know at once.
+    # Idle, not blocked in a collective, which its peers would notice at once.
     call_log._watcher.wait_until(lambda: False, 60.0)
     return ""
 

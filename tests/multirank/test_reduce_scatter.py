@@ -1,4 +1,4 @@
-"""Gradient reductions over gloo: an all-to-all in the gradient's dtype, and a mean."""
+"""Gradient reductions over gloo: all-to-all in the gradient's dtype, then a local mean."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _gradients(compiler: str, hardware: Path, folder: Path) -> list[Tensor]:
 def test_all_to_all_reduction_equals_reduce_scatter(
     world: int, buffer_us: float, compiler: str, tmp_path: Path
 ) -> None:
-    # The reduce-scatter is that of the recording group, which uses gloo's.
+    # On the recording group, reductions use gloo's reduce-scatter.
     table, hardware = HARDWARE["cpu"], tmp_path / "hardware.json"
     interconnect = dataclasses.replace(table.intra, buffer_us=buffer_us)
     hardware.write_text(dataclasses.replace(table, intra=interconnect).to_json())
@@ -54,7 +54,7 @@ def test_all_to_all_reduction_equals_reduce_scatter(
         buckets = [bucket for bucket in plan.buckets if bucket.kind == TransferKind.REDUCE_SCATTER]
         num_buffers = sum(len(bucket.buffers) for bucket in buckets)
         assert (num_buffers > len(buckets)) == (buffer_us == 0)
-        # With Inductor the first rank may load another rank's graph from the cache, and dump none.
+        # With Inductor, the first rank may load another rank's graph from the cache and dump none.
         if compiler == "aot_eager":
             code = (folder / "00-backward.after.py").read_text()
             assert code.count(op) == (num_buffers if op == EXCHANGE else len(buckets))
@@ -65,7 +65,7 @@ def test_all_to_all_reduction_equals_reduce_scatter(
 
 
 def _bf16_gradients(folder: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """Return float32 gradients of a training in bf16, and the means of all ranks' bf16 ones."""
+    """Return reduced float32 gradients, and the means of all ranks' bf16 gradients."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     backend = graphshard.backend(
         world_mesh(), compiler="aot_eager", mp_policy=policy, dump=folder / f"{dist.get_rank()}"

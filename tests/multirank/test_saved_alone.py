@@ -1,4 +1,4 @@
-"""One rank alone saves a sharded model, as scripts for DDP do: it raises within seconds."""
+"""Saving a sharded model on one rank, as in scripts for DDP, raises within seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.alone
 
 
 class Model(nn.Module):
-    """A module with a ``save_pretrained`` of its own."""
+    """A module with its own ``save_pretrained``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Model(nn.Module):
         torch.save(self.state_dict(), folder)
 
 
-# Actions of the other ranks meanwhile.
+# What the other ranks do meanwhile.
 
 
 def _barrier(model: Model) -> None:
@@ -53,7 +53,7 @@ def _end(model: Model) -> None:
     dist.destroy_process_group()
 
 
-# Ways in which one rank saves.
+# Ways to save on one rank.
 
 
 def by_save_pretrained(model: Model, path: str) -> None:
@@ -86,7 +86,7 @@ def _save_alone(others: Any, alone: int, save: Any, path: str) -> str:
             save(model, path)
         assert time.monotonic() - began < 8
         return str(raised.value)
-    with contextlib.suppress(RuntimeError):  # the fault releases it
+    with contextlib.suppress(RuntimeError):  # the saving rank's error ends the wait
         others(model)
     return ""
 
@@ -119,7 +119,7 @@ def test_save_on_one_rank_is_an_error_at_once(
 
 @on_ranks(2)
 def test_save_on_all_ranks_is_allowed(tmp_path: Path) -> None:
-    """Save in allowed ways: on all ranks, full state, in memory, and a copy in a thread."""
+    """Save in supported ways: on all ranks, full state, in memory, and a copy in a thread."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     model = graphshard.shard(Model(), mesh)
     state, own = model.state_dict(), tmp_path / f"{rank}.pt"
@@ -148,7 +148,7 @@ def _save_after_fault(folder: Path) -> None:
     else:
         with contextlib.suppress(RuntimeError):
             dist.barrier()
-    torch.save(model.state_dict(), folder / f"{dist.get_rank()}.pt")  # as an error handler might
+    torch.save(model.state_dict(), folder / f"{dist.get_rank()}.pt")  # like an error handler
 
 
 def test_shards_can_be_saved_after_a_fault(tmp_path: Path) -> None:

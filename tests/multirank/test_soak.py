@@ -1,6 +1,6 @@
-"""Resources do not grow over many steps, nor over many models.
+"""Resource usage does not grow with the number of steps or models.
 
-The tests measure memory, Python objects, threads, open files, collectives in flight, and keys of
+The tests measure memory, Python objects, threads, open files, collectives in flight, and keys in
 the store, over steps with varying batch sizes, frozen layers, evaluation, microbatches, caught
 errors and saves. GRAPHSHARD_SOAK_STEPS=5000 runs more steps.
 """
@@ -39,7 +39,7 @@ STEPS = int(os.environ.get("GRAPHSHARD_SOAK_STEPS", str(8 * PERIOD)))
 
 @dataclass(frozen=True)
 class Usage:
-    """The resources that a process holds.
+    """Resource usage of a process.
 
     Attributes:
         resident_mb: resident memory.
@@ -80,7 +80,7 @@ def _store() -> dist.Store:
 
 
 class _Training:
-    """A model with an optimizer, and training steps that vary within a period."""
+    """A model, its optimizer, and training steps that repeat periodically."""
 
     def __init__(self, compiler: str) -> None:
         torch._dynamo.config.recompile_limit = 64
@@ -93,7 +93,7 @@ class _Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
 
     def step(self, number: int) -> None:
-        """Train on one batch, with the events of this step of the period."""
+        """Train on one batch, with the events due at this step of the period."""
         turn = number % PERIOD
         self.model.layers[0].requires_grad_(turn < 15)
         if turn % 5 == 1:
@@ -132,7 +132,7 @@ def _failing(where: str) -> Iterator[None]:
 
 def _soak(steps: int, compiler: str) -> list[Usage]:
     """Train, and return the usage at the end of each quarter of the steps."""
-    threading.settrace(None)  # coverage keeps a tracer for each thread that was ever started
+    threading.settrace(None)  # coverage keeps a tracer for every thread ever started
     training, usages = _Training(compiler), []
     for number in range(steps):
         training.step(number)
@@ -154,7 +154,7 @@ def test_resources_do_not_grow_over_steps() -> None:
 
 
 class _Sweep:
-    """Training of one model after another, each with ``torch.compile``."""
+    """Trains one model after another, each with ``torch.compile``."""
 
     def __init__(self, kind: str) -> None:
         self._kind, self._shared = kind, self._backend()
@@ -181,7 +181,7 @@ class _Sweep:
 
 
 def _sweep(kind: str) -> tuple[int, int]:
-    """Return the numbers of remaining graph modules, and of objects added by the last model."""
+    """Return the number of remaining graph modules, and of objects that the last model added."""
     sweep, objects = _Sweep(kind), [0]
     for _ in range(4):
         sweep.train()
@@ -195,5 +195,5 @@ def test_reset_frees_graphs_and_objects_of_a_model() -> None:
     for kind in ("own", "shared", "named"):
         for num_graphs, num_objects in ranks.run_fresh(2, _sweep, kind):
             assert num_graphs == 0, kind
-            # torch itself keeps some objects for each guard.
+            # torch keeps some objects per guard.
             assert num_objects < 2 * of_torch, (kind, of_torch)

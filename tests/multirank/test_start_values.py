@@ -1,8 +1,8 @@
-"""Values of a model when it is sharded.
+"""Initial values of a sharded model.
 
 All ranks start from the first rank's values or, with `sync_module_states=False`, from their own.
-Copies made before stay plain, copies made after are independent, and the old parameter objects
-raise an error that explains what to use instead.
+Copies made before sharding stay plain, copies made after it are independent, and the old parameter
+objects raise an error that names their replacement.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_without_sync_module_states_ranks_keep_their_values(shard: Callable[...,
 @pytest.mark.parametrize("seed_by_rank", [False, True])
 @on_ranks(2)
 def test_values_used_before_sharding_must_be_equal(seed_by_rank: bool) -> None:
-    """Run an eager part before the first graph, when graphshard does not know the model yet."""
+    """Run an eager part before the first graph, when graphshard has not seen the model yet."""
     torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
     model = MLP()
     before = _tensors(model)
@@ -181,7 +181,7 @@ def test_copy_of_sharded_model_keeps_tied_weights() -> None:
 
 @on_ranks(2)
 def test_gradients_from_before_the_first_step_are_kept() -> None:
-    """Accumulate on gradients of a plain backward, which the first compiled step averages."""
+    """Accumulate into gradients of a plain backward, which the first compiled step averages."""
     twins = Twins(MLP())
     xs = draw(MLP.batch, 7)
     twins.model(xs[dist.get_rank()]).backward()

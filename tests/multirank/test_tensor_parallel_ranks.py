@@ -1,6 +1,6 @@
-"""Ranks that differ along the axis of tensor parallelism: all ranks of both axes raise one error.
+"""Differences along the tensor parallel axis: all ranks of the 2D mesh raise the same error.
 
-Each rank's peers over dp do not include all ranks with which it shares collectives.
+A rank also shares collectives with ranks that are not its dp peers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_buffer_on_one_rank() -> None:
 
 
 def _step_alone(alone: int) -> str:
-    """Train, then evaluate on one rank only."""
+    """Train, then evaluate on a single rank."""
     mesh = mesh_2d()
     _, compiled = under_graphshard(MLP, mesh)
     data = batches(MLP, mesh, 3)
@@ -75,7 +75,7 @@ def test_evaluation_on_one_rank(alone: int) -> None:
 
 
 def _leave(alone: int) -> str:
-    """Post an error on one rank, while its peers wait for it in collectives over both axes."""
+    """Post an error on one rank while its peers wait for it in collectives over both axes."""
     mesh = mesh_2d()
     _, compiled = under_graphshard(MLP, mesh)
     data = batches(MLP, mesh, 2)

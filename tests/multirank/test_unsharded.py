@@ -1,7 +1,6 @@
-"""A model meant to be sharded never trains unsharded silently.
+"""A model compiled with graphshard never silently trains unsharded.
 
-If none of its calls can run compiled, it is sharded anyway, or the first optimizer step raises an
-error.
+If no call runs compiled, the model is sharded anyway or the first optimizer step raises.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def suppress_errors() -> AbstractContextManager[object]:
     return torch._dynamo.config.patch(suppress_errors=True)
 
 
-# Sharded, although nothing is compiled.
+# Sharded although nothing is compiled.
 
 
 def train_uncompiled(kind: Any, compile: Compile, off: Any) -> None:
@@ -134,7 +133,7 @@ def test_model_is_sharded_although_nothing_is_compiled(
 
 
 class _Unsized(MLP):
-    """A model whose truth value raises an error."""
+    """A model for which ``bool()`` raises."""
 
     def __len__(self) -> int:
         raise TypeError("has no length")
@@ -173,7 +172,7 @@ def _in_python(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 class _Loop(nn.Module):
-    """A model whose loop runs in eager Python, so Dynamo's graphs contain no parameter."""
+    """A model whose loop runs eagerly, so that Dynamo's graphs contain no parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +199,7 @@ def test_model_with_eager_loop_in_compiled_function_is_sharded(by_argument: bool
 
 @on_ranks(2)
 def test_model_that_reuses_a_graph_does_not_warn() -> None:
-    """Train two models, the second with the graph that was compiled for the first."""
+    """Train two models; the second reuses the graph of the first."""
     backend, models = _backend(), [MLP(), MLP()]
     with graphshard_warnings() as texts:
         for model in models:
@@ -211,7 +210,7 @@ def test_model_that_reuses_a_graph_does_not_warn() -> None:
 
 @on_ranks(2)
 def test_copy_made_before_first_call_stays_plain() -> None:
-    """Assert that copies stay plain, even if every call of the original counts as compiled."""
+    """Assert that copies stay plain even if every call of the original counts as compiled."""
     model = MLP()
     called = _disabled(model, _backend())
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -222,7 +221,7 @@ def test_copy_made_before_first_call_stays_plain() -> None:
     assert_sharded(model)
 
 
-# Not sharded: an error at the first optimizer step.
+# Not sharded: the first optimizer step raises.
 
 
 def refuse_step(compile: Compile, off: Any) -> None:
@@ -265,7 +264,7 @@ def test_single_rank_may_train_unsharded() -> None:
 
 @on_ranks(2)
 def test_models_of_other_backends_stay_plain() -> None:
-    """Compile a function that calls, from eager code, a model compiled by another backend."""
+    """Compile a function whose eager part calls a model compiled with another backend."""
     model, other = MLP(), torch.compile(MLP(), backend="aot_eager")
     outside = torch.compiler.disable(lambda x: other(x), recursive=False)
     compiled = torch.compile(lambda x: model(x) + outside(x), backend=_backend())
@@ -286,7 +285,7 @@ class _Disabled(nn.Module):
 
 @on_ranks(2)
 def test_eager_model_in_compiled_function_raises_at_step() -> None:
-    """Compile a function of two models, one of which runs eagerly."""
+    """Compile a function that uses two models, one of them eagerly."""
     model, other = MLP(), _Disabled()
     compiled = torch.compile(lambda x: model(x) + other(x).sum(), backend=_backend())
     compiled(torch.ones(5, 7)).sum().backward()
@@ -299,7 +298,7 @@ def test_eager_model_in_compiled_function_raises_at_step() -> None:
 
 @on_ranks(2)
 def test_compiled_function_that_shards_nothing_warns() -> None:
-    # graphshard does not know of models that a function takes as arguments.
+    # graphshard cannot see models passed as arguments of a function.
     model = _Disabled()
     compiled = torch.compile(lambda model, x: model(x).tanh(), backend=_backend())
     with graphshard_warnings() as texts:
@@ -313,7 +312,7 @@ def test_compiled_function_that_shards_nothing_warns() -> None:
 
 @on_ranks(2)
 def test_optimizers_of_other_models_may_step() -> None:
-    """Step optimizers of other models, and one with a gradient only for an ignored parameter."""
+    """Step optimizers of other models, and one whose only gradient is of an ignored parameter."""
     model, other, reduced = MLP(), MLP(), DistributedDataParallel(MLP())
     backend = _backend(ignored_params=[model.up.bias])
     compiled = torch.compile(model, backend=backend)
@@ -341,7 +340,7 @@ def test_model_trained_with_ddp_may_stay_plain() -> None:
 @pytest.mark.parametrize("compile", [_compiled, _in_place, _disabled])
 @on_ranks(2)
 def test_ddp_around_compiled_model_is_refused(compile: Compile) -> None:
-    # DDP would reduce gradients of parameters that no longer exist, and keep these allocated.
+    # DDP would keep the replaced parameters alive and reduce their gradients.
     model = MLP()
     ddp = DistributedDataParallel(compile(model, _backend()))
     with pytest.raises(ValueError, match=r"Distributed.* reduces .*'up\.weight': remove it"):
@@ -385,7 +384,7 @@ def test_optimizer_step_compiles_without_break() -> None:
     backend, model = _backend(), MLP()
     optimizer = sgd(model)
     model(torch.ones(5, 7)).backward()
-    torch.compile(optimizer.step, backend="eager")()  # Dynamo traces the hook of all optimizers
+    torch.compile(optimizer.step, backend="eager")()  # Dynamo traces the global optimizer hook
     reasons = list(torch._dynamo.utils.counters["graph_break"])
     assert not any("graphshard" in reason for reason in reasons), reasons
     del backend

@@ -1,4 +1,4 @@
-"""Collectives of the model itself, as of tensor parallelism: one order on all ranks."""
+"""Collectives of the model itself, e.g. of tensor parallelism: same order on all ranks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ DIM = 64
 
 
 class Blocks(nn.Module):
-    """Linears that are split, and further sums of the activations over the same group.
+    """Tensor-parallel linears, with additional all-reduces of activations over the same group.
 
     Attributes:
-        sums: number of these sums, which change nothing.
+        sums: number of these all-reduces, which do not change results.
     """
 
     def __init__(self, sums: int = 0) -> None:
@@ -64,13 +64,13 @@ class Blocks(nn.Module):
 
 
 def _policy() -> graphshard.SchedulePolicy:
-    """Return a policy by which compute hides all collectives on ranks 0 and 1, none on others."""
+    """Return a policy with which compute hides all collectives on ranks 0 and 1, none on others."""
     us = 1e5 if dist.get_rank() < 2 else 1e-3
     return graphshard.SchedulePolicy(overlap=True, bucket_cap_mb=0.01, node_cost=lambda _: us)
 
 
 def _train() -> tuple[str, list[Any]]:
-    """Train like FSDP2; return the order of launches, and the schedules this rank would choose."""
+    """Train next to FSDP2; return the order of launches, and this rank's own schedules."""
     mesh = mesh_2d()
     model = split(Blocks, mesh)
     backend = graphshard.backend(mesh["dp"], compiler="aot_eager", schedule=_policy())
@@ -82,7 +82,7 @@ def _train() -> tuple[str, list[Any]]:
     costs = _policy().cost_model(torch.device("cpu"))
     own = [_policy().plan_buckets(plan.problem, costs) for plan in backend.plans]
     text = collectives_text(backend.plans)
-    for axis in ("dp", "tp"):  # along an axis, groups differ in their names
+    for axis in ("dp", "tp"):  # groups along an axis differ only in name
         text = text.replace(f"group {mesh[axis].get_group().group_name}", f"group {axis}")
     return text, [[(b.launch, b.wait, b.num_bytes) for b in buckets] for buckets in own]
 
@@ -95,11 +95,11 @@ def test_ranks_with_other_costs_launch_in_the_order_of_the_first() -> None:
     for text, num_users, kind in ((forward, 3, "all_gather"), (backward, 2, "reduce_scatter")):
         parts = text.split("user collective: all_reduce in group tp")
         assert len(parts) == num_users + 1
-        assert any(kind in part for part in parts[1:-1])  # launches lie between them
+        assert any(kind in part for part in parts[1:-1])  # launches in between
 
 
 def _sum(sums: list[int]) -> str:
-    """Train with a number of sums that depends on the rank."""
+    """Run a step with a rank-dependent number of all-reduces; return the counts or the error."""
     mesh = mesh_2d()
     model = Blocks(sums[dist.get_rank()]).parallelize(mesh["tp"])
     backend = graphshard.backend(mesh["dp"], compiler="aot_eager")
@@ -108,7 +108,7 @@ def _sum(sums: list[int]) -> str:
     if len(set(sums)) == 1:
         compiled(x).backward()
         return str([len(plan.problem.user_collectives) for plan in backend.plans])
-    # Dynamo adds lines to errors that are raised during a compile.
+    # Dynamo appends lines to errors raised during compilation.
     return message(lambda: compiled(x).backward()).splitlines()[0]
 
 
