@@ -28,7 +28,7 @@ from tests.models import Trainable
 
 TOLERANCE = 1e-5
 SMALL = 1e-2
-"""Smallest norm that an error is relative to, as a fraction of the joint norm of all tensors."""
+"""Lower bound of the norm in relative errors, as a fraction of the joint norm of all tensors."""
 
 Loss = Callable[[Any, Any], Tensor]
 """Function ``loss(model, batch)``."""
@@ -37,22 +37,22 @@ Tensors = Mapping[str, Tensor | None]
 
 NEEDS_NEWER_FSDP2 = pytest.mark.skipif(
     torch.__version__ < (2, 13),
-    reason="FSDP2 of torch 2.11 raises: it looks into no dataclass, and recomputes without casts",
+    reason="FSDP2 in torch 2.11 neither casts dataclasses nor repeats casts in recomputation",
 )
 
 NEEDS_FP8 = pytest.mark.skipif(
-    float8_error("cpu", TENSORWISE) is not None, reason="this CPU computes no products in fp8"
+    float8_error("cpu", TENSORWISE) is not None, reason="this CPU has no fp8 matmuls"
 )
 
 
 def compare_with_fsdp2(names: Iterable[str], not_on_2_11: Collection[str]) -> list[Any]:
-    """Return names as pytest parameters; skip those that FSDP2 of torch 2.11 cannot run."""
+    """Return names as pytest parameters; skip those that torch 2.11's FSDP2 cannot run."""
     marks = {name: [NEEDS_NEWER_FSDP2] for name in not_on_2_11}
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
 
 def call_model(model: Any, batch: Any) -> Tensor:
-    """Return the output of a model that computes its own loss."""
+    """Call a model that returns its loss."""
     return model(batch)
 
 
@@ -77,7 +77,7 @@ def draw(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a full, plain copy of a tensor; a collective if the tensor is sharded."""
+    """Return a full, plain copy of a tensor. Collective if the tensor is sharded."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.clone()
@@ -87,7 +87,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return `|ours - theirs| / |theirs|`; a collective if a tensor is sharded."""
+    """Return `|ours - theirs| / |theirs|`. Collective if a tensor is sharded."""
     ours, theirs = whole(ours), whole(theirs)
     assert ours.dtype == theirs.dtype, (ours.dtype, theirs.dtype)
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
@@ -108,7 +108,7 @@ def assert_close(
 
 
 def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return full copies of all gradients by name; a collective if the model is sharded."""
+    """Return full copies of all gradients by name. Collective if the model is sharded."""
     grads = {name: param.grad for name, param in model.named_parameters()}
     return {name: None if grad is None else whole(grad) for name, grad in grads.items()}
 
@@ -126,7 +126,7 @@ class History:
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
 
     def note_grads(self, model: nn.Module) -> None:
-        """Append the gradients of a step; a collective if the model is sharded."""
+        """Append the gradients of a step. Collective if the model is sharded."""
         self.grads.append(full_grads(model))
 
 
@@ -163,7 +163,7 @@ def assert_equal(ours: History, theirs: History, tolerance: float = 0.0) -> None
 def assert_trained_alike(
     ours: History, theirs: History, exact: History, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Assert, as in `assert_rounded`, that rounding explains all errors of losses and gradients."""
+    """Assert that rounding explains all errors of losses and gradients (see `assert_rounded`)."""
     histories = (ours, theirs, exact)
     assert_rounded("losses", *({"": torch.stack(h.losses)} for h in histories), dtype)
     assert_rounded("gradients", *map(_grads_by_step, histories), dtype)
@@ -183,9 +183,9 @@ def assert_rounded(
 ) -> None:
     """Assert that rounding explains the errors of `ours`.
 
-    How much rounding to expect depends on the CPU's kernels, so it is measured: the error of `ours`
-    may be twice that of `theirs`, or one eps of `dtype`, whichever is larger. This applies to the
-    largest error of any tensor, and to the error of all tensors together.
+    The expected rounding depends on the CPU's kernels, so it is measured: the error of `ours` may
+    be twice that of `theirs`, or one eps of `dtype`, whichever is larger. This applies to the
+    largest error of any tensor, and to the error of all tensors concatenated.
 
     Args:
         what: name of the tensors in the error message.
@@ -200,7 +200,7 @@ def assert_rounded(
     eps = torch.finfo(dtype).eps
     for of, found, expected in (name, error, their_error), ("all", together, their_together):
         assert found <= max(2 * expected, eps), (
-            f"{what}, {of}: relative error {found:.2e}, where rounding explains {expected:.2e}"
+            f"{what}, {of}: relative error {found:.2e}, but rounding explains only {expected:.2e}"
         )
 
 
@@ -211,8 +211,8 @@ def _dtypes(tensors: Tensors) -> dict[str, torch.dtype | None]:
 def distances(rounded: Tensors, exact: Tensors, small: float = SMALL) -> tuple[float, str, float]:
     """Return the largest relative error, its tensor's name, and the error of all tensors as one.
 
-    The error of a small tensor is relative to `small` of the joint norm, since the tensor may be
-    nothing but the rounding error of a zero.
+    The error of a small tensor is relative to `small` times the joint norm, since the tensor may be
+    pure rounding error.
     """
     sizes, errors = {}, {}
     for name, value in exact.items():
@@ -265,8 +265,8 @@ class Twins:
     """A compiled model and its unsharded copy.
 
     Args:
-        reference: unsharded model with the same values; None: a deep copy of `model`.
-        function: function from a model to the callable to compile; None: compile the model.
+        reference: unsharded model with the same values; by default a deep copy of `model`.
+        function: function from a model to the callable to compile; by default, the model itself.
         options: further arguments of ``graphshard.backend``.
     """
 
@@ -315,7 +315,7 @@ class Twins:
         self.reference.zero_grad(set_to_none)
 
     def step(self) -> None:
-        """Step both by SGD, which has no state, and zero their gradients."""
+        """Step both with stateless SGD and zero their gradients."""
         for model in (self.model, self.reference):
             sgd(model).step()
         self.zero_grad()
@@ -342,7 +342,7 @@ def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
 
 
 def train(kind: Trainable, steps: int = 3, **kwargs: Any) -> None:
-    """Train a model next to its unsharded copy; a complete test for `ranks.run`."""
+    """Train a model next to its unsharded copy: a complete test for `ranks.run`."""
     Twins(kind(), **kwargs).train(kind.batch, steps)
 
 
@@ -353,7 +353,7 @@ def num_graphs() -> int:
 
 @contextmanager
 def graphshard_warnings() -> Iterator[list[str]]:
-    """Yield a list that holds graphshard's warnings once the block has ended."""
+    """Yield a list to which graphshard's warnings are added at the end of the block."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Models that tensor parallelism splits over one axis of a mesh, under graphshard and FSDP2."""
+"""Tensor-parallel models on one axis of a mesh, under graphshard and FSDP2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.numerics.compare import generator
 
 
 class MLP(nn.Module):
-    """Two linears that are split, a norm that is not, and a linear with few rows.
+    """Two tensor-parallel linears, a plain norm, and a plain linear with few rows.
 
     No size is divisible by 4, so every shard of the 2 x 2 ranks is padded.
     """
@@ -51,7 +51,7 @@ class MLP(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama of `transformers` with a loss, whose activations are split along the sequence."""
+    """A Llama of `transformers` with sequence parallelism and a loss."""
 
     VOCAB = 22
 
@@ -72,7 +72,7 @@ class Llama(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the loss for `ids` `[2, 6]`."""
-        # Of the whole sequence: the embeddings that reach the layers are this rank's part of it.
+        # For the whole sequence: this rank's embeddings are only a part of it.
         length = ids.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
         positions = torch.arange(length)[None]
@@ -81,7 +81,7 @@ class Llama(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return token numbers `[2, 6]`."""
+        """Return token ids `[2, 6]`."""
         return torch.randint(Llama.VOCAB, (2, 6), generator=rng)
 
     def parallelize(self, tp: DeviceMesh) -> Llama:
@@ -109,13 +109,13 @@ def mesh_2d(dp: int = 2, tp: int = 2) -> DeviceMesh:
 
 
 def split(kind: Any, mesh: DeviceMesh) -> Any:
-    """Return a model of this kind, the same for each call, that is split over `mesh["tp"]`."""
+    """Return a model of this kind, parallelized over `mesh["tp"]`; same values at each call."""
     torch.manual_seed(0)
     return kind().parallelize(mesh["tp"])
 
 
 def under_fsdp2(kind: Any, mesh: DeviceMesh, **options: Any) -> Any:
-    """Return a model of `split` that FSDP2 shards over `mesh["dp"]`."""
+    """Return a model of `split`, sharded by FSDP2 over `mesh["dp"]`."""
     model = split(kind, mesh)
     fully_shard(model, mesh=mesh["dp"], **options)
     return model
@@ -124,14 +124,14 @@ def under_fsdp2(kind: Any, mesh: DeviceMesh, **options: Any) -> Any:
 def under_graphshard(
     kind: Any, mesh: DeviceMesh, *, compiler: str = "aot_eager", **options: Any
 ) -> tuple[Any, Any]:
-    """Return a model of `split`, and the same compiled by graphshard over `mesh["dp"]`."""
+    """Return a model of `split`, and its form compiled by graphshard over `mesh["dp"]`."""
     model = split(kind, mesh)
     backend = graphshard.backend(mesh["dp"], compiler=compiler, **options)
     return model, torch.compile(model, backend=backend, fullgraph=True)
 
 
 def batches(kind: Any, mesh: DeviceMesh, steps: int = 3) -> list[Any]:
-    """Return the batches of this rank, which the ranks along tp share."""
+    """Return the batches of this rank, the same for all ranks along tp."""
     dp_rank = mesh["dp"].get_local_rank()
     return [kind.batch(generator(step, dp_rank)) for step in range(steps)]
 

@@ -1,7 +1,6 @@
 """Gradient accumulation in which only the last microbatch communicates.
 
-Compared with FSDP2 and with the whole batch at once; what is sent, and how often anything is
-compiled.
+Compared with FSDP2 and with one backward of the whole batch; also counts collectives and graphs.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ def _seeded(kind: Trainable) -> Any:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training run sent and compiled.
+    """Reductions and graphs of a training run.
 
     Attributes:
         sent: our reductions in each microbatch of the last step.
-        theirs: FSDP2's reductions in each of them.
+        theirs: FSDP2's reductions in each.
         graphs: number of graphs.
     """
 
@@ -88,7 +87,7 @@ def _train(
     trained, sent = _accumulate(kind, compiled, ours, syncs)
     policy = options.get("mp_policy")
     expected, other = _by_fsdp2(kind, mesh, all_reduce_only, policy)
-    if policy:  # FSDP2 sums a tied weight's gradients of one microbatch in bfloat16
+    if policy:  # FSDP2 adds the gradients of a tied weight's uses in bfloat16
         assert_trained_alike(trained, expected, _by_fsdp2(kind, mesh, all_reduce_only)[0])
     else:
         assert_equal(trained, expected)
@@ -114,7 +113,7 @@ def _accumulate(
     model: nn.Module,
     syncs: Callable[[bool], None],
 ) -> tuple[History, Sent]:
-    """Train with several microbatches per step; return what each of the last step sent."""
+    """Train with several microbatches per step; return the reductions in each of the last step."""
     history, optimizer, sent = History(), None, Sent()
     for step in range(4):
         sent.clear()
@@ -164,11 +163,11 @@ def test_accumulation_matches_fsdp2(
 
 
 def _whole_batch(compiler: str) -> tuple[float, int]:
-    """Train on microbatches and, for comparison, on one batch of all of them.
+    """Train on microbatches and, for comparison, on their union as one batch.
 
     Returns:
-        Largest relative error of a gradient, and how many graphs the microbatches of the second
-        round compiled.
+        Largest relative error of a gradient, and the number of graphs that the second round of
+        microbatches compiled.
     """
     kind: Any = GPT if compiler == "aot_eager" else MLP
     micros = [draw(kind.batch, step)[dist.get_rank()] for step in range(MICROBATCHES)]
@@ -259,7 +258,7 @@ def test_accumulation_with_an_eager_part() -> None:
 def test_deferred_all_reduce_with_eager_and_unused_parts(
     kind: Any, function: Any, last_is_used: bool
 ) -> None:
-    """Reduce-scatter gradients in each microbatch, and all-reduce between replicas in the last."""
+    """Reduce-scatter gradients in each microbatch; all-reduce between replicas only in the last."""
     mesh = _mesh((2, 2))
     twins = Twins(kind(), function=function, fullgraph=False, mesh=mesh)
     for step in range(2):
@@ -275,7 +274,7 @@ def test_deferred_all_reduce_with_eager_and_unused_parts(
 
 @on_ranks(2)
 def test_forward_decides_whether_its_backward_reduces() -> None:
-    """Check that a forward decides whether its backward reduces, and that each sum counts once."""
+    """Check that the mode of a forward applies to its backward, and that each sum counts once."""
     twins = Twins(MLP())
     batches = [draw(MLP.batch, step) for step in range(4)]
     rank = dist.get_rank()
@@ -299,7 +298,7 @@ def test_forward_decides_whether_its_backward_reduces() -> None:
 
 @on_ranks(2)
 def test_accumulation_in_one_submodule() -> None:
-    """Accumulate in one submodule of the model only; frozen parameters have no sum."""
+    """Accumulate in only one submodule; frozen parameters have no sum."""
     model = MLP()
     model.mid.requires_grad_(False)
     twins = Twins(model)

@@ -1,7 +1,7 @@
 """``p.data = x`` on a sharded parameter.
 
-`x` is split like the parameter, and the optimizer, the state dict and the next forward see it, as
-in a plain model.
+`x` is sharded like the parameter; optimizer, state dict and the next forward use it, as in a plain
+model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``torch.optim.swa_utils`` on a sharded model, compared with an unsharded one.
 
-Weight averages stay sharded, ``update_bn`` computes their statistics, and they can be saved and
+Weight averages stay sharded, ``update_bn`` computes their statistics, and averages can be saved and
 loaded.
 """
 
@@ -33,7 +33,7 @@ def _averaged(model: nn.Module) -> Any:
 
 
 def _save_and_load(average: Any) -> None:
-    """Save and load an average by the first rank's full state, and by each rank's own file."""
+    """Save and load an average as the first rank's full state, and as one file per rank."""
     full = graphshard.full_state_dict(average)
     values = {name: whole(value) for name, value in average.state_dict().items()}
     if full:
@@ -67,7 +67,7 @@ def test_weight_average_with_batch_norm() -> None:
             optimizer.step()
             optimizer.zero_grad()
             average.update_parameters(each)
-    loader = [[batch] for batch in draw(ConvNet.batch, 9)]  # all batches on each rank
+    loader = [[batch] for batch in draw(ConvNet.batch, 9)]  # every rank has all batches
     for average in averages:
         update_bn(loader, average)
     assert_sharded(averages[0])

@@ -1,6 +1,6 @@
-"""Gradients of chosen parameters match those of plain ones, averaged over the ranks.
+"""Gradients of chosen parameters match the unsharded model's, averaged over the ranks.
 
-By ``torch.autograd.grad(loss, params)`` and ``loss.backward(inputs=params)``.
+Tests ``torch.autograd.grad(loss, params)`` and ``loss.backward(inputs=params)``.
 """
 
 from __future__ import annotations

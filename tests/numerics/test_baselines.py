@@ -1,6 +1,6 @@
 """SGD steps of graphshard, DDP and eager FSDP2 on the same batches.
 
-All losses and gradients agree. SGD, because Adam would hide a wrong gradient scale.
+All losses and gradients agree. Adam would hide a wrong gradient scale.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 5
 
 
 Wrap = Callable[[nn.Module], nn.Module]
-"""Function from a plain model to the module to call instead."""
+"""Wraps a plain model; returns the module to call."""
 
 
 def ddp(model: nn.Module) -> nn.Module:
@@ -64,7 +64,7 @@ def _compare(kind: Trainable, compiler: str, tolerance: float) -> None:
             assert_close(name, our_buffers[name], buffer, tolerance)
 
 
-# On two ranks, even the order of every sum is the same, so the results are bitwise equal.
+# Two ranks have only one order of summation, so results are bitwise equal.
 @pytest.mark.parametrize("kind", [MLP, DeepGPT, ConvNet])
 def test_steps_agree_with_ddp_and_fsdp2(kind: Trainable) -> None:
     ranks.run(2, _compare, kind, "aot_eager", 0.0)

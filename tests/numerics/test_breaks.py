@@ -1,6 +1,6 @@
 """Models with graph breaks.
 
-They train like their unsharded copies from the first step on, and warn once about where they break.
+They train like their unsharded copies from the first step on, and warn once, with the location.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class InChild(_Broken):
 
 
 class Held(_Broken):
-    """Model with a full parameter in a local variable, and a tied one, on both sides of a break."""
+    """Model that uses a parameter in a local variable, and a tied one, on both sides of a break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def _look(param: Tensor) -> int:
 
 
 class WithUnused(_Broken):
-    """Model whose eager part and graphs both leave parameters unused."""
+    """Model with unused parameters in its eager part and in its graphs."""
 
     @torch.compiler.disable
     def eager(self, x: Tensor) -> Tensor:
@@ -215,14 +215,14 @@ def test_model_with_graph_breaks_trains(kind: Trainable, compiler: str) -> None:
 
 @on_ranks(2)
 def test_evaluation_of_a_replicated_model_with_graph_breaks() -> None:
-    """Evaluate two graphs with different parameters, which both communicate nothing."""
+    """Evaluate two graphs with different parameters, neither of which communicates."""
     twins = Twins(Middle(), fullgraph=False, overrides={"*": {"shard": False}})
     x = torch.ones(5, DIM)
     with graphshard_warnings(), torch.no_grad():
         assert_close("loss", twins.compiled(x), twins.reference(x))
 
 
-# Functions with graph breaks: parts of the model may run before graphshard sees its parameters.
+# Functions with graph breaks, which may call the model before graphshard sees its parameters.
 
 
 def _break_between_parts(model: Any) -> Callable[[Tensor], Tensor]:
@@ -235,9 +235,9 @@ def _break_between_parts(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _eager_before(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return a function whose first use of the model is eager.
+    """Return a function that first uses the model eagerly.
 
-    So autograd's graph already holds full parameters when the model is sharded.
+    Autograd's graph then already holds full parameters when the model is sharded.
     """
     eager = torch.compiler.disable(lambda x: model.first(x))
 
@@ -251,7 +251,7 @@ def _eager_before(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _eager_read(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return a function whose eager part, not a method of the model, reads a parameter."""
+    """Return a function that reads a parameter eagerly, outside of the model's methods."""
     eager = torch.compiler.disable(lambda x: x * model.gain)
 
     def loss(x: Tensor) -> Tensor:
@@ -270,7 +270,7 @@ def _whole_model_before(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _other_method(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return a method other than forward, with an eager part that reads a parameter."""
+    """Return a method other than forward that reads a parameter eagerly."""
     return model.training_step
 
 
@@ -312,7 +312,7 @@ _stops: list[tuple[str, tuple[int, ...], Tensor]] = []
 
 
 def stop() -> None:
-    """Record the caller's state, in place of a debugger."""
+    """Stand in for a debugger: record the caller's state."""
     caller = sys._getframe(1)
     model, x = caller.f_locals["self"], caller.f_locals["x"]
     _stops.append((caller.f_code.co_name, tuple(x.shape), model.up.weight.detach().clone()))

@@ -1,6 +1,6 @@
-"""How a model is called.
+"""Ways to call a model.
 
-Outputs, several forwards before one backward, evaluation, checkpointed parts, and changing sizes.
+Kinds of outputs, several forwards before one backward, evaluation, checkpointing, changing sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.numerics.compare import (
 )
 from tests.ranks import on_ranks
 
-# Kinds of outputs, one per class; its `loss` reduces the output to a scalar.
+# Kinds of outputs, one per class; `loss` reduces the output to a scalar.
 
 
 @dataclass
@@ -94,7 +94,7 @@ class ReturnsNamedTuple(_Returning):
 
 
 class ReturnsParameters(_Returning):
-    """Model that returns full parameters, as they are and in expressions, for the loss to use."""
+    """Model that returns parameters and expressions of them, which the loss uses."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.linear(x), self.linear.weight, self.linear.bias * 2, self.linear.weight.t()
@@ -154,7 +154,7 @@ def test_several_forwards_before_one_backward(loss: Loss) -> None:
 
 @on_ranks(2)
 def test_backwards_in_reverse_order_of_forwards() -> None:
-    """Keep two autograd graphs alive, and run backward of the older one last."""
+    """Keep two autograd graphs alive and run backward of the older one last."""
     twins = Twins(MLP())
     rank, xs, ys = dist.get_rank(), draw(MLP.batch, 0), draw(MLP.batch, 1)
     first, second = twins.compiled(xs[rank]), twins.compiled(ys[rank])
@@ -208,7 +208,7 @@ def _full_state(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("first", [True, False])
 @on_ranks(2)
 def test_evaluation_does_not_affect_training(mode: str, first: bool) -> None:
-    """Evaluate between steps or as the very first call; training afterwards is unaffected."""
+    """Evaluate between steps or before the first; training is unaffected."""
     twins = Twins(ConvNet())
     batches = draw(ConvNet.batch, 5)
     if not first:
@@ -274,7 +274,7 @@ def test_dropout_with_equal_seeds() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Model of checkpointed layers that share a layer, which is also used after them."""
+    """Model of checkpointed layers that share a layer, which is used again after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ def test_changing_sizes_recompile_once(
 
 @on_ranks(2)
 def test_ranks_with_batches_of_different_sizes() -> None:
-    """Train with batches that are smaller on one rank; the collectives stay the same."""
+    """Train with smaller batches on one rank; collectives stay the same."""
     twins = Twins(MLP())
     for step, sizes in enumerate([(5, 5), (5, 3), (2, 5), (4, 4)]):
         batches = [torch.randn(n, 7, generator=generator(step, n)) for n in sizes]

@@ -1,6 +1,6 @@
 """A forward that changes or replaces its parameters raises instead of computing wrong numbers.
 
-Forwards compute with gathered copies of the parameters, so changes would be lost (as under FSDP2).
+Forwards use gathered copies of parameters, so changes would be lost (as under FSDP2).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_forward_that_changes_a_parameter_raises(change: Callable[[Any], None]) 
 @pytest.mark.parametrize("change", [_clamp, _zero_row, _copy, _renorm, _assign_data])
 @on_ranks(2)
 def test_eager_part_that_changes_a_parameter_raises(change: Callable[[Any], None]) -> None:
-    """Expect the error at the next read of a parameter or, if there is none, in backward."""
+    """Expect the error at the next read of a parameter or, without one, in backward."""
     name = "part.bias" if change is _copy else "part.weight"
     match = f"forward changes parameter '{name}' in place"
     for last in (False, True):
@@ -216,7 +216,7 @@ def test_functional_call_in_forward_needs_ignored_params() -> None:
 
 
 class EagerlyFunctional(Functional):
-    """Model whose functional call runs in an eager part."""
+    """Model with a functional call in an eager part."""
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:

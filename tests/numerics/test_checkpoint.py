@@ -1,7 +1,6 @@
-"""Checkpoints by `torch.distributed.checkpoint`, with optimizer state and bitwise.
+"""Checkpoints of `torch.distributed.checkpoint` with optimizer state, compared bitwise.
 
-Moved from four ranks to two to three, saved while training continues, and after an interrupted
-save.
+Covers moves from four ranks to two and three, saves during training, and interrupted saves.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
 
 
 def _values(states: States) -> dict[str, torch.Tensor]:
-    """Return every tensor in full, by its path."""
+    """Return all full tensors by path."""
     found: dict[str, torch.Tensor] = {}
 
     def visit(path: str, value: Any) -> None:
@@ -82,7 +81,7 @@ def _train_and_save(path: Path, in_background: bool) -> dict[str, torch.Tensor]:
 
 
 def _load_and_save(path: Path, target: Path, kind: str, expected: dict[str, torch.Tensor]) -> None:
-    """Load a checkpoint of other ranks, check that all values are bitwise equal, and save again."""
+    """Load a checkpoint of another world size, check values bitwise, and save again."""
     torch.manual_seed(77)
     model: Any = GPT()
     if kind == "graphshard":
@@ -126,7 +125,7 @@ class Killed(dcp.FileSystemWriter):
 
 
 def save_twice(folder: str) -> None:
-    """Save a complete checkpoint, then get killed while saving another."""
+    """Save a complete checkpoint; get killed while saving the next one."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     torch.manual_seed(0)
     model = graphshard.shard(GPT(), world_mesh())

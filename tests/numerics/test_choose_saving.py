@@ -1,7 +1,6 @@
 """``SchedulePolicy(auto=True)``.
 
-All ranks save what the first rank chooses, and train exactly as with the same settings given by
-hand.
+All ranks save what the first rank chooses, and train exactly as with the same explicit settings.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tests.numerics.compare import (
 
 BUDGET_GB = 0.55e-3  # saving all activations takes 0.65e-3
 SLOW_US, FAST_US = 1e4, 1e-3
-"""Time of a node at which compute hides every gather, or none."""
+"""Node times with which compute hides every gather, or none."""
 
 
 def _batch(rng: Any) -> Tensor:
@@ -50,10 +49,10 @@ def _train(schedule: graphshard.SchedulePolicy, **options: Any) -> tuple[list[Te
 
 
 def _choose(first_us: float) -> tuple[str, bool]:
-    """Train with settings chosen automatically, then with the same settings given by hand.
+    """Train with automatic settings, then with the same settings given explicitly.
 
     Returns:
-        Table of the tried settings, and whether both trainings are bitwise equal.
+        Table of the tried settings, and whether both runs are bitwise equal.
     """
     own_us = first_us if dist.get_rank() == 0 else SLOW_US + FAST_US - first_us
     limits: dict[str, Any] = {"memory_budget_gb": BUDGET_GB, "node_cost": lambda _: own_us}
@@ -68,7 +67,7 @@ def _choose(first_us: float) -> tuple[str, bool]:
 
 
 def test_all_ranks_save_what_the_first_rank_chooses() -> None:
-    """Compute is slow on one rank and fast on the other, so alone they would choose differently."""
+    """Compute is slow on one rank and fast on the other, so their own choices differ."""
     taken = set()
     for first_us in (SLOW_US, FAST_US):
         (one, same), (other, others) = ranks.run(2, _choose, first_us)
@@ -79,11 +78,11 @@ def test_all_ranks_save_what_the_first_rank_chooses() -> None:
     assert {line.split()[1] for line in taken} == {"all", "if"}
 
 
-LENGTH, ROWS_GB = 24, 0.85e-3  # 16 rows need 0.66e-3 with all activations saved
+LENGTH, ROWS_GB = 24, 0.85e-3  # saving all activations of 16 rows takes 0.66e-3
 
 
 def _train_on(twins: Twins, step: int, rows: tuple[int, int]) -> None:
-    """Train for one step; `rows` has the number of rows of each rank."""
+    """Train for one step with ``rows[rank]`` rows."""
     batches = [GPT.batch(generator(step, i), rows=n, length=LENGTH) for i, n in enumerate(rows)]
     twins.zero_grad()
     twins.backward(batches)
@@ -100,9 +99,9 @@ def _grow(dynamic: bool | None) -> tuple[list[str], str]:
     if dynamic is None:
         with pytest.raises(Exception, match="no strategy that auto=True tries fits"):
             twins.compiled(GPT.batch(generator(0), rows=200, length=LENGTH))
-        torch._dynamo.reset()  # otherwise the next size is the second one, and becomes dynamic
-    # The third batch has a new size on the first rank only. With static sizes, that rank compiles
-    # again, and must gather the same as its peer, which runs its first graph.
+        torch._dynamo.reset()  # otherwise the next size is dynamic, as it is the second
+    # The third batch has a new size on the first rank only. With static sizes, that rank recompiles
+    # and must gather the same as its peer, which runs its first graph.
     for step, rows in enumerate([(16, 16), (32, 32), (12, 16), (32, 32)]):
         _train_on(twins, step, rows)
     for graph in twins.backend._graphs:
@@ -112,7 +111,7 @@ def _grow(dynamic: bool | None) -> tuple[list[str], str]:
 
 
 def test_larger_batch_saves_less() -> None:
-    """Ranks agree on every size; after a batch for which nothing fits, smaller batches train."""
+    """Ranks agree for every size; smaller batches train even after one that does not fit."""
     (ours, static), (theirs, _) = ranks.run(2, _grow, False)
     small, large, smaller = ours
     assert small == smaller != large and theirs == [small, large]
@@ -129,7 +128,7 @@ class OutOfMemory(RuntimeError):
 
 
 def _fail_at_first() -> str:
-    """Fail once on the first rank while it tries settings, then train; return the error."""
+    """Make the first rank fail once while trying settings, then train; return the error."""
     raised = []
 
     def node_cost(_: object) -> float:
@@ -150,17 +149,17 @@ def _fail_at_first() -> str:
 
 
 def test_error_while_trying_settings_is_raised_on_all_ranks() -> None:
-    """Afterwards a smaller batch trains, with layers compiled once as regions."""
+    """After the error, a smaller batch trains, with layers compiled once as regions."""
     first, other = ranks.run(2, _fail_at_first)
     assert "out of memory" in first
     assert "the first rank could not plan what forward saves: OutOfMemory('out of" in other
 
 
 def _uneven() -> tuple[list[str], str]:
-    """Train with a larger batch on the second rank, in two sizes.
+    """Train in two sizes, with a larger batch on the second rank.
 
     Returns:
-        What each graph saves, and the error for a batch that is much too large.
+        What each graph saves, and the error for a batch that does not fit.
     """
     torch.manual_seed(0)
     schedule = graphshard.SchedulePolicy(
@@ -177,7 +176,7 @@ def _uneven() -> tuple[list[str], str]:
 
 
 def test_rank_with_a_larger_batch_saves_less() -> None:
-    """That rank compiles alone, and gathers the same as its peer."""
+    """Only that rank recompiles, and it gathers the same as its peer."""
     (ours, error), (theirs, own_error) = ranks.run(2, _uneven)
     assert len(ours) == 1 and len(theirs) == len({*ours, *theirs}) - 1 == 2
     assert all("all_params=True" in saving for saving in [*ours, *theirs])
@@ -206,7 +205,7 @@ def _keep_fewer(steps: list[tuple[int, int]]) -> tuple[list[bool], list[str]]:
     """Train on batches of ``steps[i][rank]`` rows.
 
     Returns:
-        Whether each graph keeps all parameters unsharded, and graphshard's warnings.
+        For each graph, whether all parameters are kept unsharded; and graphshard's warnings.
     """
     torch.manual_seed(0)
     schedule = graphshard.SchedulePolicy(
@@ -223,7 +222,7 @@ def _keep_fewer(steps: list[tuple[int, int]]) -> tuple[list[bool], list[str]]:
 
 
 def test_fewer_parameters_are_kept_if_recomputing_is_not_enough() -> None:
-    """The first graph keeps fewer if any rank needs it; a later graph, only if all ranks do."""
+    """The first graph keeps fewer if any rank must, a later graph only if all ranks must."""
     (ours, _), (theirs, texts) = ranks.run(2, _keep_fewer, [(16, 64)])
     assert ours == theirs == [False]
     assert "of this rank needs 0.000229 GB, because its gathers are planned" in texts[-1]

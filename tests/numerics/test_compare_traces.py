@@ -1,4 +1,4 @@
-"""A forward that takes another branch once its parameters are sharded raises an error."""
+"""A forward that takes a different branch once its parameters are sharded raises an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks import on_ranks
 
 
 class LooksAtType(nn.Module):
-    """Model with another activation if its linear is not exactly an ``nn.Linear``."""
+    """Model whose activation depends on whether its linear is exactly an ``nn.Linear``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class WithCode(nn.Module):
 
 
 class ReadsWithoutGrad(nn.Module):
-    """Model that reads a parameter under ``no_grad`` and uses it outside."""
+    """Model that reads a parameter under ``no_grad`` and uses it with gradients."""
 
     def __init__(self) -> None:
         super().__init__()

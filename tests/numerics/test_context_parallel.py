@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that hold parts of sequences, and gather keys and values."""
+"""Context parallelism: each rank has a part of every sequence; keys and values are gathered."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Copies of a sharded model keep working; pickling one raises with advice.
+"""Copies of a sharded model work; pickling one raises an error with advice.
 
-Also averages and optimizers that were made before the model was sharded.
+Also tests averages and optimizers created before the model was sharded.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _plain_of(model: nn.Module) -> nn.Module:
 
 @on_ranks(2)
 def test_copy_of_a_parameter_leaves_the_model_unchanged() -> None:
-    """Check that a copy of a parameter is a separate tensor and leaves the model unchanged."""
+    """Check that a copied parameter is independent of the model."""
     model = graphshard.shard(MLP(), world_mesh())
     twins = Twins(model, _plain_of(model))
     for make in (copy.copy, copy.deepcopy):
@@ -139,7 +139,7 @@ def test_copy_of_a_parameter_leaves_the_model_unchanged() -> None:
 @pytest.mark.parametrize("what", ["model", "compiled", "average"])
 @on_ranks(2)
 def test_copy_of_a_model_with_gradients_trains_identically(what: str) -> None:
-    """Check that gradients are copied, too, and that both models train on identically."""
+    """Check that gradients are copied, too, and that both models continue identically."""
     model = MLP()
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     compiled = torch.compile(model, backend=backend)
@@ -168,7 +168,7 @@ def test_copy_of_a_model_with_gradients_trains_identically(what: str) -> None:
     assert not torch.equal(whole(model.up.weight), whole(twin.up.weight))
 
 
-# Weight averages and optimizers from before the first step.
+# Weight averages and optimizers created before the first step.
 
 
 @pytest.mark.parametrize(("before", "shard_first"), [(True, True), (False, False), (True, False)])

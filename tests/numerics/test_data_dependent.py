@@ -22,7 +22,7 @@ DIM, EXPERTS = 6, 4
 
 
 class Experts(nn.Module):
-    """Stacked experts with one expert per token, as in transformers' eager mixtures."""
+    """Stacked experts with one expert per token, as in transformers' eager MoE layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,20 +50,20 @@ class Mixture(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return tokens and an expert for each, drawn from the first one to four experts."""
+        """Return tokens and the expert of each, one of the first one to four."""
         high = int(torch.randint(1, EXPERTS + 1, (), generator=rng))
         return torch.randn(5, DIM, generator=rng), torch.randint(high, (5,), generator=rng)
 
 
 class EitherWeight(nn.Module):
-    """Model whose data decide which of two parameters a rank reads; no rank reads the third."""
+    """Model that reads one of two parameters, depending on the data, and never the third."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Parameter(torch.randn(DIM, 5)) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in x:  # a graph break in a loop: Dynamo leaves the frame to Python
+        for _ in x:  # graph break in a loop: Dynamo skips the frame
             torch._dynamo.graph_break()
         weight = self.a if x[0, 0].item() > 0 else self.b
         return (x @ weight).square().mean()

@@ -1,4 +1,4 @@
-"""`graphshard.set_gradient_divide_factor`: gradients match FSDP2's method of that name."""
+"""`graphshard.set_gradient_divide_factor`: gradients match FSDP2's method of the same name."""
 
 from __future__ import annotations
 

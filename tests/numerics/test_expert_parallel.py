@@ -1,7 +1,7 @@
-"""Experts that are split over one axis of the data ranks, and sharded over the other.
+"""Expert parallelism: experts are split over one axis of the data ranks, sharded over the other.
 
-All four ranks have batches of their own. Two of them, along `ep`, have half of the experts each,
-and tokens travel to the rank that has theirs. Along `efsdp`, ranks share experts.
+Each of the four ranks has its own batches. Along `ep`, each rank has half of the experts, and
+tokens are sent to their expert's rank. Along `efsdp`, ranks have the same experts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, DIM) / 2)
 
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
-        """Return outputs `[tokens, DIM]` for `x` `[tokens, DIM]`, each by its `expert`."""
+        """Apply to each token its `expert`; `x` and the result are `[tokens, DIM]`."""
         w1, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2))
         y = torch.zeros_like(x)
         for i in range(w1.shape[0]):
@@ -52,7 +52,7 @@ class MoE(nn.Module):
     """A mixture of experts that sends each token to the rank of its expert.
 
     Attributes:
-        ep: group of the ranks that have different experts, or None if this rank has all.
+        ep: group over which experts are split; None if this rank has all.
         breaks: whether there is a graph break before the experts.
     """
 
@@ -76,7 +76,7 @@ class MoE(nn.Module):
         return (x + weight[:, None] * y).square().mean()
 
     def _sent(self, x: Tensor, counts: Tensor, expert: Tensor) -> Tensor:
-        """Return the outputs for tokens `x` that are sorted by expert."""
+        """Return the outputs for tokens `x`, which are sorted by expert."""
         if self.ep is None:
             return self.experts(x, expert)
         num_ranks = dist.get_world_size(self.ep)
@@ -113,13 +113,13 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _dims(w1: int, w2: int, mesh: DeviceMesh) -> dict[str, dict[str, Any]]:
-    """Return `overrides` for experts that are split by these dimensions."""
+    """Return `overrides` that shard the experts' weights on these dimensions."""
     overrides = {"experts": {"mesh": mesh["efsdp"]}}
     return {**overrides, "experts.w1": {"dim": w1}, "experts.w2": {"dim": w2}}
 
 
 def _train_like(plain: MoE, model: MoE, call: Any, eager: Any = None, steps: int = 2) -> None:
-    """Train an unsharded model and its copies, and compare losses, gradients and parameters."""
+    """Train a model next to an unsharded one and an eager one; compare all values."""
     rank, ep = dist.get_rank(), model.ep
     for step in range(steps):
         batches = draw(MoE.batch, step)
@@ -130,7 +130,7 @@ def _train_like(plain: MoE, model: MoE, call: Any, eager: Any = None, steps: int
         assert_close("loss", loss, losses[rank])
         if eager is not None:
             eager(batches[rank]).backward()
-            for param in eager.experts.parameters():  # FSDP2 divides by the ranks of efsdp alone
+            for param in eager.experts.parameters():  # FSDP2 divides by the size of efsdp only
                 param.grad.div_(ep.size())
         for name, param in plain.named_parameters():
             ours = model.get_parameter(name)
@@ -149,7 +149,7 @@ def _train_like(plain: MoE, model: MoE, call: Any, eager: Any = None, steps: int
 
 
 def _all_experts(value: Any, param: Any, ep: Any) -> Tensor:
-    """Return a full tensor; that of plain experts is on one mesh for each rank along `ep`."""
+    """Return a full tensor; for plain experts, concatenate those of all ranks along `ep`."""
     full = whole(value)
     if param.device_mesh.ndim == 2 or full.ndim < 3:
         return full
@@ -166,7 +166,7 @@ def _compile(model: MoE, mesh: DeviceMesh, dims: tuple[int, int] = (0, 0), **opt
 
 
 def _twins(mesh: DeviceMesh, as_dtensors: bool = True) -> tuple[MoE, MoE]:
-    """Return an unsharded model, and a copy of it that has this rank's experts."""
+    """Return an unsharded model, and a copy with this rank's experts."""
     plain = MoE()
     return plain, copy.deepcopy(plain).parallelize(mesh["ep"], as_dtensors=as_dtensors)
 
@@ -195,7 +195,7 @@ def test_plain_experts_of_each_rank(options: dict[str, Any]) -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         compiled = _compile(model, mesh, (1, 0), **options)
         _train_like(plain, model, compiled)
-        # The norm is that of all experts, although no mesh has all of them.
+        # The norm covers all experts, although no mesh spans them.
         batches = draw(MoE.batch, 7)
         compiled(batches[dist.get_rank()]).backward()
         torch.stack([plain(batch) for batch in batches]).mean().backward()
@@ -280,7 +280,7 @@ def test_override_without_a_mesh_is_refused() -> None:
         graphshard.backend(overrides={"experts": {"mesh": "ep"}})
 
 
-# Ranks that differ, along the axis that the experts' mesh lacks.
+# Ranks that differ along ep, which the experts' mesh does not have.
 
 
 def _shard_frozen(frozen: list[int]) -> str:

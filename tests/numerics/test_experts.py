@@ -1,4 +1,4 @@
-"""Stacked experts: parameters that are split by another dimension than the first."""
+"""Stacked experts: parameters sharded on a dimension other than the first."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_shards_are_those_of_fsdp2(compiler: str) -> None:
 
 
 class Broken(Dense):
-    """Experts that are read in graphs and outside of them."""
+    """Experts that are used in graphs and in eager parts."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -99,7 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(4)
 def test_uneven_shards_accumulate_and_train(case: str) -> None:
-    """Half of the microbatches are not reduced; 10 slices over 4 ranks are padded."""
+    """Half of the microbatches are not reduced; 10 slices on 4 ranks need padding."""
     model = Dense(hidden=10)
     plain = copy.deepcopy(model)
     compiled = compile_sharded(model, **{"overrides": DIMS, **CASES[case]})
@@ -143,7 +143,7 @@ def test_states_of_experts(tmp_path: Path) -> None:
     full_norm = torch.stack([whole(p.grad).norm() for p in model.parameters()]).norm()
     assert full_norm <= 1.01e-3 < whole(norm)
     optims[0].step()
-    # Full state dicts, sharded ones, assignment, distributed checkpoints.
+    # Full and sharded state dicts, assignment, distributed checkpoints.
     full = graphshard.full_state_dict(model, optims[0])
     assert all(value.is_contiguous() for value in full[0].values())
     graphshard.load_full_state_dict(other, full[0], optims[1], full[1])
@@ -232,7 +232,7 @@ def test_muon_refuses_columns() -> None:
         graphshard.optim.Muon([model.weight], lr=0.1).step()
 
 
-# Models of transformers: their experts are multiplied by torch.nn.functional.grouped_mm.
+# Models of transformers, whose experts use torch.nn.functional.grouped_mm.
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])

@@ -1,7 +1,7 @@
 """fp8 on real ranks.
 
-Training compared with FSDP2 and torchao's linears (bitwise with aot_eager); bytes sent; scales and
-values equal to those of unsharded weights; models converted by torchao.
+Tests training against FSDP2 with torchao's linears (bitwise with aot_eager), bytes sent, scales and
+values against unsharded weights, and models converted by torchao.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ SIZE = Size(layers=2, heads=2, dim=64, context=32, batch=2, steps=0)
 SHALLOW = SIZE._replace(layers=1)  # for tests that compile slowly
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 MIN_COSINE = 1 - torch.finfo(torch.float8_e5m2).eps ** 2 / 2
-"""Cosine between a gradient and the exact one for an orthogonal error of one e5m2 step."""
+"""Cosine of a gradient with the exact one if an error of one e5m2 step is orthogonal to it."""
 pytestmark = NEEDS_FP8
 needs_rows = pytest.mark.skipif(
-    float8_math.float8_error("cpu", ROWWISE) is not None, reason="no row-wise product on this CPU"
+    float8_math.float8_error("cpu", ROWWISE) is not None,
+    reason="CPU has no row-wise fp8 matmuls",
 )
 
 
@@ -65,7 +66,7 @@ def _model(size: Size = SIZE) -> GPT:
 
 
 def _convert(model: nn.Module, **config: Any) -> nn.Module:
-    """Convert with torchao the linears that graphshard chooses."""
+    """Convert the linears that graphshard chooses with torchao."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     return convert_to_float8_training(
@@ -90,7 +91,7 @@ def _product_in_float32(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """Compute what ``_scaled_mm`` computes, up to the order of sums."""
+    """Compute ``_scaled_mm``, up to the order of summation."""
     return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
 
 
@@ -98,7 +99,7 @@ def _product_in_float32(
 def quick_products() -> Iterator[None]:
     """Compute ``_scaled_mm`` in float32, which is faster on a CPU without fp8 instructions.
 
-    oneDNN's reference takes 0.3 s there for 512 x 64 x 256.
+    Without these instructions, oneDNN takes 0.3 s for 512 x 64 x 256.
     """
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_scaled_mm", _product_in_float32, "CPU")
@@ -108,7 +109,7 @@ def quick_products() -> Iterator[None]:
 def _beside_torchao(
     compiler: str, mp_policy: MixedPrecisionPolicy, size: Size = SIZE
 ) -> list[tuple[str, torch.dtype | None]]:
-    """Train next to FSDP2 with torchao; return kind and dtype of each collective of a step."""
+    """Compare training to FSDP2 with torchao; return kind and dtype of a step's collectives."""
     ours = _model(size)
     batches = [_batch(step, dist.get_rank()) for step in range(3)]
     compiled = compile_sharded(
@@ -119,7 +120,7 @@ def _beside_torchao(
         expected = _by_fsdp2(_convert(_model(size)), batches, mp_policy)
         if compiler == "aot_eager":
             assert_equal(trained, expected)
-        else:  # fused kernels round differently, which may move a value by one step of fp8
+        else:  # fused kernels round differently: values may differ by one fp8 step
             in_float32 = _by_fsdp2(_model(size), batches, MixedPrecisionPolicy())
             assert_trained_alike(trained, expected, in_float32)
         recording.clear()
@@ -150,7 +151,7 @@ def test_training_with_inductor_matches_fsdp2_with_torchao() -> None:
 
 
 def _gradients(size: Size = SIZE, **options: Any) -> tuple[list[Tensor], int]:
-    """Return the gradients of one backward, and the bytes gathered for it, scales included."""
+    """Return the gradients of one step, and the bytes gathered, scales included."""
     model = _model(size)
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", **options)
     torch.compile(model, backend=backend)(_batch(0, dist.get_rank(), size)).backward()
@@ -160,7 +161,7 @@ def _gradients(size: Size = SIZE, **options: Any) -> tuple[list[Tensor], int]:
 
 
 def _cosines(recipe: str) -> list[float]:
-    """Return the cosine of each gradient in fp8 with the one in float32."""
+    """Return the cosine similarity of each fp8 gradient with the float32 one."""
     exact, _ = _gradients(SHALLOW)
     found = []
     for mp_policy in (None, BF16):
@@ -198,7 +199,7 @@ def _loss(fp8: graphshard.Float8Policy | None) -> float:
 
 
 def _losses() -> list[float]:
-    """Return the loss in bfloat16, and with every fp8 recipe that this CPU supports."""
+    """Return the loss in bfloat16 and with each fp8 recipe that this CPU supports."""
     here = [recipe for recipe in RECIPES if float8_math.float8_error("cpu", recipe) is None]
     with quick_products():
         return [_loss(None), *(_loss(graphshard.Float8Policy(recipe)) for recipe in here)]
@@ -208,7 +209,7 @@ def _losses() -> list[float]:
 def test_loss_after_training_is_close_to_bfloat16() -> None:
     plain, *in_fp8 = ranks.run(2, _losses)[0]
     assert plain < 3  # starts at ln 256 = 5.5
-    assert in_fp8 and max(in_fp8) <= 1.02 * plain  # our claim about fp8, not a rounding bound
+    assert in_fp8 and max(in_fp8) <= 1.02 * plain  # the documented claim, not a rounding bound
 
 
 def _bytes_in_fp8_and_float32() -> tuple[int, int]:
@@ -226,7 +227,7 @@ def test_fp8_gathers_a_quarter_of_the_bytes() -> None:
 def _scaled_by_ranks(
     recipe: str, dtype: torch.dtype, rows: list[int]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Gather weights from shards with the ops used in graphs; return values and scales of each."""
+    """Gather weights from shards with the ops of compiled graphs; return values and scales."""
     group, world = world_mesh().get_group().group_name, dist.get_world_size()
     weights = [torch.randn(n, 48, generator=generator(n)) * n for n in rows]
     shards = []
@@ -294,7 +295,7 @@ def _refuses(model: nn.Module, match: str, **options: Any) -> None:
 
 @on_ranks(2)
 def test_fp8_with_overrides_and_modules_it_ignores() -> None:
-    """Compile with an override of parameters that fp8 ignores, and a module without linears."""
+    """Compile with an override for parameters that fp8 ignores, and a module without linears."""
     half = MixedPrecisionPolicy(param_dtype=torch.float16)
     backend = graphshard.backend(
         world_mesh(),
@@ -353,7 +354,7 @@ def test_error_of_unsupported_recipe_names_the_device() -> None:
 
 
 def _dynamic() -> list[float]:
-    """Return losses for several batch sizes, by one dynamic graph and by one graph per size."""
+    """Return losses for several batch sizes, with a dynamic graph and with one graph per size."""
     losses = []
     for dynamic in (True, False):
         torch._dynamo.reset()

@@ -1,6 +1,6 @@
 """Parameters that are frozen and unfrozen between steps, like those of a GAN's discriminator.
 
-Results match an unsharded copy, with no more graphs than plain ``torch.compile`` makes.
+Results match an unsharded copy, without more graphs than plain ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _step_gan(nets: Any, real: Tensor, frozen: nn.Module) -> tuple[Tensor, Tenso
     Args:
         nets: generator and discriminator, to be called.
         real: batch of real data.
-        frozen: module of the discriminator, frozen while the generator learns.
+        frozen: the discriminator's module, frozen while the generator learns.
     """
     generate, discriminate = nets
     frozen.requires_grad_(True)
@@ -43,7 +43,7 @@ def _step_gan(nets: Any, real: Tensor, frozen: nn.Module) -> tuple[Tensor, Tenso
 
 
 def _train_gan(fullgraph: bool) -> tuple[int, bool]:
-    """Return the number of graphs, and whether the first step made all of them."""
+    """Return the number of graphs, and whether the first step compiled all of them."""
     g, d = Twins(_generator(), fullgraph=fullgraph), Twins(MLP(), fullgraph=fullgraph)
     optimizers = [sgd(net) for net in (g.model, d.model, g.reference, d.reference)]
     counts = []
@@ -52,7 +52,7 @@ def _train_gan(fullgraph: bool) -> tuple[int, bool]:
         ours = _step_gan((g.compiled, d.compiled), batches[dist.get_rank()], d.model)
         theirs = [_step_gan((g.reference, d.reference), x, d.reference) for x in batches]
         for what, mine, plain in zip("dg", ours, theirs[dist.get_rank()]):
-            assert_close(what, mine, plain, 1e-3)  # a loss is a difference of nearly equal values
+            assert_close(what, mine, plain, 1e-3)  # losses are differences of nearly equal values
         for twins in (g, d):
             for param in twins.reference.parameters():
                 param.grad /= dist.get_world_size()
@@ -85,7 +85,7 @@ def test_gan_that_freezes_its_discriminator(fullgraph: bool) -> None:
 
 
 def _freeze_in_turns() -> list[int]:
-    """Freeze one layer per step, in turn; inputs require gradients in every other step.
+    """Freeze one layer per step in turn; inputs require gradients in every other step.
 
     Returns:
         Number of graphs after each step.
@@ -106,4 +106,4 @@ def _freeze_in_turns() -> list[int]:
 
 def test_layers_frozen_in_turns() -> None:
     for counts in ranks.run(2, _freeze_in_turns):
-        assert counts[5:] == [6] * 5, counts  # three layers, inputs with and without a gradient
+        assert counts[5:] == [6] * 5, counts  # 3 layers x inputs with and without gradients

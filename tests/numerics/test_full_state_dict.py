@@ -1,7 +1,7 @@
 """`full_state_dict` and `load_full_state_dict`.
 
-The first rank gets bitwise the state of a plain model and its optimizer, and what it loads reaches
-all ranks.
+The first rank gets the state of a plain model and its optimizer, bitwise equal; what it loads is
+distributed to all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _step(called: Any, optim: torch.optim.Optimizer, kind: Trainable, step: int) -> float:
-    """Train on a batch that is the same on all ranks; return the loss."""
+    """Train on a batch, the same on all ranks; return the loss."""
     loss = called(draw(kind.batch, step, 1)[0])
     loss.backward()
     optim.step()
@@ -50,7 +50,7 @@ def _step(called: Any, optim: torch.optim.Optimizer, kind: Trainable, step: int)
 def _trained(
     kind: Trainable, shape: tuple[int, ...] = (2,), **options: Any
 ) -> tuple[Any, Any, torch.optim.Optimizer]:
-    """Return a model after two steps, its compiled form, and its optimizer."""
+    """Train for two steps; return the model, the compiled model, and the optimizer."""
     model = kind()
     backend = graphshard.backend(init_device_mesh("cpu", shape), compiler="aot_eager", **options)
     compiled = torch.compile(model, backend=backend)
@@ -83,13 +83,13 @@ def _step_on_one_batch(models: Any, optims: Any) -> None:
     for model, optim in zip(models, optims):
         model.zero_grad()
         model(torch.arange(64.0)[None] / 64).square().mean().backward()
-        with torch.compiler.set_stance("force_eager"):  # torchao compiles the step by Inductor
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step with Inductor
             optim.step()
 
 
 @on_ranks(2)
 def test_8_bit_optimizer_states() -> None:
-    """Compare 8-bit states with unsharded ones, where shards end at the end of a torchao block."""
+    """Compare 8-bit states with unsharded ones; shards end at block boundaries of torchao."""
     from torchao.optim import AdamW8bit
 
     models = nn.Linear(64, 128), graphshard.shard(nn.Linear(64, 128), world_mesh())
@@ -105,8 +105,8 @@ def test_8_bit_optimizer_states() -> None:
     again = graphshard.full_state_dict(models[1], optims[1])[1]
     if dist.get_rank() == 0:
         loaded, saved = (s["state"]["weight"]["exp_avg"] for s in (again, optim_state))
-        # Not bitwise: torchao's code ends at -0.993 instead of -1, so a block whose largest
-        # element is negative loses some of it.
+        # Not bitwise: torchao's codebook ends at -0.993 instead of -1, which clips a block's
+        # largest element if it is negative.
         assert (loaded - saved).abs().max() <= 0.01 * saved.abs().max()
     _step_on_one_batch(models, optims)
     assert (whole(models[1].weight) - models[0].weight).abs().max() < 1e-4
@@ -152,7 +152,7 @@ def setup(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def saved(setup: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the full states of a trained model, and its next losses."""
+    """Return a folder with a trained model's full states, and the losses of its next steps."""
     kind, shape, options = SETUPS[setup]
     folder = tmp_path_factory.mktemp("saved")
     ranks.run(torch.Size(shape).numel(), _save, kind, shape, options, folder)
@@ -183,7 +183,7 @@ def test_only_named_entries_are_gathered() -> None:
         assert all(torch.equal(value, every[name]) for name, value in state.items())
     optim = _adamw(model)
     _, optim_state = graphshard.full_state_dict(model, optim, names=["head.weight"])
-    graphshard.load_full_state_dict(model, every, optim, optim_state)  # which it has in full
+    graphshard.load_full_state_dict(model, every, optim, optim_state)  # ignores `names`
     with pytest.raises(ValueError, match="names has 'wrong', which is not in the state dict"):
         graphshard.full_state_dict(model, names=wanted if dist.get_rank() == 0 else ["wrong"])
     with pytest.raises(ValueError, match=r"'head.weight' differs.*same names on all ranks"):
@@ -200,7 +200,7 @@ def test_tied_weights_and_module_versions_are_kept() -> None:
 
 
 class Regional(nn.Module):
-    """Model with a layer that is compiled by itself, and an extra state that is not a tensor."""
+    """Model with a separately compiled layer, and extra state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,11 +250,11 @@ def test_full_state_of_a_model_before_its_first_step() -> None:
         assert state["head.weight"].data_ptr() != model.head.weight.data_ptr()
 
 
-# Loading from the first rank.
+# Loading on the first rank.
 
 
 def _load(kind: Trainable, shape: tuple[int, ...], options: State, folder: Path) -> None:
-    """Load a state that only the first rank has; training continues as before."""
+    """Load a state that only the first rank has; check that training continues as before."""
     torch.manual_seed(77)
     model = graphshard.shard(kind(), init_device_mesh("cpu", shape), **options)
     optim = _adamw(model)
@@ -302,7 +302,7 @@ def test_parameters_of_every_kind(world_size: int) -> None:
 
 @on_ranks(2)
 def test_missing_optimizer_state_stays_missing() -> None:
-    """Save and load parameters without gradients, and optimizers that have no state (yet)."""
+    """Save and load parameters without gradients, and optimizers without state."""
     model = graphshard.shard(Kinds(), world_mesh())
     optim = torch.optim.AdamW([{"params": [model.row], "lr": 0.5}, {"params": [model.whole]}])
     model.row.grad = torch.ones_like(model.row)
@@ -338,7 +338,7 @@ def test_full_state_gathered_by_torch_is_loaded() -> None:
         _assert_equal(ours[1]["state"], theirs[1]["state"])
 
 
-# Errors, which every rank raises.
+# Errors, raised on every rank.
 
 
 @on_ranks(2)

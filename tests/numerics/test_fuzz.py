@@ -1,6 +1,6 @@
-"""Random models under random options and training loops agree with plain copies.
+"""Random models, options and training loops agree with plain copies.
 
-A minute of `tests.numerics.fuzz`, and the cases that failed before.
+Runs `tests.numerics.fuzz` for a minute, and the cases that failed in the past.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tests.numerics.fuzz.trial import run_trial
 SEEDS = (37, 44, 124, 159, 165, 306, 316, 387, 492, 945, 1380, 1387, 1416, 1442, 1495)
 SEEDS += (1658, 1924, 2070, 2430, 2911)
 MAX_BLOCKS = 3
-"""Small cases that together draw every option and kind of block that seeds 0 to 15 do."""
+"""Number of blocks per case: small, though the seeds still cover all options of larger cases."""
 FOUND: dict[str, Case] = {
-    # Backward recomputed a read of the average, which forward had overwritten in the meantime.
+    # Backward recomputed a read of a buffer that forward had overwritten meanwhile.
     "backward reads a buffer that forward wrote": Case(
         8827, (("residual", ("buffers",), ("tied", 13)),), dim=16, precision="fp8"
     ),
-    # An eager part of the function used values before the first rank's replaced them. Now, unequal
-    # start values are an error (multirank/test_start_values.py); equal ones train.
+    # An eager part of the function ran before the first rank's values replaced this rank's. Unequal
+    # initial values are an error now (multirank/test_start_values.py).
     "a function begins with an eager part": Case(
         171,
         (("normalized",), ("twice", ("break", ("complex",), ("fourier",))), ("tied", 16)),
@@ -34,7 +34,7 @@ FOUND: dict[str, Case] = {
         offload="shards",
         entrance="function",
     ),
-    # The partitioner weighs activations by size, so ranks gathered different parameters in
+    # The partitioner chooses activations by size, so ranks gathered different parameters in
     # backward.
     "ranks with other batches recompute other activations": Case(
         48,
@@ -51,7 +51,7 @@ FOUND: dict[str, Case] = {
         rows="by_both",
         evaluation="no_grad",
     ),
-    # Only one rank recomputed a sum that adds a parameter expanded to the size of the batch.
+    # Only one rank recomputed a sum with a parameter expanded to the batch size.
     "a parameter is expanded to the size of a batch": Case(
         9356,
         (("linear",), ("expanded",)),
@@ -63,7 +63,7 @@ FOUND: dict[str, Case] = {
         micros=2,
         rows="by_both",
     ),
-    # The sizes decided whether backward itself needed a bias, and with it whether it was kept.
+    # Whether backward needed a bias, and so whether it was kept, depended on sizes.
     "graphs of other sizes need another bias in backward": Case(
         5791,
         (("linear",), ("cell",)),
@@ -103,7 +103,7 @@ FOUND: dict[str, Case] = {
         rows="by_both",
         early=True,
     ),
-    # A second compile follows the first rank's plan, but has other parameters than the first.
+    # A recompile that followed the first rank's plan had different parameters.
     "a plan is followed by graph inputs": Case(
         4244,
         (
@@ -148,7 +148,7 @@ FOUND: dict[str, Case] = {
         entrance="method",
         dynamic=False,
     ),
-    # Gradients matched neither the old nor the new values.
+    # Gradients matched neither old nor new values.
     "a shard that an autograd.Function saves is changed before backward": Case(
         22455,
         (("cubed",),),
@@ -163,12 +163,12 @@ FOUND: dict[str, Case] = {
 def _run(case: Case) -> None:
     """Run a case; a rank that dies or hangs fails it."""
     if case.precision == "fp8" and float8_error("cpu", TENSORWISE):
-        pytest.skip("this CPU computes no products in fp8")
-    print(case)  # pytest shows it with a failure
+        pytest.skip("this CPU has no fp8 matmuls")
+    print(case)  # pytest shows it on failure
     ranks.run(case.world_size, run_trial, case, timeout_s=TIMEOUT_S)
 
 
-# Sorted by world size, since only a few pools of ranks stay alive.
+# Sorted by world size to reuse rank processes.
 @pytest.mark.parametrize("seed", sorted(SEEDS, key=lambda seed: draw(seed, MAX_BLOCKS).world_size))
 def test_random_case(seed: int) -> None:
     _run(draw(seed, MAX_BLOCKS))

@@ -1,6 +1,6 @@
 """Sums of unreduced gradients in unusual situations.
 
-A backward that does not reach the parameters, hooks that copy saved tensors, one backward of
+Tests a backward that does not reach the parameters, hooks that copy saved tensors, one backward of
 reduced and unreduced forwards, errors, and frozen parameters.
 """
 
@@ -28,14 +28,14 @@ from tests.ranks import on_ranks
 
 
 def _plain(twins: Twins, batches: list[Tensor]) -> None:
-    """Run a backward of the reference alone."""
+    """Run a backward of the reference model only."""
     torch.stack([twins.plain(batch) for batch in batches]).mean().backward()
 
 
 def _of_an_input() -> None:
     """Call ``torch.autograd.grad`` for an input.
 
-    It runs the whole compiled backward and drops the gradients of the parameters.
+    It runs the whole compiled backward and discards the gradients of parameters.
     """
     twins = Twins(MLP())
     batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
@@ -63,7 +63,7 @@ def _copying_hooks() -> None:
 
 
 def _an_error() -> None:
-    """Check that sums of all parameters are still reduced after a backward that failed."""
+    """Check that sums of all parameters are reduced even after a failed backward."""
     twins = Twins(MLP())
     batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
     twins.backward(batches[0])
@@ -82,7 +82,7 @@ def _an_error() -> None:
 
 
 def _retried() -> None:
-    """Let backward fail twice, in its graph or in a hook; the next one is right."""
+    """Let backward fail twice, in its graph or in a hook; check the next one."""
     twins = Twins(Fallible())
     make, rank = Fallible.batch, dist.get_rank()
     batches = [draw(make, step) for step in range(3)]
@@ -115,7 +115,7 @@ def _in_a_hook(model: nn.Module) -> Iterator[None]:
 
 
 def _in_two_threads() -> None:
-    """Finish another model's backward while gradients are on their way to their parameters."""
+    """Run another model's backward before gradients of the first have reached their parameters."""
     slow, quick = Twins(MLP()), Twins(MLP())
     batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
     for twins in (slow, quick):
@@ -159,7 +159,7 @@ def _frozen_and_back() -> None:
 
 
 def _on_a_slice() -> None:
-    """Accumulate on a slice of a mesh that has another axis between replicas and shards."""
+    """Accumulate on a slice of a mesh with an additional axis between replicas and shards."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "tp", "shard"))
     twins = Twins(MLP(), mesh=mesh["replicate", "shard"])
     rank = dist.get_rank()
@@ -222,7 +222,7 @@ class _Blocks(nn.Module):
 
 
 def _dropped_block() -> list[bool]:
-    """Accumulate in blocks that are compiled separately; the last microbatch skips one of them."""
+    """Accumulate in separately compiled blocks, one of which the last microbatch skips."""
     model, x = _Blocks(), draw(MLP.batch, 0)[dist.get_rank()]
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     model.first.compile(backend=backend)

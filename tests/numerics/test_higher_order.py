@@ -1,6 +1,6 @@
 """Parameters read inside a higher-order operator or under a ``torch.func`` transform.
 
-All ranks gather the same, whatever their data and sizes, and gradients are right.
+All ranks gather the same parameters, whatever their data and sizes, and gradients are correct.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIM, HEADS = 6, 2
 
 
 class Reads(nn.Module):
-    """Model whose forward is a given function of its two layers."""
+    """Model that applies a given function of its two layers."""
 
     def __init__(self, compute: Callable[[Reads, Tensor], Tensor]) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ TRANSFORMED = (_vmapped, _gradient, _product_with_jacobian, _hessian)
 
 
 def _rows(generator: torch.Generator) -> Tensor:
-    """Return rows whose sum is positive for about half of the ranks and steps."""
+    """Return rows with a positive sum on about half of the ranks and steps."""
     return torch.randn(4, DIM, generator=generator)
 
 
 NEEDS_2_13 = pytest.mark.skipif(
     torch.__version__ < (2, 13),
-    reason="torch 2.11 takes what a scan reads for aliases of what it returns, without shards, too",
+    reason="torch 2.11 mistakes inputs of scan for aliases of outputs, even without shards",
 )
 
 
@@ -125,7 +125,7 @@ def test_gradients_of_branches_accumulate() -> None:
 
 @on_ranks(2)
 def test_ranks_may_map_different_numbers_of_rows() -> None:
-    """Map over a number of rows, and so a number of calls, that differs between ranks."""
+    """Map over different numbers of rows, and so with different numbers of calls, on each rank."""
     twins = Twins(Reads(_mapped), dynamic=True)
     for step in range(2):
         twins.backward([torch.randn(3 + 2 * ((rank + step) % 2), DIM) for rank in range(2)])
@@ -136,7 +136,7 @@ def test_ranks_may_map_different_numbers_of_rows() -> None:
 
 
 class Loop(nn.Module):
-    """Model that calls a layer as often as its input requires."""
+    """Model that calls a layer a data-dependent number of times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Loop(nn.Module):
 
 
 class LearnedBias(nn.Module):
-    """Attention whose scores have a bias by distance, with slopes that are parameters."""
+    """Attention with a distance bias, the slopes of which are parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class LearnedBias(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (3, HEADS, 8)).permute(2, 0, 3, 1, 4)
-        # torch 2.11 does not accept three views of one tensor.
+        # Torch 2.11 does not accept three views of one tensor.
         query, key, value = (part.contiguous() for part in heads)
 
         def with_bias(score: Tensor, b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:

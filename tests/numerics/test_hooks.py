@@ -1,4 +1,4 @@
-"""Hooks on parameters fire with sharded gradients, whenever they were registered.
+"""Hooks on parameters get sharded gradients, whenever they were registered.
 
 They may run an optimizer step in backward. Hooks on modules are traced into the graph.
 """
@@ -69,7 +69,7 @@ def test_hooks_see_sharded_gradients(early: bool) -> None:
 @pytest.mark.parametrize("early", [True, False])
 @on_ranks(2)
 def test_removed_hooks_do_not_fire(early: bool) -> None:
-    """Check that a handle removes its hook, whether it is from before or after sharding."""
+    """Check that a handle removes its hook, whether registered before or after sharding."""
     twins, seen = Twins(MLP()), []
     if not early:
         twins.backward(_batches(0))
@@ -91,7 +91,7 @@ def test_removed_hooks_do_not_fire(early: bool) -> None:
 
 @on_ranks(2)
 def test_hook_registered_after_an_early_removal_fires() -> None:
-    """Check that a hook table that was empty when the model was sharded still accepts hooks."""
+    """Check that a hook table that sharding found empty accepts hooks."""
     twins, seen = Twins(MLP()), []
     twins.model.up.weight.register_hook(lambda grad: seen.append("early")).remove()
     twins.backward(_batches(0))
@@ -125,7 +125,7 @@ def test_optimizer_step_in_backward(early: bool) -> None:
 
 @on_ranks(2)
 def test_forward_hooks_are_part_of_the_graph() -> None:
-    """Check that forward hooks are traced, and read full parameters as the forward does."""
+    """Check that forward hooks are traced and read full parameters, like the forward."""
     twins = Twins(MLP())
     for model in (twins.model, twins.reference):
         model.up.register_forward_hook(lambda module, args, out: out + module.bias * 2)
@@ -162,7 +162,7 @@ def _halve_by_a_parameter(module: nn.Module, args: Any) -> Any:
 
 
 class _Method(MLP):
-    """Model that registers one of its own methods as a hook."""
+    """Model that registers one of its methods as a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ MODULE_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "backward, pre": lambda m: m.register_full_backward_pre_hook(_double_grads),
     "inner": lambda m: m.up.register_forward_pre_hook(_halve),
     "inner, backward": lambda m: m.mid.register_full_backward_hook(_double_grads),
-    # These only observe: plain torch.compile gets gradients wrong if global hooks change values.
+    # Read-only: plain torch.compile computes wrong gradients if global hooks change values.
     "global, pre": lambda m: nn.modules.module.register_module_forward_pre_hook(_observe),
     "global, post": lambda m: nn.modules.module.register_module_forward_hook(_observe),
 }

@@ -13,7 +13,7 @@ DIM, LAYERS = 6, 2
 
 
 class Layer(nn.Module):
-    """Layer with a constant buffer, whose second half is a nested region."""
+    """Layer with a constant buffer; its second half is a nested region."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""`mp_policy` of an inner module, compared with eager FSDP2 that wraps this module.
+"""`mp_policy` of an inner module, compared bitwise with eager FSDP2 wrapping that module.
 
-Inputs and outputs are cast at its border. Bitwise, on two ranks.
+Inputs and outputs are cast at the module's border. Runs on two ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Block(nn.Module):
-    """Residual block whose buffer, like rotary embedding tables, makes its output float32."""
+    """Residual block whose output is float32 because of a float32 buffer, as with rotary tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Model of blocks; a block with a border casts the float32 stream from the block before it."""
+    """Model of blocks; a block with a border casts the float32 output of the previous block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_inner_policy_casts_with_inductor() -> None:
 
 
 class Embedder(nn.Module):
-    """Module without parameters, which may have a border nonetheless."""
+    """Module that may have a border, although it has no parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype == FP16
@@ -264,7 +264,7 @@ class Mixing(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention, whose dtypes Dynamo checks while tracing."""
+    """Attention: Dynamo checks its dtypes while tracing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ def test_dtype_error_without_a_policy_has_no_note() -> None:
 
 
 class Misshapen(nn.Module):
-    """Model that multiplies a 2-D input by a matrix, and convolves any other input."""
+    """Model that applies a matmul to 2-D inputs and a convolution to others."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """`load_state_dict` of a sharded model.
 
-It accepts full tensors and the rank's own shards, refuses shards of other ranks and wrong shapes,
-and communicates nothing.
+It accepts full tensors and the rank's own shards, rejects other ranks' shards and wrong shapes, and
+does not communicate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 class Even(nn.Module):
-    """Model whose shards have the same size on all ranks, so that no size reveals their rank."""
+    """Model with equal shard sizes on all ranks, so that sizes do not identify the rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Even(nn.Module):
 
 
 def _other(kind: Trainable) -> nn.Module:
-    """Return a model with other values, the same on all ranks, buffers included."""
+    """Return a model with different values and buffers, the same on all ranks."""
     torch.manual_seed(77)
     model = kind()
     for buffer in model.buffers():
@@ -72,7 +72,7 @@ def _sharded(kind: Trainable, **options: Any) -> nn.Module:
 @pytest.mark.parametrize(("kind", "compiled_before"), [(MLP, False), (MLP, True), (ConvNet, True)])
 @on_ranks(2)
 def test_full_state_dict_is_split(kind: Trainable, assign: bool, compiled_before: bool) -> None:
-    """Load a full state dict, and train on like the plain model."""
+    """Load a full state dict, then train like the plain model."""
     other = _other(kind)
     model, reference = kind(), kind()
     reference.load_state_dict(model.state_dict())
@@ -135,7 +135,7 @@ def test_parameters_of_every_kind(world_size: int) -> None:
 
 @on_ranks(2)
 def test_full_state_dict_materializes_a_meta_model_and_keeps_ties() -> None:
-    """Load tied weights, which stay one parameter although each of their names has an entry."""
+    """Load tied weights, which stay one parameter although the state dict has both names."""
     with torch.device("meta"):
         model: Any = GPT()
     graphshard.shard(model, world_mesh())
@@ -162,7 +162,7 @@ def test_assign_takes_the_dtype_of_the_file() -> None:
 
 @on_ranks(2)
 def test_replicated_tensors_are_split() -> None:
-    """Load replicated DTensors, which are split like plain tensors."""
+    """Load replicated DTensors, which are sharded like plain tensors."""
     model = _sharded(MLP)
     full = {n: v.redistribute(placements=[Replicate()]) for n, v in model.state_dict().items()}
     for assign in (False, True):
@@ -172,7 +172,7 @@ def test_replicated_tensors_are_split() -> None:
 
 
 class Renamed(nn.Module):
-    """Model that loads files with old names, by a hook and by an overridden method."""
+    """Model that accepts old names, with a hook and with an overridden method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_model_that_renames_entries_on_load() -> None:
     _assert_values(model, other.state_dict())
 
 
-# Mismatches: torch's own errors, with the names of the parameters.
+# Mismatches: torch's own errors, which name the parameters.
 
 
 def _changed(name: str, value: Tensor | None) -> State:
@@ -239,7 +239,7 @@ def test_mismatched_entries_raise_by_name(what: str) -> None:
 def _save_alone(path: Path, shape: tuple[int, ...]) -> None:
     model = graphshard.shard(Even(), init_device_mesh("cpu", shape))
     if dist.get_rank() == 0:
-        # On another thread, torch.save does not require the other ranks to call it, too.
+        # In a separate thread, torch.save does not require the other ranks to call it.
         writer = threading.Thread(target=torch.save, args=(model.state_dict(), path))
         writer.start()
         writer.join()
@@ -257,7 +257,7 @@ def _load_alone(path: Path, shape: tuple[int, ...], refused: str | None, assign:
         model.load_state_dict(state, assign=assign)
     assert "up.weight" in str(caught.value) and "full_state_dict" in str(caught.value)
     for name, value in model.state_dict().items():
-        local = before[name]  # gathered earlier: the other ranks do not take part here
+        local = before[name]  # gathered earlier, since not all ranks run this loop
         assert value.shape == local.shape
         assert torch.equal(value.to_local(), _rows(local, model.state_dict()[name])), name
 
@@ -298,7 +298,7 @@ def _save_everywhere(folder: Path) -> None:
 
 
 def _load_everywhere(folder: Path, assign: bool) -> None:
-    """Load each rank's own file, which holds the mesh of another process group."""
+    """Load each rank's own file, which contains a mesh of a different process group."""
     twins = Twins(_sharded(MLP), _other(MLP))
     state = torch.load(folder / f"{dist.get_rank()}.pt")
     twins.model.load_state_dict(state, assign=assign)
@@ -319,7 +319,7 @@ def _itself(value: DTensor) -> Tensor:
 @pytest.mark.parametrize("make", [_itself, whole])
 @on_ranks(2)
 def test_offloaded_meta_model_is_loaded_part_by_part(make: Callable[[DTensor], Tensor]) -> None:
-    """Load part by part under CPU offload, with the rest still on meta, as FSDP2's tests do."""
+    """Load one part at a time under CPU offload while the rest is on meta, as FSDP2's tests do."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     with torch.device("meta"):

@@ -1,6 +1,6 @@
 """`graphshard.materialize`.
 
-The shards of a meta-device model get the values of its own initialization, whatever the number of
+Shards of a meta-device model get the values of the model's own initialization, for any number of
 ranks.
 """
 
@@ -24,7 +24,7 @@ from tests.ranks import on_ranks
 
 
 class Tricky(nn.Module):
-    """Model that initializes parameters by rows and slices; with tied weights and buffers."""
+    """Model that initializes parameters by rows and slices, with tied weights and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Tricky(nn.Module):
 
 
 def _materialized(kind: Callable[[], nn.Module], init: Any = None, **options: Any) -> nn.Module:
-    torch.manual_seed(7 + dist.get_rank())  # only the first rank's seed counts
+    torch.manual_seed(7 + dist.get_rank())  # only the first rank's seed matters
     with torch.device("meta"):
         model = kind()
     graphshard.shard(model, world_mesh(), **options)

@@ -1,4 +1,4 @@
-"""Initialisation after `to_empty`: values that a DTensor loses are an error, not silent NaNs."""
+"""Initialization after `to_empty`: values that a DTensor loses raise instead of becoming NaN."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`mp_policy` on two ranks compared with eager FSDP2.
+"""`mp_policy` on two ranks, compared with eager FSDP2.
 
-Bitwise, except in float16 and under Inductor. Also the dtypes of collectives, parameters that are
-not cast, overrides and errors.
+Results are bitwise equal, except in float16 and under Inductor. Also tests dtypes of collectives,
+parameters that are not cast, overrides and errors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Sent = list[tuple[str, torch.dtype | None, int]]
 def _train(
     kind: Trainable, policy: MixedPrecisionPolicy, compiler: str = "aot_eager", bitwise: bool = True
 ) -> Sent:
-    """Compare training with FSDP2's; return the collectives of one more step."""
+    """Compare training with FSDP2's; return the collectives of an additional step."""
     torch.manual_seed(0)
     ours = kind()
     theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours)
@@ -175,7 +175,7 @@ def _train_mixed() -> Sent:
 
 
 def _grads_in_bfloat16(model: Mixed, batch: Tensor) -> dict[str, Tensor]:
-    """Return one rank's bfloat16 gradients as float32, the dtype in which they are averaged."""
+    """Return one rank's bfloat16 gradients in float32, in which they are averaged."""
     params = {n: p.detach().to(BF16) for n, p in model.named_parameters() if p.is_floating_point()}
     for param in params.values():
         param.requires_grad_()
@@ -184,7 +184,7 @@ def _grads_in_bfloat16(model: Mixed, batch: Tensor) -> dict[str, Tensor]:
 
 
 class Kinds(nn.Module):
-    """Complex and integer parameters, which no policy casts, an empty one and a scalar."""
+    """Complex and integer parameters, which are never cast, an empty parameter and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ def _override() -> tuple[list[str], list[str]]:
         "down.*": {"reshard_after_forward": False},
     }
     options = {"mp_policy": POLICIES[0], "overrides": overrides, "compiler": "aot_eager"}
-    schedule = graphshard.SchedulePolicy(overlap=False)  # overlap would keep more unsharded
+    schedule = graphshard.SchedulePolicy(overlap=False)  # overlap keeps more unsharded
     backend = graphshard.backend(world_mesh(), **options, schedule=schedule)
     model = Norms()
     torch.compile(model, backend=backend)(torch.randn(3, 6)).backward()
@@ -305,7 +305,7 @@ def _overflow() -> tuple[Tensor, Tensor, Tensor, float]:
     for step in range(2):
         batch = draw(MLP.batch, step)[dist.get_rank()]
         if step == 0 and dist.get_rank() == 1:
-            batch = batch * 1e5  # overflows on this rank only
+            batch = batch * 1e5  # overflows only on this rank
         scaler.scale(compiled(batch).float()).backward()
         optimizer = optimizer or sgd(model)
         states.append(whole(model.up.weight))

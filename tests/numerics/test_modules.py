@@ -57,7 +57,7 @@ class Containers(nn.Module):
 
 
 class Attention(nn.Module):
-    """`MultiheadAttention`, which reads its weights by name and never calls `out_proj`."""
+    """`MultiheadAttention`, which reads its weights by name and does not call `out_proj`."""
 
     def __init__(self, kdim: int | None = None) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Encoder(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """Weights computed from other parameters at every use."""
+    """Weights that are computed from other parameters at every use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Embeddings(nn.Module):
 
 
 class Inherited(nn.Linear):
-    """Model that is itself a layer, so the outermost module owns parameters."""
+    """Model that is itself a layer, so that the outermost module owns parameters."""
 
     def __init__(self) -> None:
         super().__init__(DIM, 3)
@@ -167,7 +167,7 @@ class Inherited(nn.Linear):
 
 
 class LooksAtItself(nn.Module):
-    """Model that reads dtype, device and sizes of its parameters, as libraries do."""
+    """Model that reads dtype, device and sizes of its parameters, like many libraries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_modules(kind: Trainable) -> None:
 
 @on_ranks(2)
 def test_weight_norm_by_a_hook() -> None:
-    model, reference = OldWeightNorm(), OldWeightNorm()  # deepcopy refuses its non-leaf weight
+    model, reference = OldWeightNorm(), OldWeightNorm()  # deepcopy fails on its non-leaf weight
     reference.load_state_dict(model.state_dict())
     Twins(model, reference).train(OldWeightNorm.batch)
 
@@ -259,7 +259,7 @@ def test_recurrent_layers(layer: type[nn.RNNBase]) -> None:
 
 
 class Tables(nn.Module):
-    """Embeddings, the last of which is used in an eager part."""
+    """Embeddings, the last of which an eager part uses."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -272,17 +272,17 @@ class Tables(nn.Module):
 
     @torch.compiler.disable
     def look_up(self, ids: Tensor, x: Tensor) -> Tensor:
-        """Return the loss."""
+        """Look up `ids` in the last table; return the loss."""
         return (self.last(ids) * x).square().mean()
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return ids `[2, 3]`, fewer than the tables have rows."""
+        """Return ids `[2, 3]`: fewer ids than table rows."""
         return torch.randint(7, (2, 3), generator=rng)
 
 
 class TablesInBranches(nn.Module):
-    """Embeddings that branches look up: a module, and a weight that is read before."""
+    """Embeddings used in branches: a module, and a weight read before the branch."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ def test_gradients_of_ignored_tables_stay_sparse() -> None:
 
 @on_ranks(2)
 def test_classes_keep_their_names() -> None:
-    # Libraries inspect the classes of modules.
+    # Libraries inspect module classes.
     model = Encoder()
     described, kinds = repr(model), [type(m).__name__ for m in model.modules()]
     Twins(model).train(Encoder.batch, steps=1)

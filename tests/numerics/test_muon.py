@@ -1,6 +1,6 @@
 """`graphshard.optim.Muon` compared with unsharded `torch.optim.Muon` on the same gradients.
 
-Bitwise on a CPU; also its state in checkpoints, and its errors.
+Steps are bitwise equal on a CPU. Also tests its state in checkpoints, and its errors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _grouped(model: nn.Module) -> list[dict[str, Any]]:
-    """Return two param groups with different options and some shapes in common."""
+    """Return two param groups with different options and some equal shapes."""
     matrices = _matrices(model)
     return [{"params": matrices[::3], "momentum": 0.8}, {"params": matrices[1::3] + matrices[2::3]}]
 
@@ -99,7 +99,7 @@ def test_steps_match_unsharded_muon(variant: str) -> None:
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)])
 @pytest.mark.parametrize("kind", [GPT, MLP])
 def test_four_ranks_with_many_buckets(shape: tuple[int, ...], kind: type) -> None:
-    # The MLP has fewer matrices than ranks, and one with fewer rows than ranks.
+    # The MLP has fewer matrices than ranks, one of them with fewer rows than ranks.
     ranks.run(4, _beside_torch, shape, kind=kind, bucket_bytes=100)
 
 
@@ -125,7 +125,7 @@ def test_plain_matrices() -> None:
 def test_matrices_sharded_by_fsdp2() -> None:
     model = MLP()
     models = model, copy.deepcopy(model)
-    fully_shard(model, mesh=world_mesh())  # its DTensors have our layout
+    fully_shard(model, mesh=world_mesh())  # its DTensors have the same layout as ours
     _train(models, [Muon(_matrices(models[0])), torch.optim.Muon(_matrices(models[1]))])
 
 
@@ -141,7 +141,7 @@ def test_optimizer_with_state_survives_sharding() -> None:
 
 @on_ranks(2)
 def test_matrices_without_a_gradient() -> None:
-    """Check that matrices that are frozen, or lack a gradient on all ranks, do not change."""
+    """Check that matrices that are frozen or have no gradient on any rank do not change."""
     model = DeepGPT()
     models = model, copy.deepcopy(model)
     graphshard.shard(model, world_mesh())
@@ -164,7 +164,7 @@ def _differ(known: bool) -> str:
     """Return the error of a step in which one rank lacks the gradient of a matrix.
 
     Args:
-        known: whether steps with all gradients come first.
+        known: whether to run steps with all gradients before.
     """
     model = DeepGPT()
     models = model, copy.deepcopy(model)
@@ -224,7 +224,7 @@ def test_resumed_training_matches_uninterrupted(tmp_path: Path, by_file: bool) -
     assert_same(again, model, tolerance=0.0)
 
 
-# Errors, and other callers of ``step``.
+# Errors, and other ways to call ``step``.
 
 
 def test_parameters_that_are_not_matrices_raise() -> None:
@@ -252,7 +252,7 @@ def test_unsupported_placements_raise() -> None:
 
 @on_ranks(2)
 def test_closure_compiled_step_and_torch_state() -> None:
-    """Step with a closure, under ``torch.compile``, and from the state of torch's Muon."""
+    """Step with a closure, under ``torch.compile``, and after loading torch's Muon state."""
     model, compiled, optimizer = _trained(1)
     twin = copy.deepcopy(model)
     theirs = torch.optim.Muon(_matrices(twin), lr=0.05)

@@ -1,7 +1,6 @@
 """Ops with misleading names or arguments.
 
-An `argmax` saved for backward is not a graph input such as `arg0_1`, and the second argument of a
-norm is not a dimension.
+A saved `argmax` is not a graph input like `arg0_1`, and a norm's second argument is not a dim.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tests.ranks import on_ranks
 
 
 class Chosen(nn.Module):
-    """Model whose backward uses the results of `argmax`, `argmin` and `argsort` in forward."""
+    """Model that saves results of `argmax`, `argmin` and `argsort` for backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,4 +74,4 @@ class Normed(nn.Module):
 def test_norms_of_any_order() -> None:
     with graphshard_warnings() as texts:
         Twins(Normed().eval()).train(Chosen.batch, 1)
-    assert not texts  # the cost model can price every op
+    assert not texts  # the cost model supports every op

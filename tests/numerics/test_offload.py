@@ -1,7 +1,7 @@
 """CPU offload of shards, gradients and optimizer state.
 
 Values equal those of FSDP2 with the same policy and of graphshard without it, and shards are copied
-where the plan says. Also activations offloaded to stay within a memory budget.
+as planned. Also tests offload of activations to stay within a memory budget.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WAYS: dict[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "bf16": ((2,), {"mp_policy": BF16}),
     "HSDP": ((2, 2), {}),
 }
-"""Mesh shapes, and arguments passed to FSDP2 and to graphshard alike."""
+"""Mesh shapes, and arguments for both FSDP2 and graphshard."""
 
 
 def _mesh(shape: tuple[int, ...]) -> Any:
@@ -83,7 +83,7 @@ def _train_beside_fsdp2(way: str) -> None:
     backend = graphshard.backend(mesh, offload_policy=OFFLOAD, compiler="aot_eager", **options)
     compiled = torch.compile(ours, backend=backend, fullgraph=True)
     trained, expected = train_steps(compiled, ours, batches), by_fsdp2(**options)
-    if "mp_policy" in options:  # FSDP2 sums the gradients of a tied weight in bfloat16
+    if "mp_policy" in options:  # FSDP2 adds the gradients of a tied weight in bfloat16
         assert_trained_alike(trained, expected, by_fsdp2())
     else:
         assert_equal(trained, expected)
@@ -91,7 +91,7 @@ def _train_beside_fsdp2(way: str) -> None:
 
 
 def _check_copies(plans: list[Plan]) -> None:
-    """Assert that each all-gather has its own copy to the device, and gradients go to the host."""
+    """Assert that each all-gather has its own copy to the device, and gradients are copied back."""
     forward, backward = plans
     assert (forward.graph, backward.graph) == (GraphKind.FORWARD, GraphKind.BACKWARD)
     for plan in plans:
@@ -186,7 +186,7 @@ def test_offload_of_a_meta_device_model() -> None:
     assert len(_losses(model, {})) > 6
 
 
-# Activations offloaded to the host until backward, to stay within a memory budget.
+# Activations offloaded to the host to stay within a memory budget.
 
 
 class Deep(nn.Module):
@@ -212,7 +212,7 @@ class Deep(nn.Module):
 @on_ranks(2)
 def test_budget_offloads_activations(compiler: str) -> None:
     limited, peaks = None, []
-    # Off by default on a CPU, whose memory is the host's.
+    # Off by default on a CPU, as its memory is host memory.
     with mock.patch.object(CompileSettings, "may_offload_activations", True):
         for budget in (None, 0.9):
             if budget is not None:

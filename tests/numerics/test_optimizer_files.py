@@ -1,7 +1,6 @@
 """Optimizer state dicts in files.
 
-As with models, each rank loads its own file; a file saved by one rank alone is refused by the
-others.
+As with models, each rank loads its own file; other ranks reject a file saved by only one rank.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _trained(shape: tuple[int, ...]) -> torch.optim.Optimizer:
 def _save_alone(path: Path, shape: tuple[int, ...]) -> None:
     state = _trained(shape).state_dict()
     if dist.get_rank() == 0:
-        # torch.save of shards on one rank raises, but goes unnoticed in a separate thread.
+        # torch.save of shards on one rank raises, except in a separate thread.
         writer = threading.Thread(target=torch.save, args=(state, path))
         writer.start()
         writer.join()

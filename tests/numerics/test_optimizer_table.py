@@ -1,7 +1,7 @@
 """Optimizers of torch and transformers on sharded parameters.
 
 Each works as on an unsharded copy, also after saving and loading its state, or raises the error
-that the table has.
+in the table.
 """
 
 from __future__ import annotations

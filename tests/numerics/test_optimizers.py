@@ -1,6 +1,6 @@
 """Optimizers built before the first step are re-pointed, with their state and groups.
 
-Those built after it, schedulers, gradient clipping and accumulation work as on a plain model.
+Optimizers built later, schedulers, gradient clipping and accumulation work as on a plain model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _adamw_by_tensor(model: nn.Module) -> Optimizer:
 
 
 def _grouped(model: nn.Module) -> Optimizer:
-    """Return AdamW with two groups of different options, not in the order of the model."""
+    """Return AdamW with two groups of different options, in a different order than the model."""
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": rest, "weight_decay": 0.0, "lr": 0.05}, {"params": decay}]
@@ -79,7 +79,7 @@ def test_optimizer_built_before_the_first_step(build: Build, with_state: bool) -
     model = MLP()
     models = model, copy.deepcopy(model)
     optimizers = [build(model) for model in models]
-    if with_state:  # before torch.compile, which hooks optimizer steps
+    if with_state:  # before torch.compile installs optimizer hooks
         for each, optimizer in zip(models, optimizers):
             _plain_step(each, optimizer)
     twins = Twins(*models)
@@ -105,7 +105,7 @@ def test_optimizer_built_after_the_first_step(build: Build) -> None:
 
 @on_ranks(2)
 def test_optimizer_of_two_models_keeps_the_unsharded_one() -> None:
-    """Check that an optimizer keeps the parameters of another, unsharded model."""
+    """Check that an optimizer keeps the parameters of a second, unsharded model."""
     twins, other = Twins(MLP()), nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([*other.parameters(), *twins.model.parameters()], 1e-2)
     twins.backward(draw(MLP.batch, 0))
@@ -136,7 +136,7 @@ def test_scheduler_built_before_the_first_step() -> None:
 
 
 class _WithScalar(nn.Module):
-    """Model with a replicated scalar among sharded parameters: clipping covers both."""
+    """Model with a replicated scalar among sharded parameters; clipping covers both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def test_compiled_optimizer_step(build: Build) -> None:
 
 
 class _Loss(nn.Module):
-    """Module that holds a weight of a model without being part of it."""
+    """Module that holds a model's weight but is not part of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

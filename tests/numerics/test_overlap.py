@@ -1,7 +1,7 @@
 """Overlap moves collectives and changes no value.
 
-Under `aot_eager`, results are bitwise those of unscheduled graphs, also with parameters kept
-unsharded or a tight memory budget.
+Under `aot_eager`, results are bitwise equal to those of unscheduled graphs, also with parameters
+kept unsharded or a tight memory budget.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_overlap_changes_no_value(kind: Trainable, world: int) -> None:
 
 
 def _smallest(graph: str) -> float:
-    """Return the smallest budget in GB for ``graph``, as named by the error for a smaller one."""
+    """Return the smallest budget in GB for ``graph``, taken from the error for a smaller one."""
     budget_gb = 1e-6
     while True:
         with pytest.raises(BudgetError, match="memory_budget_gb") as raised:
@@ -78,7 +78,7 @@ def test_budget_named_in_the_error_is_sufficient() -> None:
 
 
 def test_large_budget_keeps_parameters_unsharded() -> None:
-    # No gather can be hidden by compute that takes no time, so all parameters used again are kept.
+    # With compute of zero time, no gather is hidden, so all parameters used again are kept.
     options = {"memory_budget_gb": 1.0, "node_cost": _nothing}
     plans = ranks.run(2, _both, GPT, WIDE, options)[0]
     assert plans[GraphKind.BACKWARD].count(TransferKind.ALL_GATHER) == 0

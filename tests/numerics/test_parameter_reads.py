@@ -1,4 +1,4 @@
-"""Forwards that read, list or compare their parameters see what they see in the plain model."""
+"""Forwards that read, list or compare parameters get the same results as in the plain model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks import on_ranks
 
 
 class Reader(nn.Module):
-    """Model with parameters in all kinds of containers, for a traced or an eager ``read``."""
+    """Model with parameters in all kinds of containers and a traced or eager ``read``."""
 
     def __init__(self, read: Callable[[Any, Tensor], Tensor], eager: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Parameters of every kind.
 
-With fewer rows than ranks, scalar, empty, strided, frozen, integer, half precision, unused,
-ignored, tied, used twice; and changes of `requires_grad`.
+Covers fewer rows than ranks, scalar, empty, strided, frozen, integer, half precision, unused,
+ignored, tied, used twice, and changes of `requires_grad`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Strided(nn.Module):
 
 
 class Frozen(nn.Module):
-    """Frozen parameters, which pass gradients on and get none."""
+    """Frozen parameters, which propagate gradients but get none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Mixed(nn.Module):
 
 
 class Unused(nn.Module):
-    """Parameters that are never used, used without gradients, or used detached."""
+    """Parameters that are unused, used under `no_grad`, or used detached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Unused(nn.Module):
 
 
 class Reused(nn.Module):
-    """Tied weights, one module under two names, one module called several times."""
+    """Tied weights, a module with two names, a module called several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class EqualGradients(nn.Module):
 KINDS = [Tiny, Strided, Frozen, Whole, Mixed, Unused, Reused, EqualGradients]
 
 
-# On four ranks, more parameters have fewer rows than ranks.
+# On four ranks, more of the parameters have fewer rows than ranks.
 @pytest.mark.parametrize(
     ("kind", "world_size"), [*((kind, 2) for kind in KINDS), (Tiny, 4), (Strided, 4), (Mixed, 4)]
 )
@@ -312,7 +312,7 @@ def test_unused_output_gives_zero_gradients() -> None:
 class Sliced(nn.Module):
     """Model whose input width is symbolic until a later layer fixes it.
 
-    So the gradient of an earlier parameter is traced with a symbolic size.
+    The gradient of an earlier parameter is therefore traced with a symbolic size.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Stages of a pipeline as separate models, each sharded over its own data parallel ranks."""
+"""Pipeline stages as separate models, each sharded over its own data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS, MICROBATCHES = 2, 4
 
 
 class ReducingOnce(PipelineStage):
-    """A stage that reduces gradients in the last microbatch only."""
+    """A stage that reduces gradients only in the last microbatch."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         is_last = fwd_chunk_id == self.chunks - 1

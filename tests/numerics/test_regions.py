@@ -1,6 +1,6 @@
-"""Regions (repeated layers that are compiled once) match an unsharded copy.
+"""Models with regions (repeated layers compiled once) match an unsharded copy.
 
-They also match graphs without regions, bit by bit under `aot_eager`, random numbers included.
+They also match graphs without regions, bitwise under `aot_eager`, random numbers included.
 """
 
 from __future__ import annotations

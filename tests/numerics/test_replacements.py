@@ -1,7 +1,7 @@
 """Replaced parameters.
 
-Training continues if the new one is a DTensor of the same layout, as under FSDP2; otherwise an
-error names the parameter.
+Training continues if the new parameter is a DTensor of the same layout, as under FSDP2; otherwise
+an error names the parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.ranks import on_ranks
 
 
 class _Scaled(nn.Module):
-    """Linear layer with a gain per row, which `reset` sets to the row norms of the weight."""
+    """Linear layer with a gain per row; `reset` sets gains to the row norms of the weight."""
 
     def __init__(self) -> None:
         super().__init__()

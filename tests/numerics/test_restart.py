@@ -1,7 +1,7 @@
 """Restarts with warm compile caches.
 
-Gradients match the unsharded model whatever has changed in between; if nothing has, nothing is
-compiled again.
+Gradients match the unsharded model whatever has changed since; if nothing has changed, nothing is
+recompiled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REDUCE_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 
 
 class Tanh(nn.Module):
-    """Two layers of four rows: shards have two rows on two ranks and, padded, on three."""
+    """Two layers of four rows; shards have two rows on two ranks and, with padding, on three."""
 
     activation: Callable[[Tensor], Tensor] = staticmethod(torch.tanh)
 
@@ -46,7 +46,7 @@ class Tanh(nn.Module):
 
 
 class Relu(Tanh):
-    """`Tanh` after an edit: another activation."""
+    """`Tanh` after an edit of its activation."""
 
     activation = staticmethod(torch.relu)
 
@@ -60,7 +60,7 @@ class Run:
         model: class of the model.
         options: arguments of ``graphshard.backend``.
         prepare: function called first, to set torch's flags.
-        rows: number of rows in every batch; if over five, sizes are traced as symbols.
+        rows: rows per batch; sizes are dynamic if over 5.
     """
 
     mesh: tuple[int, ...] = (2,)
@@ -75,7 +75,7 @@ class Found:
     """Cache counts and plans of one rank.
 
     Attributes:
-        misses: number of misses of the FX graph cache: graphs that the rank had to compile.
+        misses: number of FX graph cache misses, i.e. of graphs that the rank compiled.
         hits: number of hits of the FX graph and AOTAutograd caches.
         plans: plans of the rank's graphs, as JSON.
     """
@@ -117,12 +117,12 @@ def _train(run: Run, caches: str) -> Found:
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the cache folder of all tests in this file, as restarts of one training share it."""
+    """Return the cache folder shared by all tests in this file, as by restarts of a job."""
     return tmp_path_factory.mktemp("caches")
 
 
 def _restart(runs: Sequence[Run], caches: Path) -> list[list[Found]]:
-    """Train each run in new processes, in order; return the results of its ranks."""
+    """Train each run in new processes, in order; return the results of all ranks."""
     return [ranks.run_fresh(math.prod(run.mesh), _train, run, str(caches)) for run in runs]
 
 
@@ -146,7 +146,7 @@ def _train_each(num_ranks: int, caches: str) -> list[Found]:
 
 
 def test_restart_on_another_world_size_recompiles(caches: Path) -> None:
-    # Process groups have the same names in both worlds, so names cannot tell the graphs apart.
+    # Process groups have equal names in both worlds, so names do not distinguish the graphs.
     _, after = (ranks.run_fresh(n, _train_each, n, str(caches)) for n in (2, 3))
     for name, found in zip(RUNS_ON_RANKS, zip(*after)):
         assert _sum_of_misses(found) > 0, name
@@ -177,7 +177,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def warm_caches(caches: Path) -> Path:
-    """Return the caches after a first run."""
+    """Return the cache folder after a first run."""
     _misses(Run(), caches)
     return caches
 
@@ -199,13 +199,13 @@ def test_restart_after_undoing_all_changes(warm_caches: Path) -> None:
 
 
 def _misses(run: Run, caches: Path) -> int:
-    """Train in reused processes, which is faster than new ones; return the misses of all ranks."""
+    """Train in reused processes, which start faster; return the misses of all ranks."""
     return _sum_of_misses(ranks.run(2, _train, run, str(caches)))
 
 
 @pytest.fixture(scope="module")
 def unchanged(caches: Path) -> list[list[Found]]:
-    """Return the results of a run and of its restart."""
+    """Return the results of a run and of a restart."""
     return _restart([Run(), Run()], caches)
 
 

@@ -1,4 +1,4 @@
-"""`compare.assert_rounded` accepts rounding errors and rejects faults that look like them."""
+"""`compare.assert_rounded` accepts rounding errors and rejects small real errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.low_precision
 
 
 def _grads(model: nn.Module, dtype: torch.dtype, batches: list[Tensor]) -> Grads:
-    """Return the gradients of the batches, summed and divided by two (the number of ranks)."""
+    """Return the sum of the batches' gradients, divided by two (the number of ranks)."""
     model = copy.deepcopy(model).to(dtype)
     for batch in batches:
         (model(batch) / 2).backward()
@@ -26,10 +26,10 @@ def _grads(model: nn.Module, dtype: torch.dtype, batches: list[Tensor]) -> Grads
 
 
 def _check(change: Callable[[Grads, Grads], Grads] | None = None) -> None:
-    """Compare gradients in bfloat16 with those of the same batches in another order.
+    """Compare bfloat16 gradients with those of the same batches in a different order.
 
     Args:
-        change: function that takes the gradients of both ranks and of one, and returns faulty ones.
+        change: makes faulty gradients from those of both ranks and those of one.
     """
     torch.manual_seed(0)
     model = GPT()

@@ -1,6 +1,6 @@
 """`graphshard.shard` of materialized and meta-device models.
 
-Conversions, loading and plain calls of a sharded model; errors.
+Tests conversions, loading and plain calls of a sharded model, and errors.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_backend_warns_if_shard_had_other_arguments() -> None:
         model = graphshard.shard(MLP(), world_mesh(), **given)
         backend = graphshard.backend(world_mesh(), **{"compiler": "aot_eager", **asked})
         with graphshard_warnings() as texts:
-            for rows in (2, 3):  # each shape is compiled
+            for rows in (2, 3):  # each shape compiles a graph
                 torch.compile(model, backend=backend)(draw(MLP.batch, 0)[0][:rows])
         assert len(texts) == told
         assert all(f"{next(iter(asked))}=" in text for text in texts)
@@ -142,7 +142,7 @@ def _by_element(name: str, param: DTensor) -> None:
 
 
 def _aware_of_dtensors(name: str, param: DTensor) -> None:
-    """Draw the full parameter on every rank and keep the rank's shard."""
+    """Initialize the full parameter on every rank; keep this rank's shard."""
     whole = torch.randn(param.shape, generator=generator(len(name), *param.shape))
     given = param.device_mesh, param.placements
     param.copy_(distribute_tensor(whole, *given, src_data_rank=None))
@@ -176,7 +176,7 @@ def test_initial_values_do_not_depend_on_the_number_of_ranks(
 
 @on_ranks(4)
 def test_meta_device_model_holds_only_shards() -> None:
-    """Check that parameters hold no more memory than their padded shards."""
+    """Check that parameters take no more memory than their padded shards."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1001, 999), nn.Linear(999, 3))
     graphshard.shard(model, world_mesh())
@@ -192,7 +192,7 @@ def test_meta_device_model_holds_only_shards() -> None:
 
 @on_ranks(2)
 def test_full_parameters_are_freed() -> None:
-    """Check that full parameters are freed even while the old objects are referenced."""
+    """Check that full parameters are freed even if the old objects are still referenced."""
     model = MLP()
     old = list(model.parameters())
     graphshard.shard(model, world_mesh())
@@ -200,7 +200,7 @@ def test_full_parameters_are_freed() -> None:
         assert all(param.untyped_storage().nbytes() == 0 for param in old)
 
 
-# Changes made to a sharded model between steps, and to its unsharded copy alike.
+# Changes between steps, made to a sharded model and to its unsharded copy.
 
 
 def _to_double(model: nn.Module) -> None:
@@ -289,7 +289,7 @@ def test_optimizer_survives_loading() -> None:
 
 @on_ranks(2)
 def test_replaced_module_is_sharded_at_the_next_step() -> None:
-    """Replace a sharded module by a plain one, which the next step shards."""
+    """Replace a sharded module with a plain one, which the next step shards."""
     twins = Twins(*_sharded(MLP()))
     twins.train(MLP.batch, steps=1)
     new = nn.Linear(7, 13)
@@ -320,7 +320,7 @@ def test_call_without_torch_compile(kind: Trainable, no_grad: bool) -> None:
 
 @on_ranks(2)
 def test_sharded_model_under_another_backend() -> None:
-    """Compile by another backend, which runs the marker ops one by one."""
+    """Compile with another backend, which runs the marker ops one by one."""
     model, plain = _sharded(MLP())
     xs = draw(MLP.batch, 0)
     torch.compile(model, backend="aot_eager")(xs[dist.get_rank()]).backward()

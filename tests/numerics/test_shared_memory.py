@@ -1,6 +1,6 @@
-"""Parameters that share elements are refused before anything is changed.
+"""Parameters that share elements are rejected before anything changes.
 
-Those that lie side by side in one buffer are sharded separately.
+Parameters next to each other in one buffer are sharded separately.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One rank.
+"""Training on one rank.
 
-Nothing is sent or copied, gradients are bitwise those without sharding, and gradients and outputs
-have their own memory.
+Nothing is sent or copied, gradients are bitwise equal to unsharded ones, and gradients and outputs
+share no memory with parameters.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 class _Odd(nn.Module):
-    """Model with tied weights, a convolution and two parameters with one gradient.
+    """Model with tied weights, a convolution, and two parameters with equal gradients.
 
-    It returns a parameter and a view of another.
+    Returns a parameter and a view of another.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _Odd(nn.Module):
 
 
 def _trained(called: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients accumulated over two backwards; assert that they share no memory."""
+    """Accumulate gradients over two backwards; assert that they share no memory."""
     for seed in range(2):
         ids = torch.randint(12, (4, 5), generator=torch.Generator().manual_seed(seed))
         loss, left, right = called(ids)
@@ -125,5 +125,5 @@ def test_inference() -> None:
         assert all(map(torch.equal, ours, expected))
         [plan] = backend.plans
         assert not plan.buckets
-        ours[1].zero_()  # must not write to the parameter
+        ours[1].zero_()  # must not change the parameter
         assert torch.equal(whole(model.left), expected[1])

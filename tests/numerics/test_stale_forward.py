@@ -1,7 +1,7 @@
 """Parameters that change between forward and backward.
 
-As in a plain model, backward raises if it would gather them again; if they were kept unsharded,
-gradients are those of the forward. Sharding in between changes no gradient.
+Backward raises, as in a plain model, if it has to gather them again; if they were kept unsharded,
+it uses the forward's values. Sharding between forward and backward does not change gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.numerics.compare import (
 from tests.ranks import on_ranks
 
 ZERO3 = {"schedule": graphshard.SchedulePolicy(overlap=False)}
-"""Options with which backward gathers again every parameter that it needs."""
+"""Options with which backward gathers every parameter that it needs."""
 
 
 def _step(model: nn.Module) -> None:
@@ -182,7 +182,7 @@ def test_changes_before_forward_and_after_backward() -> None:
         with torch.no_grad():
             for model in (twins.model, twins.reference):
                 for param in model.parameters():
-                    param.mul_(1.01)  # before the forward
+                    param.mul_(1.01)  # before forward
         # Two microbatches in pipeline order, with two backwards of the first.
         losses = [twins.compiled(batches[rank]) for batches in (first, second)]
         losses[0].backward(retain_graph=True)
@@ -198,7 +198,7 @@ def test_changes_before_forward_and_after_backward() -> None:
 
 @on_ranks(2)
 def test_output_returned_again_by_a_later_call() -> None:
-    """Compile a graph that returns an output of an earlier call along with its own."""
+    """Compile a graph that also returns an output of an earlier call."""
     twins = Twins(MLP(), **ZERO3)
     model = twins.model
 
@@ -221,7 +221,7 @@ def test_output_returned_again_by_a_later_call() -> None:
 
 
 class _Encoder(nn.Module):
-    """Model with an encoder, which a training loop may call alone, and a head."""
+    """Model with a head and an encoder that can be called separately."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """State dicts and checkpoints.
 
-Names are those of the plain model, `state_dict()` communicates nothing, and
-`torch.distributed.checkpoint` loads them on another number of ranks, into a plain model, into FSDP2
-and back.
+Names are those of the plain model, `state_dict()` does not communicate, and
+`torch.distributed.checkpoint` can load them on a different number of ranks, into a plain model, and
+into FSDP2 and back.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_full_state_dict_loads_into_a_plain_model(kind: Trainable) -> None:
             kind().load_state_dict(state)
 
 
-# torch.distributed.checkpoint, between different numbers of ranks and kinds of models.
+# torch.distributed.checkpoint between different numbers of ranks and kinds of models.
 
 Prepare = Callable[[nn.Module], nn.Module]
 
@@ -119,7 +119,7 @@ def _save_trained(kind: Trainable, path: Path) -> dict[str, torch.Tensor]:
 def _load(
     kind: Trainable, prepare: Prepare, path: Path, saved: list[dict[str, torch.Tensor]]
 ) -> None:
-    """Load into a model with other values; check the loaded ones and, if sharded, one more step."""
+    """Load into a model with different values; check them and, if sharded, another step."""
     torch.manual_seed(77)
     model = prepare(kind())
     state = {"model": model.state_dict()}
@@ -127,7 +127,7 @@ def _load(
     model.load_state_dict(state["model"])
     values = _values(model)
     assert values.keys() == saved[0].keys()
-    for name, value in values.items():  # buffers come from any one rank
+    for name, value in values.items():  # any rank's buffers may have been saved
         assert any(torch.equal(value, other[name]) for other in saved), name
     if prepare is sharded:
         assert_sharded(model)
@@ -165,7 +165,7 @@ def test_checkpoint_moves_between_kinds_of_models(
 
 
 def _save_with_optimizer(path: Path) -> list[float]:
-    """Save, then train on; return the losses, which a run that loads must repeat."""
+    """Save, then continue training; return losses that a run from the checkpoint must repeat."""
     model, compiled, optimizer = _train(GPT)
     states = get_state_dict(model, optimizer)
     assert all("_orig_mod" not in name for name in states[0])
@@ -195,7 +195,7 @@ def _load_with_optimizer(path: Path) -> list[float]:
 def _train_on(compiled: Any, optimizer: torch.optim.Optimizer) -> list[float]:
     """Train four steps and return the losses.
 
-    All ranks have the same batch, so losses do not depend on the number of ranks.
+    All ranks get the same batch, so losses do not depend on the number of ranks.
     """
     losses, batch = [], draw(GPT.batch, 20)[0]
     for _ in range(4):

@@ -1,7 +1,7 @@
-"""Every sharding strategy compared with its peer in FSDP2 or DDP.
+"""Every sharding strategy, compared with its peer in FSDP2 or DDP.
 
-Losses and gradients of SGD steps, and the bytes that each group sends. The model is a GPT with tied
-weights, and none of its sizes is divisible by the number of ranks.
+Tests losses and gradients of SGD steps, and the bytes that each group sends. The model is a GPT
+with tied weights, and none of its sizes is divisible by the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from tests.ranks import on_ranks
 
 STEPS = 4
 ALL, FEW = 4, 2
-"""Number of ranks; size of a shard group under HSDP and of an hpZ group."""
+"""Number of ranks; size of the shard groups of HSDP and of the groups of hpZ."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Mesh and arguments of a strategy, and of its peer.
+    """Mesh and arguments of a strategy and of its peer.
 
     Attributes:
         mesh: shape of the mesh.
         ours: arguments of ``graphshard.backend``.
-        theirs: FSDP2's ``reshard_after_forward``; None: the peer is DDP.
+        theirs: FSDP2's ``reshard_after_forward``; None if the peer is DDP.
     """
 
     mesh: tuple[int, ...] = (ALL,)
@@ -119,7 +119,7 @@ def _models(strategy: Strategy, compiler: str) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     ours = DeepGPT()
     torch.manual_seed(0)
-    names = ("replicate", "shard")[-len(strategy.mesh) :]  # FSDP2 asks for names
+    names = ("replicate", "shard")[-len(strategy.mesh) :]  # FSDP2 requires names
     mesh = init_device_mesh("cpu", strategy.mesh, mesh_dim_names=names)
     theirs = _peer(DeepGPT(), mesh, strategy.theirs)
     backend = graphshard.backend(mesh, compiler=compiler, **strategy.ours)
@@ -201,12 +201,12 @@ def _trained(name: str, compiler: str) -> list[Trained]:
 def test_training_matches_its_peer(name: str) -> None:
     several = len(STRATEGIES[name].mesh) == 2 and STRATEGIES[name].mesh[0] > 1
     for trained in _trained(name, "aot_eager"):
-        if name in ("NO_SHARD", "mixed"):  # another summation order
+        if name in ("NO_SHARD", "mixed"):  # different summation order
             assert trained.loss_error <= 1e-6 and trained.grad_error <= 1e-6
             assert trained.evaluated <= 1e-6
         else:
             assert trained.loss_error == trained.evaluated == 0
-            # Over all 4 ranks, FSDP2 sums in a ring.
+            # Over all 4 ranks, FSDP2 reduces in a ring.
             assert trained.grad_error <= (0 if several else 1e-7)
 
 
@@ -221,8 +221,8 @@ def test_collectives_match_fsdp2(name: str) -> None:
     forward, backward = _expected(STRATEGIES[name])
     for trained in _trained(name, "aot_eager"):
         assert trained.forward == forward
-        # Backward gathers neither parameters that it does not need, nor those that are kept
-        # unsharded because their gather would be exposed.
+        # Backward does not gather parameters that it does not need, nor those kept unsharded
+        # because their gather would be exposed.
         gathered = [of for of in trained.backward if of[0] == TransferKind.ALL_GATHER]
         expected = [of for of in backward if of[0] == TransferKind.ALL_GATHER]
         assert [of[:2] for of in gathered] == [of[:2] for of in expected]
@@ -269,7 +269,7 @@ def test_placements_of_mixed_strategies() -> None:
 
 
 def _clipped(name: str) -> list[tuple[float, float, int]]:
-    """Return the error relative to the peer, the norm and the number of collectives, by order."""
+    """Clip by each norm type; return the error relative to the peer, norm, and collectives."""
     ours, compiled, theirs = _models(STRATEGIES[name], "aot_eager")
     batch = draw(DeepGPT.batch, 0)[dist.get_rank()]
     found = []
@@ -292,7 +292,7 @@ def test_clipping_matches_its_peer(name: str) -> None:
     for found in ranks.run(ALL, _clipped, name, backend="recording"):
         for error, norm, num_sent in found:
             assert error <= 1e-5 and norm > 0.1
-            assert num_sent <= 1  # of one scalar, if anything is sharded
+            assert num_sent <= 1  # for one scalar, if anything is sharded
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_clipping_matches_its_peer(name: str) -> None:
 )
 @on_ranks(2)
 def test_reshard_size_must_divide_the_shards(options: dict[str, Any]) -> None:
-    """Check that ``backend`` raises if given a mesh, and ``shard`` with the default mesh."""
+    """Check that ``backend`` raises for a given mesh, and ``shard`` for the default mesh."""
     match = "reshard_after_forward=3: must divide the 2 ranks of the mesh"
     with pytest.raises(ValueError, match=match):
         graphshard.backend(world_mesh(), **options)

@@ -1,7 +1,7 @@
 """Targets of `torch.compile`.
 
-A module, a function or method that uses one, several models, part of a model, a model on some of
-the ranks. The first step already shards, and its result is right.
+These are a module, a function or method that uses one, several models, part of a model, and a model
+on some of the ranks. The first step already shards, and its result is correct.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_one_and_three_ranks(world_size: int) -> None:
     ranks.run(world_size, train, GPT)
 
 
-# How a function reaches its model: each of these returns a function of a model to compile.
+# Ways for a function to access its model: each returns a function to compile.
 
 
 def _closure(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -87,7 +87,7 @@ def _of_parts(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _of_parameters(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a function that only reads parameters; unused ones are sharded, too."""
+    """Return a function that reads only some parameters; the others are sharded, too."""
     return lambda x: (x @ model.up.weight.t() + model.up.bias).square().mean()
 
 
@@ -123,7 +123,7 @@ def test_function_that_uses_the_model(function: Callable[[nn.Module], Any]) -> N
 
 
 class _Pair(nn.Module):
-    """Two independent models, which one function uses."""
+    """Two independent models used by one function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_targets_without_parameters() -> None:
 
 @on_ranks(2)
 def test_two_models_share_a_backend() -> None:
-    """Compile two models by one backend; check that each has its own plans."""
+    """Compile two models with one backend; check that each has its own plans."""
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     models = [MLP(), nn.Linear(7, 3)]
     for model in models:
@@ -200,7 +200,7 @@ def test_only_the_compiled_part_of_a_model_is_sharded() -> None:
 
 @on_ranks(2)
 def test_part_is_sharded_before_the_whole() -> None:
-    """Shard a part, then the whole, by compiling each."""
+    """Shard a part by compiling it, then the whole model."""
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     reference = copy.deepcopy(model)
     part, plain = compile_sharded(model[0]), reference[0]
@@ -253,7 +253,7 @@ def test_two_compiled_models_share_a_part() -> None:
 
 @on_ranks(4)
 def test_mesh_over_some_of_the_ranks() -> None:
-    """Train the rows of a 2 × 2 mesh separately, from different initial values."""
+    """Train each row of a 2 x 2 mesh separately, from different initial values."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("run", "shard"))
     run = mesh.get_local_rank("run")
     torch.manual_seed(run)
@@ -294,7 +294,7 @@ class _Block(nn.Module):
 
 @on_ranks(2)
 def test_model_compile_of_a_sequential() -> None:
-    """Compile a Sequential in place: Dynamo skips torch's own classes, not what they call."""
+    """Compile a Sequential in place: Dynamo skips torch's own classes, but not their callees."""
     model = nn.Sequential(nn.Linear(7, 5), _Block(), nn.Linear(5, 3))
     twins = Twins(model)
     model.compile(backend=twins.backend)
@@ -339,7 +339,7 @@ class _Layer(nn.Module):
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @on_ranks(2)
 def test_regional_compilation(compiler: str) -> None:
-    """Compile each of ten equal blocks: at most one graph for the first and one for the rest."""
+    """Compile ten equal blocks separately, with one graph for the first, one for the rest."""
     model = nn.Sequential(*(_Layer() for _ in range(10)))
     plain = copy.deepcopy(model)
     twins = Twins(graphshard.shard(model, world_mesh()), plain, compiler=compiler)
@@ -354,7 +354,7 @@ def test_regional_compilation(compiler: str) -> None:
 
 
 def _step_of(model: nn.Module, optimizer: Optimizer, num_ranks: int) -> Callable[..., Tensor]:
-    """Return a training step over two microbatches, each with ``num_ranks`` batches."""
+    """Return a training step of two microbatches, each of ``num_ranks`` batches."""
 
     def step(first: list[Tensor], second: list[Tensor]) -> Tensor:
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism has split, compared with FSDP2 and the same plan."""
+"""Tensor-parallel parameters, compared with FSDP2 under the same plan."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_optimizer_made_before_sharding_goes_on() -> None:
 @on_ranks(4)
 def test_state_of_a_stepped_optimizer_is_sharded() -> None:
     mesh = mesh_2d()
-    batch = MLP.batch(generator(0))  # the same on all ranks, whose parameters stay equal
+    batch = MLP.batch(generator(0))  # the same on all ranks, so that replicas stay equal
     model = split(MLP, mesh)
     optim = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model(batch).backward()
@@ -125,7 +125,7 @@ def test_eager_forward_is_close_to_fsdp2(break_graph: bool) -> None:
 
 
 class Broken(MLP):
-    """An MLP with a graph break between its two split linears."""
+    """An MLP with a graph break between its two tensor-parallel linears."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.up(self.norm(x)))
@@ -239,7 +239,7 @@ def test_parameters_of_before_are_stale() -> None:
 def test_clipping_across_meshes(norm_type: float) -> None:
     mesh = mesh_2d()
     model, compiled = under_graphshard(MLP, mesh)
-    for _ in range(2):  # the second time, there is nothing to clip
+    for _ in range(2):  # the second call has nothing to clip
         model.zero_grad()
         compiled(batches(MLP, mesh, 1)[0]).backward()
         full = nn.ParameterList(torch.zeros(p.shape) for p in model.parameters())
@@ -253,7 +253,7 @@ def test_clipping_across_meshes(norm_type: float) -> None:
                 torch.testing.assert_close(_full(param.grad), one.grad)
 
 
-# Forwards that graphshard checks.
+# Forwards that change a parameter or read it early.
 
 
 @on_ranks(4)
@@ -268,7 +268,7 @@ def test_compiled_function_of_a_model() -> None:
 
 
 class Scaling(MLP):
-    """An MLP that changes a split weight in place."""
+    """An MLP that changes a tensor-parallel weight in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -287,7 +287,7 @@ def test_change_of_a_parameter_in_forward_is_refused(is_compiled: bool) -> None:
 
 
 class ReadingEarly(MLP):
-    """An MLP that reads a split weight under `no_grad`, and uses it outside."""
+    """An MLP that reads a tensor-parallel weight under `no_grad` and uses it with gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -311,11 +311,11 @@ def test_parameter_read_under_no_grad_gets_a_gradient(is_compiled: bool) -> None
         torch.testing.assert_close(call(data[0]), eager(data[0]))
 
 
-# Compiled code of DTensors contains the rank's number along tp.
+# Compiled code with DTensors contains the rank's index along tp.
 
 
 class Embedding(nn.Module):
-    """An embedding whose rows are split, so that each rank masks other tokens."""
+    """An embedding with split rows, where each rank masks the tokens of other ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class Embedding(nn.Module):
 
 
 def _train_with_inductor() -> int:
-    """Return how many graphs came from the cache."""
+    """Train with Inductor; return the number of graphs loaded from the cache."""
     mesh = mesh_2d(dp=1)
     model, compiled = under_graphshard(Embedding, mesh, compiler="inductor")
     eager = under_fsdp2(Embedding, mesh)

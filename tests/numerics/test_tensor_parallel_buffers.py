@@ -1,4 +1,4 @@
-"""Buffers that tensor parallelism has split or replicated, compared with FSDP2."""
+"""Sharded and replicated buffers of tensor-parallel models, compared with FSDP2."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Options and features of graphshard where tensor parallelism has split parameters.
+"""Options and features of graphshard for tensor-parallel models.
 
-Where FSDP2 has the same feature, trainings are compared with it, otherwise with the default.
+Results are compared with FSDP2 if it has the same feature, otherwise with the default options.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def test_replicas_of_split_parameters() -> None:
 def test_backward_gathers_from_neighbors() -> None:
     mesh = mesh_2d(4, 2)
     model, compiled = under_graphshard(MLP, mesh, reshard_after_forward=2)
-    # FSDP2 hangs with 2: its groups of different slices of the mesh get one name (torch 2.13).
+    # FSDP2 hangs with 2: its groups of different mesh slices get equal names (torch 2.13).
     eager = under_fsdp2(MLP, mesh)
     data = batches(MLP, mesh)
     ours, theirs = train(compiled, model, data), train(eager, eager, data)
@@ -216,7 +216,7 @@ def test_frozen_and_reused_parameters() -> None:
 
 
 class Deep(nn.Module):
-    """A model of equal layers, each with two collectives of tensor parallelism."""
+    """A model of equal layers, each with two tensor-parallel collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Deep(nn.Module):
     batch = staticmethod(MLP.batch)
 
     def parallelize(self, tp: DeviceMesh) -> Deep:
-        """Split all layers."""
+        """Parallelize all layers."""
         for layer in self.layers:
             layer.parallelize(tp)
         return self
@@ -252,7 +252,7 @@ def test_equal_layers_are_compiled_once() -> None:
         assert plan.regions.num_calls > plan.regions.num_compiled_regions > 0, plan.regions
 
 
-# As in FSDP2's own tests of several meshes: parts that are sharded one by one, and other stages.
+# As in FSDP2's own multi-mesh tests: parts that are sharded one by one, and pipeline stages.
 
 
 @pytest.mark.parametrize("reshards", [False, True])
@@ -272,7 +272,7 @@ def test_parts_that_are_sharded_first(reshards: bool) -> None:
 
 @on_ranks(8, timeout_s=400)
 def test_stages_of_a_pipeline() -> None:
-    """The ranks of each stage train a model of their own."""
+    """The ranks of each stage train a different model."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     kind = (MLP, Deep)[mesh["pp"].get_local_rank()]
     model, compiled = under_graphshard(kind, mesh)

@@ -1,6 +1,6 @@
-"""State dicts and checkpoints of models that tensor parallelism has split.
+"""State dicts and checkpoints of tensor-parallel models.
 
-A checkpoint is saved on 2 x 2 ranks, and loaded there and on meshes of other sizes, by models under
+A checkpoint is saved on 2 x 2 ranks, and loaded there and on meshes of other sizes, under
 graphshard and under FSDP2.
 """
 
@@ -179,7 +179,7 @@ def test_full_state_dict() -> None:
 
 @on_ranks(4)
 def test_meta_device_model_is_materialized() -> None:
-    """The values are those of the unsharded model on one rank, and it trains like a real one."""
+    """Check that values equal those of the same model without tensor parallelism."""
     mesh = mesh_2d()
 
     def init(model: nn.Module) -> None:
@@ -209,6 +209,6 @@ def test_file_of_another_rank_is_refused(tmp_path: Path) -> None:
     torch.save(model.state_dict(), path)
     model.load_state_dict(torch.load(path, weights_only=False))
     dist.barrier()
-    neighbor = tmp_path / f"{dist.get_rank() ^ 1}.pt"  # of the same rows over dp
+    neighbor = tmp_path / f"{dist.get_rank() ^ 1}.pt"  # has the same rows over dp
     with pytest.raises(BackendError, match="has the rows of the rank at"):
         model.load_state_dict(torch.load(neighbor, weights_only=False))

@@ -1,8 +1,8 @@
-"""What torch's `StateDictOptions(full_state_dict, cpu_offload, broadcast_from_rank0)` does not do.
+"""Limits of torch's `StateDictOptions(full_state_dict, cpu_offload, broadcast_from_rank0)`.
 
-Each test shows torch's functions failing at something that `graphshard.full_state_dict` and
-`load_full_state_dict` do: see [Note: not by torch's StateDictOptions]. When one of these tests
-fails, torch may have become able to replace a part of `graphshard.params.state_dict`.
+Each test shows torch's functions fail where `graphshard.full_state_dict` and
+`load_full_state_dict` work: see [Note: not by torch's StateDictOptions]. If one of these tests
+fails, torch may be able to replace a part of `graphshard.params.state_dict`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _does_not_load_an_optimizer_with_state_for_some_parameters() -> None:
     state, optim_state = graphshard.full_state_dict(model, optims[0])
     graphshard.load_full_state_dict(model, state, optims[1], optim_state)
     assert list(optims[1].state) == [model.up.weight]
-    if dist.get_rank() == 0:  # on the others, another error
+    if dist.get_rank() == 0:  # other ranks raise a different error
         with pytest.raises(RuntimeError, match="Missing optimizer state"):
             set_optimizer_state_dict(model, optims[2], optim_state, options=SAVE)
 
@@ -144,7 +144,7 @@ def _sends_all_rows_to_all_ranks() -> None:
     num_bytes = sum(param.nbytes for param in MLP().parameters())
     recording.clear()
     graphshard.load_full_state_dict(model, state)
-    # It broadcasts names, shapes and dtypes only.
+    # Torch broadcasts only names, shapes and dtypes.
     assert all(event.dtype != torch.float32 for event in recording.events("broadcast"))
     recording.clear()
     set_model_state_dict(model, state, options=LOAD)

@@ -1,7 +1,7 @@
 """Ranks whose batches differ so much that they trace different graphs.
 
-A last batch of one sample on one rank, lists of different lengths. Results match the unsharded
-model.
+Examples are a last batch of one sample on one rank, and lists of different lengths. Results match
+the unsharded model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIM = 16
 
 
 class Encoder(nn.Module):
-    """Encoder that traces a batch of one sample differently, with its weights in another order."""
+    """Encoder whose trace for one sample is different, with the weights in a different order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Encoder(nn.Module):
 
 
 def _sequences(step: int, sizes: Sequence[int]) -> list[Tensor]:
-    """Return a batch for each rank, of the given number of samples."""
+    """Return a batch for each rank, with the given numbers of samples."""
     return [torch.randn(n, 5, DIM, generator=generator(step, r)) for r, n in enumerate(sizes)]
 
 
@@ -56,7 +56,7 @@ def test_last_batch_of_one_sample_on_one_rank(sizes: Any, overlap: bool) -> None
 
 
 class Positions(nn.Module):
-    """Model whose parameter's gradient is an expanded tensor for one sample, and a sum for two."""
+    """Model with a parameter whose gradient is an expanded tensor for one sample, a sum for two."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """FSDP2's own tests of mixed precision in wrapped modules.
 
-`overrides` name the same modules, and results are those of FSDP2, bitwise except in float16, on two
-ranks.
+`overrides` select the same modules. On two ranks, results are bitwise those of FSDP2, except in
+float16.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Tupled(NamedTuple):
 
 
 class Containers(nn.Module):
-    """Model whose parts exchange tensors in containers."""
+    """Model whose parts pass tensors in containers."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class InContainer(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """Model whose second part takes an extra float32 input that no layer has produced."""
+    """Model whose second part takes an additional float32 input that no layer computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Sizes(nn.Module):
     """Model whose loss depends on the dtypes of the inputs of its parts.
 
     Args:
-        dtype: dtype to which the model itself casts an input of the second part.
+        dtype: dtype to which the model itself casts one input of the second part.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -149,7 +149,7 @@ PARTS = {"first": HALF, "second": HALF}
 LAYERS = {"0": HALF, "1": HALF, "2": HALF}
 
 Policies = dict[str, MixedPrecisionPolicy]
-"""Policy of each module that FSDP2 wraps, by FQN; "" is the model."""
+"""Policy of each module that FSDP2 wraps, by FQN; "": the model itself."""
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Policies]] = {
     "dataclasses": (lambda: Containers("dataclass"), {"": HALF, **PARTS}),
@@ -224,7 +224,7 @@ def test_batch_norm_with_float32_buffers() -> None:
     policy = {"mp_policy": HALF}
     overrides = dict.fromkeys("012", policy)
     model = _batch_norm()
-    # Not aot_eager: on a CPU, ATen refuses float32 buffers with bfloat16 weights, even unsharded.
+    # Not aot_eager: on a CPU, ATen does not support float32 buffers with bfloat16 weights.
     compiled = compile_sharded(model, compiler="inductor", overrides=overrides, **policy)
     for _ in range(2):
         y = compiled(torch.randn(4, 7))

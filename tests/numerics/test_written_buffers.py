@@ -1,6 +1,6 @@
-"""Forwards that read a buffer and then write it: recomputation in backward reads the old value.
+"""Forwards that read a buffer, then write it: recomputation in backward reads the old value.
 
-Plain ``torch.compile`` silently reads the new one (2.11 to 2.13).
+Plain ``torch.compile`` silently reads the new value (2.11 to 2.13).
 """
 
 from __future__ import annotations

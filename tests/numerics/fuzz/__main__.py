@@ -18,12 +18,12 @@ from tests.numerics.fuzz.shrink import fails_unsharded, failure, headline, shrin
 def main() -> int:
     """Run the cases; return 1 if any of them failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.numerics.fuzz", description=__doc__)
-    parser.add_argument("--seeds", "--seed", required=True, help="such as 123, or 1,7,100:500")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after that")
-    parser.add_argument("--blocks", type=int, default=5, help="of a model at most")
+    parser.add_argument("--seeds", "--seed", required=True, help="e.g. 123 or 1,7,100:500")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
+    parser.add_argument("--blocks", type=int, default=5, help="maximum number of blocks")
     parser.add_argument("--split", action="store_true", help="add tensor parallelism")
-    parser.add_argument("--shrink", action="store_true", help="drop what a failure does not need")
-    parser.add_argument("--verbose", action="store_true", help="tracebacks, and times of cases")
+    parser.add_argument("--shrink", action="store_true", help="reduce failing cases")
+    parser.add_argument("--verbose", action="store_true", help="print tracebacks and times")
     arguments = parser.parse_args()
     seeds = [seed for part in arguments.seeds.split(",") for seed in _range(part)]
     failed = num_run = 0
@@ -40,7 +40,7 @@ def main() -> int:
         if text is None:
             continue
         if fails_unsharded(case, text):
-            print(f"fails by plain torch.compile, too: {case}\n    {headline(text)}", flush=True)
+            print(f"plain torch.compile fails, too: {case}\n    {headline(text)}", flush=True)
             continue
         failed += 1
         print(f"FAILED {case}\n    {headline(text)}", flush=True)

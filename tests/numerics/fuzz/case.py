@@ -1,7 +1,7 @@
 """Random cases for the fuzz tests, as plain data.
 
-A model, graphshard's options, and a training loop. `draw(seed)` returns the same case on every
-machine.
+A case has a model, graphshard's options, and a training loop. `draw(seed)` returns the same case on
+every machine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PRECISIONS = ("float64", "float32", "bf16", "bf16_reduced_in_float32", "autocast
 EXACT = ("float64", "float32")
 ENTRANCES = ("in_place", "function", "shard", "partial", "method", "own_forward")
 FUNCTIONS = ("function", "partial", "method")
-"""Entrances through which Dynamo compiles a function."""
+"""Entrances that make Dynamo compile a function."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One random model and training loop; a default means nothing special.
+    """One random model and training loop. Defaults are the simplest values.
 
     Attributes:
         seed: seed of parameters and batches.
@@ -37,8 +37,8 @@ class Case:
         entry: kind of input: "floats", or "tokens", whose embedding is tied to the head.
         output: kind of result; "loss" is a scalar.
         frozen: whether each parameter of the blocks is frozen, repeated cyclically.
-        mesh: sizes of the mesh axes; two axes are replicas and shards.
-        splits: number of ranks over which tensor parallelism splits the blocks in `SPLIT`.
+        mesh: sizes of the mesh axes: (shards,) or (replicas, shards).
+        splits: number of tensor-parallel ranks for the blocks in `SPLIT`.
         reshard: ``reshard_after_forward``.
         overrides: (glob, option, value) triples; a glob that matches a block covers its parameters.
         ignored: indices of ``ignored_params``, among the floating-point parameters.
@@ -50,22 +50,22 @@ class Case:
             "partial" (of the module); "method" (the bound forward); "shard" (a module that is
             sharded already); "own_forward" (a module whose forward is a ``functools.partial``).
         dynamic: ``dynamic`` of ``torch.compile``.
-        sync: whether ranks start with different values, which the first rank's replace.
+        sync: whether ranks start with different values, replaced by the first rank's.
         steps: number of optimizer steps.
         micros: microbatches per step.
         reduces_micros: whether every microbatch reduces its gradients; otherwise all but the last
             run under ``no_sync``.
-        rows: how batch sizes differ: "same", "by_step", "by_rank" or "by_both".
-        thaw: whether only the first block parameter is frozen from the second step on.
-        evaluation: mode of an evaluation between steps: "no_grad", "inference_mode" or "" (none).
+        rows: variation of batch sizes: "same", "by_step", "by_rank" or "by_both".
+        thaw: whether, from the second step on, only the first block parameter is frozen.
+        evaluation: mode for evaluation between steps: "no_grad", "inference_mode" or "" (none).
         forwards: number of forwards per backward.
         optimizer: "sgd", "momentum" or "adamw".
         early: whether the optimizer is built before the first step.
-        zeroes: whether gradients are set to zero instead of None between steps.
+        zeroes: whether to set gradients to zero instead of None between steps.
         hooks: names in `HOOKS`, registered before the model is compiled.
-        writes: name in `WRITES_OF_DATA` of a change of all parameters between steps, or "".
-        stale: whether a last backward runs after the parameters of its forward have changed.
-        thread: whether forward and backward run in a new thread.
+        writes: name in `WRITES_OF_DATA` of the change to all parameters between steps, or "".
+        stale: whether to change parameters between the last forward and its backward.
+        thread: whether to run forward and backward in a new thread.
     """
 
     seed: int
@@ -121,7 +121,7 @@ class Case:
 
 
 def walk(blocks: tuple[Block, ...]) -> Iterator[Block]:
-    """Yield blocks and the blocks nested in them."""
+    """Yield blocks, nested ones included."""
     for block in blocks:
         yield block
         if block[0] in WRAPPERS:
@@ -133,7 +133,7 @@ def draw(seed: int, max_blocks: int = 5, *, splits: bool = False) -> Case:
 
     Args:
         max_blocks: largest number of top-level blocks; with fewer, cases run faster.
-        splits: whether tensor parallelism splits some blocks.
+        splits: whether to apply tensor parallelism to some blocks.
     """
     rng = Random(seed)
     values: dict[str, Any] = {"seed": seed, **_training(rng), **_strategy(rng), **_pipeline(rng)}
@@ -148,7 +148,7 @@ def draw(seed: int, max_blocks: int = 5, *, splits: bool = False) -> Case:
 
 
 def _split(rng: Random, blocks: tuple[Block, ...]) -> dict[str, Any]:
-    """Draw a mesh with tensor parallelism, and replace some blocks by ones that it splits."""
+    """Draw a mesh with a tensor-parallel axis, and make some blocks tensor-parallel."""
 
     def replaced(block: Block, share: float) -> Block:
         kind, *parts = block
@@ -178,7 +178,7 @@ def _block(rng: Random, depth: int) -> Block:
     special = rng.random()
     if special < 0.25:
         return ("linear",)
-    if special < 0.4:  # an earlier block again, or a linear tied to an earlier one
+    if special < 0.4:  # reuse an earlier block, or a linear tied to one
         return (rng.choice(("again", "tied")), rng.randint(0, 20))
     return (rng.choice((*MODULES, *FORMULAS)),)
 
@@ -268,9 +268,9 @@ def _habits(rng: Random) -> dict[str, Any]:
 def _allowed(case: Case) -> Case:
     """Return the case without combinations that README or torch rules out."""
     changes: dict[str, Any] = {}
-    if case.rows != "same":  # tensor parallelism splits even numbers of rows only
+    if case.rows != "same":  # sequence parallelism requires an even number of rows
         case = replace(case, blocks=_without_kind("split_sequence", case.blocks))
-    if case.rows == "by_both":  # plain torch.compile, too, fails on it with two dynamic sizes
+    if case.rows == "by_both":  # fails in plain torch.compile with two dynamic sizes
         case = replace(case, blocks=_without_kind("split_rows", case.blocks))
     if case.precision != "float64":
         changes["blocks"] = tuple(_steady(block) for block in case.blocks)
@@ -282,11 +282,11 @@ def _allowed(case: Case) -> Case:
         changes["overrides"] = tuple(o for o in case.overrides if o[1] != "shard")
         blocks = (("linear",), *changes["blocks"])
         changes["blocks"] = tuple(map(_without_breaks, blocks))  # eager parts do not compute in fp8
-    if case.kinds() & WRITES:  # under a budget, torch's own partitioner repeats the writes
+    if case.kinds() & WRITES:  # with a budget, torch's partitioner repeats the writes
         budget = "activation_memory_budget"
         changes["schedule"] = tuple(item for item in case.schedule if item[0] != budget)
     if "buffers" in case.kinds():
-        # torch's partitioner may save a buffer that the next forward writes.
+        # Torch's partitioner may save a buffer that the next forward overwrites.
         changes["forwards"] = 1
     if changes.get("ignored", case.ignored):
         changes["sync"] = False  # ignored parameters keep each rank's own values
@@ -295,7 +295,7 @@ def _allowed(case: Case) -> Case:
     if case.entrance == "method":  # a bound forward skips the hooks of its module
         changes["hooks"] = tuple(hook for hook in case.hooks if not hook.startswith("root"))
     if case.entrance in FUNCTIONS and case.kinds() & BREAKS:
-        changes["sync"] = False  # an eager part may run before values are synchronized
+        changes["sync"] = False  # an eager part may run before the sync
     if changes.get("compiler", case.compiler) == "inductor":  # each kernel takes a second
         changes |= {"blocks": case.blocks[:2], "micros": 1, "rows": "same", "forwards": 1}
     blocks = tuple(_without_writes(block) for block in changes.get("blocks", case.blocks))
@@ -313,7 +313,7 @@ UNSTEADY = frozenset(name for name, formula in FORMULAS.items() if formula.jumps
     "fixed_norm",
     "pair",
 }
-"""Blocks that amplify rounding too much to compare, or that half precision lacks on a CPU."""
+"""Blocks that amplify rounding errors too much, or that CPUs do not support in half precision."""
 
 
 def _steady(block: Block) -> Block:
@@ -341,7 +341,7 @@ def _without_breaks(block: Block) -> Block:
 
 
 def _without_tables(block: Block, inside: bool = False) -> Block:
-    """Replace blocks that list parameters in an eager part, where the list holds DTensors."""
+    """Replace blocks whose eager parts list parameters, since they would get DTensors."""
     kind, *rest = block
     if kind in WRAPPERS:
         inside |= kind == "outside" or _is_recomputed_by_python(block)
@@ -351,7 +351,7 @@ def _without_tables(block: Block, inside: bool = False) -> Block:
 
 
 def _is_recomputed_by_python(block: Block, outside: bool = False) -> bool:
-    """Return whether the block has a checkpoint that Dynamo cannot trace and leaves to Python."""
+    """Return whether the block has a checkpoint that Dynamo cannot trace and runs in Python."""
     kind, *rest = block
     if kind not in WRAPPERS:
         return False
@@ -366,7 +366,7 @@ def _breaks(block: Block) -> bool:
 
 
 def _without_writes(block: Block, inside: bool = False) -> Block:
-    """Replace blocks that a checkpoint would make write their buffers twice."""
+    """Replace blocks in checkpoints that would write their buffers twice."""
     kind, *rest = block
     if kind in WRAPPERS:
         return (kind, *(_without_writes(b, inside or kind == "checkpoint") for b in rest))

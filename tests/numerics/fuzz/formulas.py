@@ -1,7 +1,7 @@
 """Formulas that the leaves of a fuzzed model compute.
 
-Each maps an activation `x` `[rows, length, dim]` and some parameters, and uses another parameter
-shape, view, index or in-place op.
+Each takes an activation `x` `[rows, length, dim]` and parameters, and exercises a parameter shape,
+view, index or in-place op.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Formula:
     Attributes:
         compute: the function; its result has the shape of `x`.
         shapes: function from dim to the shapes of the parameters.
-        jumps: whether a rounding error in `x` may change the result a lot.
+        jumps: whether a rounding error in `x` can change the result substantially.
     """
 
     compute: Callable[..., Tensor]

@@ -1,6 +1,6 @@
 """What users do with a model besides training it.
 
-Read parameters in all the ways that Python allows, register hooks, and change ``p.data`` between
+They read parameters in all ways that Python allows, register hooks, and change ``p.data`` between
 steps.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Reader(nn.Module):
-    """A linear, two tied linears, and containers of parameters; `read` uses some of them."""
+    """Linears, two of them tied, and containers of parameters, some of which `read` uses."""
 
     def __init__(self, dim: int, read: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ TABLES: dict[str, Callable[[Reader, Tensor], Tensor]] = {
     "table": _table,
     "vector": _vector,
 }
-"""Reads that eager parts of a forward must not make, because they would get DTensors."""
+"""Reads that eager parts of a forward must not do, because they would get DTensors."""
 READS: dict[str, Callable[[Reader, Tensor], Tensor]] = {
     "slice": _slice,
     "copy": _copy,
@@ -184,7 +184,7 @@ def _give_full(param: nn.Parameter, plain: Tensor) -> None:
 
 
 def _swap_data(param: nn.Parameter, plain: Tensor) -> None:
-    """Swap another value in and out again, as users do with weight averages."""
+    """Swap in a value and swap it out again, as with weight averages."""
     before = param.data
     param.data = param.data * 0.5
     param.data = before * 0.9
@@ -202,11 +202,11 @@ WRITES_OF_DATA: dict[str, Callable[[nn.Parameter, Tensor], None]] = {
     "swap": _swap_data,
     "copy": _copy_data,
 }
-"""Functions that change a parameter between steps, given it and the plain copy's value."""
+"""Functions that change a parameter between steps, given the plain copy's value."""
 
 
 def write(kind: str, *models: nn.Module) -> None:
-    """Change the floating-point parameters of all models alike; the last model is plain."""
+    """Apply the same change to the floating-point parameters of all models; the last is plain."""
     values = [p.detach().clone() for p in models[-1].parameters()]
     for model in models:
         for param, value in zip(model.parameters(), values, strict=True):

@@ -26,7 +26,7 @@ class _Builder:
         self.linears: list[nn.Linear] = []
 
     def build(self, block: Block) -> nn.Module:
-        """Return the module of a block: a new one, or an earlier one to use again."""
+        """Return the module of a block: a new one, or an earlier one to reuse."""
         kind, *rest = block
         if kind in WRAPPERS:
             return Wrapper(kind, [self.build(part) for part in rest])

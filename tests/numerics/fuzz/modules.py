@@ -1,7 +1,7 @@
 """Blocks of a fuzzed model.
 
-Leaves, and wrappers that call other blocks twice, in a checkpoint, outside of the graph, or only
-sometimes. All map `[rows, length, dim]` to the same shape.
+These are leaves, and wrappers that call other blocks twice, in a checkpoint, outside of the graph,
+or conditionally. All map `[rows, length, dim]` to the same shape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.numerics.fuzz.habits import READERS
 
 Flag = bool
-"""Argument of every wrapper: whether blocks that run only sometimes run now."""
+"""Argument of every wrapper: whether to run conditional blocks."""
 
 
 class OverLength(nn.Module):
@@ -45,7 +45,7 @@ class OverLength(nn.Module):
 class OverRows(nn.Module):
     """Adapter for a module that takes `[rows * length, dim]`.
 
-    A BatchNorm in `OverLength` would fail in torch's own aot_eager: strides differ from the trace.
+    A BatchNorm in `OverLength` fails in torch's own aot_eager: strides differ from the trace.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -213,25 +213,25 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
     "experts": Experts,
     **READERS,
 }
-"""Leaves that any case may have."""
+"""Leaves available in every case."""
 
 
 class Split(nn.Sequential):
-    """Layers with a plan that splits them by tensor parallelism."""
+    """Layers with a tensor-parallel plan."""
 
     def __init__(self, plan: dict[str, ParallelStyle], *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.plan = plan
 
     def parallelize(self, tp: DeviceMesh) -> None:
-        """Split the layers over the ranks of `tp`; the styles of "" are for the whole block."""
+        """Parallelize the layers over the ranks of `tp`; the style of "" is for the whole block."""
         parallelize_module(self, tp, {name: style for name, style in self.plan.items() if name})
         if "" in self.plan:
             parallelize_module(self, tp, self.plan[""])
 
 
 class Heads(nn.Module):
-    """Causal attention with heads of 4 dims, as many as its inputs have room for."""
+    """Causal attention with heads of 4 dims; the input size gives their number."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[rows, length, 12 * heads]` to `[rows, length, 4 * heads]`."""
@@ -284,11 +284,11 @@ SPLIT: dict[str, Callable[[int], nn.Module]] = {
         nn.Linear(6, dim),
     ),
 }
-"""Blocks that tensor parallelism splits over two ranks."""
+"""Tensor-parallel blocks, for two ranks."""
 
 
 class Wrapper(nn.Module):
-    """Module that calls its parts by a function in `WRAPPERS`."""
+    """Module that calls its parts through a function in `WRAPPERS`."""
 
     def __init__(self, kind: str, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -357,4 +357,4 @@ WRAPPERS: dict[str, Callable[[Wrapper, Tensor, Flag], Tensor]] = {
 BREAKS = frozenset({"break", "outside"})
 """Wrappers that cause a graph break."""
 WRITES = frozenset({"batch_norm", "fixed_norm", "buffers"})
-"""Leaves that write buffers; in a checkpoint they would write twice."""
+"""Leaves that write buffers; in a checkpoint, they would write twice."""

@@ -1,4 +1,4 @@
-"""Each rank's plain copy of a case's model, and how losses are computed."""
+"""Each rank's plain copy of a case's model, and the loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLICIES = {
 
 
 def run_unsharded(case: Case) -> None:
-    """Train the plain copy under torch's own backend; graphshard is not to blame if this fails."""
+    """Train the plain copy with torch's own backend; a failure is not graphshard's."""
     plain = Plain(case)
     plain.computes = torch.compile(
         plain.computes, backend="aot_eager_decomp_partition", dynamic=case.dynamic
@@ -46,7 +46,7 @@ class Plain:
     """One rank's unsharded copy of a case's model.
 
     Attributes:
-        values: model with the parameters and gradients in their original dtypes.
+        values: model with parameters and gradients in their original dtypes.
         computes: model that runs forward and backward, with parameters in the compute dtype.
     """
 
@@ -100,7 +100,7 @@ class Plain:
         """Average the gradients of this step over all ranks.
 
         Args:
-            before: gradients from before this step, which are averaged already.
+            before: gradients from before this step, already averaged.
         """
         for name, value in self.values.named_parameters():
             if value.grad is None or id(value) in self.ignored:
@@ -122,7 +122,7 @@ def compute_loss(case: Case, model: Callable[..., Any], x: Tensor, given: bool) 
 
 
 def prepared(case: Case, seed: int) -> Model:
-    """Return a case's model with values drawn from `seed`, frozen parameters, and hooks."""
+    """Build a case's model: draw values from `seed`, freeze parameters, register hooks."""
     torch.manual_seed(seed)
     model = Model(case)
     floats = (p for p in model.blocks.parameters() if p.is_floating_point())
@@ -167,7 +167,7 @@ def _by_torchao(model: nn.Module) -> nn.Module:
     def chosen(module: nn.Module, fqn: str) -> bool:
         return type(module) is nn.Linear and fits_fp8(f"{fqn}.weight", tuple(module.weight.shape))
 
-    # torchao replaces a shared module only where it first occurs; replace the other occurrences.
+    # torchao replaces only the first occurrence of a shared module: replace the others.
     names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     model = convert_to_float8_training(model, module_filter_fn=chosen)
     converted = {id(module): model.get_submodule(name) for name, module in reversed(names.items())}

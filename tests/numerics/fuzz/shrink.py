@@ -32,7 +32,7 @@ def fails_unsharded(case: Case, text: str) -> bool:
 
 
 def headline(text: str) -> str:
-    """Return the line of an error text that says what is wrong."""
+    """Return the line of an error text that describes the error."""
     lines = [line for line in text.strip().splitlines() if line and not line.startswith(" ")]
     errors = [
         line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|Unsupported)", line)
@@ -41,13 +41,13 @@ def headline(text: str) -> str:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Return whether two headlines seem to have the same cause."""
+    """Return whether two headlines probably have the same cause."""
     words = [re.sub(r"[\d.e+-]+|rank|blocks\S*", "", line)[:40] for line in (one, other)]
     return words[0] == words[1]
 
 
 def shrink(case: Case, line: str) -> Case:
-    """Remove parts of a case, in at most `MAX_TRIES` runs, while it fails with headline `line`."""
+    """Remove parts of a case while it fails with headline `line`, in at most `MAX_TRIES` runs."""
     tries = 0
     smaller = True
     while smaller:
@@ -64,7 +64,7 @@ def shrink(case: Case, line: str) -> Case:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Yield variants of the case with one thing removed or back at its default."""
+    """Yield variants of the case with one part removed or one field reset to its default."""
     for blocks in _fewer(case.blocks):
         yield replace(case, blocks=blocks)
     for field in fields(case):

@@ -1,7 +1,7 @@
 """Train one case.
 
-A sharded model next to one plain copy per rank, whose gradients are averaged as in DDP. Every rank
-calls `run_trial`.
+Compares a sharded model with one plain copy per rank, whose gradients are averaged as in DDP. Every
+rank calls `run_trial`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tests.numerics.fuzz.plain import (
 )
 
 TOLERANCE = {"float64": 1e-7, "float32": 1e-4, "fp8": 0.15}
-"""Allowed relative error by precision. In low precision, an error may also be twice the plain
-copy's own rounding error. Gradients in fp8 have two mantissa bits."""
+"""Allowed relative error by precision. In low precision, twice the plain copy's own rounding error
+is allowed, too. Gradients in fp8 have two mantissa bits."""
 ROUGH = 0.06  # for precisions without an entry in TOLERANCE
 FLOOR = 1e-2
-"""Smallest norm that an error is relative to, as a fraction of the largest gradient's norm."""
+"""Lower bound of the norm in relative errors, as a fraction of the largest gradient's norm."""
 LOSS = 10.0
-"""Replaces the largest gradient's norm when comparing losses, since their sums may cancel."""
+"""Replaces the largest gradient's norm when comparing losses, whose terms may cancel."""
 WIDE_SUMS = {
     "float64": MixedPrecisionPolicy(reduce_dtype=torch.float64),
     "float32": MixedPrecisionPolicy(reduce_dtype=torch.float64),
@@ -73,12 +73,12 @@ class _Trial:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        # The ranks over which tensor parallelism splits the model get the same batches.
+        # Tensor-parallel ranks of one model get the same batches.
         self.rank = dist.get_rank() // case.splits
         self.mesh, tp = _meshes(case)
         self.faults: list[str] = []
         self.plain = Plain(case)
-        # In low precision, a float32 copy shows how much rounding to expect.
+        # In low precision, a float32 copy determines the expected rounding.
         exact = replace(case, precision="float32")
         self.exact = None if case.precision in EXACT else Plain(exact)
         self.model = prepared(case, case.seed + (dist.get_rank() if case.sync else 0))
@@ -97,7 +97,7 @@ class _Trial:
         backend = graphshard.backend(mesh, **self.options)
         keywords = {
             "backend": backend,
-            # Dynamo leaves modules with backward hooks to Python.
+            # Dynamo runs modules with backward hooks in Python.
             "fullgraph": not (case.kinds() & BREAKS or "head_backward" in case.hooks),
             "dynamic": case.dynamic,
         }
@@ -146,7 +146,7 @@ class _Trial:
             pool.submit(function, *args).result()
 
     def _backward_of_old_values(self) -> None:
-        """Change parameters before backward; expect an error, or gradients of the old values."""
+        """Change parameters before backward; expect an error or gradients for the old values."""
         x, given = batch(self.case, self.case.steps, 0, self.rank), flag(self.case, 0, 0)
         before = [plain.begin_step() for plain in self._plains()]
         loss = compute_loss(self.case, self.compiled, x, given)
@@ -233,7 +233,7 @@ class _Trial:
         *,
         scale: float = 0.0,
     ) -> None:
-        """Record a fault if two tensors differ by more than allowed."""
+        """Record an error if two tensors differ by more than allowed."""
         if ours is None or theirs is None:
             if (ours is None) != (theirs is None):
                 sizes = [None if t is None else float(whole(t).norm()) for t in (ours, theirs)]
@@ -254,7 +254,7 @@ class _Trial:
             self.faults.append(f"{what}: relative error {difference / size:.1e}{values}")
 
     def _raise_together(self) -> None:
-        """Raise an AssertionError on every rank if any rank has recorded a fault."""
+        """Raise an AssertionError on every rank if any rank has recorded an error."""
         found: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(found, self.faults)
         if any(found):
@@ -281,7 +281,7 @@ def _thaw(model: nn.Module) -> None:
 
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     params = list(model.parameters())
-    if case.optimizer == "adamw":  # with this eps, gradients of pure rounding error have no effect
+    if case.optimizer == "adamw":  # large eps: suppresses gradients of pure rounding error
         return torch.optim.AdamW(params, lr=0.01, eps=1e-2, foreach=False if case.ignored else None)
     momentum = 0.9 if case.optimizer == "momentum" else 0.0
     return torch.optim.SGD(
@@ -290,7 +290,7 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the mesh to shard over, and that of tensor parallelism, if any."""
+    """Return the mesh to shard over, and the tensor-parallel mesh, if any."""
     names = ("replicate", "shard")[-len(case.mesh) :]
     if case.splits == 1:
         return init_device_mesh("cpu", case.mesh, mesh_dim_names=names), None
