@@ -33,36 +33,34 @@ HEADERS = (
 )  # fmt: skip
 
 
-NOTE = f"""{DEVICE}, bf16 (but for float32 and autocast), SGD with momentum. Nothing ran on a GPU.
-"kernels": of a step but for the optimizer's; "unsharded": of torch.compile alone. "planned": by the
-plan of the graph. "peak MB, step": all that is alive, the optimizer's state among it; "FSDP2": that
-of eager FSDP2, a group for each layer, where it trains so. "refused": kernels of
-{", ".join(TARGETS)} (fp8: the latter two) that do not compile. "faults": launches and waits that
-are not in the plan's order, and races.
+NOTE = f"""{DEVICE}, bf16 (except for float32 and autocast), SGD with momentum. No GPU was used.
+"kernels": per step, without the optimizer's; "unsharded": of plain torch.compile. "planned": peak
+in the graph's plan. "peak MB, step": all live memory, including optimizer state; "FSDP2": the same
+for eager FSDP2 with one group per layer, if it supports the strategy. "refused": kernels for
+{", ".join(TARGETS)} (fp8: the latter two) that do not compile. "faults": launches and waits out of
+the planned order, and races.
 
-Where a graph needs more than planned, its sizes are others than those of the batch that was planned
-for (convnet, dynamic shapes: the first batch has half as many rows), or copies of shards with
-channels last are 2 % of a wide convnet's few megabytes. Where it needs less, Inductor has in one
-kernel what is two in the plan, and frees what that reads earlier (llama, ZeRO-2: the gradients of
-both factors of SwiGLU; moe, hpZ and autocast).
+Graphs need more than planned if sizes differ from the planned batch (convnet, dynamic shapes: the
+first batch has half as many rows), or because channels-last copies of shards take 2 % of a wide
+convnet's few megabytes. They need less if Inductor fuses two planned kernels and frees their inputs
+earlier (llama, ZeRO-2: the gradients of both factors of SwiGLU; moe, hpZ and autocast).
 
-Where there are more kernels than without shards: hpZ copies each weight that backward gathers again
-into a shard of its own, and fills up its rows; a replicated parameter is cast by itself, and not
-with a bucket. These two strategies are outside of the bound that `make test` holds others to. Where
-a step needs more than FSDP2's (llama, ZeRO-3 at 1,024 ranks: 1,663 MB against 1,422): a
-collective of so many ranks costs latency most of all, so few large buckets are chosen, and all of
-one is gathered at once. `SchedulePolicy(memory_budget_gb=...)` limits it.
+Two strategies launch more kernels than unsharded models, and exceed the bound of `make test`: hpZ
+copies each weight that backward gathers again into its own shard and pads its rows; a replicated
+parameter is cast separately, not with a bucket. A step may need more memory than FSDP2's (llama,
+ZeRO-3 at 1,024 ranks: 1,663 MB against 1,422): with so many ranks, latency dominates the cost of a
+collective, so the planner chooses few large buckets, each of which is gathered at once.
+`SchedulePolicy(memory_budget_gb=...)` limits that memory.
 
-What these steps showed in this project, and what was mended: fp8 products had layouts that cuBLASLt
-does not take; copies into buckets and out of them were a kernel for each tensor; a step under
-offload waited for each tensor and not for each copy; launches and waits left their order where
-Inductor fuses kernels, and dead buffers were kept for later ones; an average over replicas kept
-what its reduction had sent; stowed activations were written when their copy began, and laid out
-anew on the host; a synchronization in a graph had gathered parameters saved for backward; an
-activation was written twice, as a product reads it and as a view of it is saved; padding of kept
-parameters was not planned for, and what is free within a step was; the zeros that an embedding's
-gradient is added to were made before the wait that frees room for them. Convolutions had been
-copied to channels last: the stand-in for a GPU had no cuDNN."""
+Bugs that these checks found, all fixed: fp8 matmul layouts that cuBLASLt rejects; copy-in and
+copy-out with one kernel per tensor; offload that waited per tensor instead of per copy; launches
+and waits reordered by Inductor's fusion, with dead buffers kept for reuse; an average over replicas
+that kept its reduction's input alive; offloaded activations overwritten during their copy, and
+copied to another layout on the host; a synchronization in a graph that made forward save gathered
+parameters; an activation stored twice, in the layout of a matmul and as a saved view; unplanned
+padding of kept parameters, and memory freed within a step that was planned as live; zeros for an
+embedding's gradient allocated before the wait that frees memory for them; convolutions copied to
+channels-last, since the simulated GPU had no cuDNN."""
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""Real models and other people's training loops, sharded by graphshard."""
+"""Real models and the training loops of other frameworks, sharded by graphshard."""

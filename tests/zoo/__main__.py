@@ -2,9 +2,9 @@
 
     python -m tests.zoo [--only NAME ...] [--out benchmarks/results/integrations.md]
 
-The training loops are those of the tests, on 2 gloo ranks. The row of a framework that is not
-installed says so. torchtitan needs other versions of some packages than the rest, so it may need an
-environment of its own.
+The training loops are those of the tests, on 2 gloo ranks. Frameworks that are not installed are
+marked as such. torchtitan may need a separate environment, since it requires other versions of some
+packages.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .launched import call
 
 STEPS = 20
 NOTE = f"""2 CPU ranks over gloo, {STEPS} steps; `aot_eager`. Accelerate, Trainer, SFTTrainer,
-Lightning and Fabric train a small Llama of `transformers`, two microbatches in each step, clipped,
-by SGD; torchtitan its Qwen3 mixture of experts with activation checkpointing by AdamW; the plain
-loop a Llama by SGD.
+Lightning and Fabric train a small Llama of `transformers` with two microbatches per step, gradient
+clipping and SGD; torchtitan trains its Qwen3 mixture of experts with activation checkpointing and
+AdamW; the plain loop trains a Llama with SGD.
 
-- "loss": the largest relative difference of a loss from the peer's. SFTTrainer trains by its
-  defaults, in bfloat16 with checkpointing; the others in float32 (torchtitan's experts compute in
-  bfloat16). torchtitan's FSDP2 makes the loss in chunks, whose rounding changes which
-  experts tokens go to: `whole_loss` is beside its FSDP2 with the loss in one piece.
-- "saved": what is saved, whole, is loaded by a plain model, and is bitwise what was trained.
-- "resumed": a training that goes on from a checkpoint ends bitwise as one that was not interrupted;
-  of torchtitan what its Llama3 logs, losses and norms of gradients, is compared.
-- "lines": of a script that a user changes.
+- "loss": largest relative difference of a loss from the peer's. SFTTrainer uses its defaults,
+  bfloat16 and checkpointing; the others use float32 (torchtitan's experts compute in bfloat16).
+  torchtitan with FSDP2 computes the loss in chunks, whose rounding changes the routing of tokens to
+  experts; `whole_loss` compares with FSDP2 with the loss in one piece.
+- "saved": a plain model loads the saved full weights, which are bitwise those trained.
+- "resumed": a run resumed from a checkpoint ends bitwise like an uninterrupted one; for torchtitan,
+  the logged losses and gradient norms of its Llama3 are compared.
+- "lines": number of lines that change in a user's script.
 
-"–": not asked of this framework's loop here. SFTTrainer resumes as the Trainer does."""
+"–": not tested with this loop. SFTTrainer resumes like the Trainer."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Row:
     Attributes:
         name: name of the framework.
         package: package whose version is shown.
-        peer: what the framework is compared with, "DDP" or "FSDP2".
+        peer: implementation to compare with, "DDP" or "FSDP2".
         script: file of the training loop.
-        lines: number of lines that a user's script changes.
+        lines: number of lines that change in a user's script.
         measure: function that trains in a folder and returns the results.
     """
 
@@ -89,7 +89,7 @@ def _on_ranks(
 
 
 def _kept(module: str, function: str, *args: Any) -> dict[str, bool]:
-    """Return whether both ranks saved and resumed exactly, in as few steps as the test uses."""
+    """Return whether both ranks saved and resumed exactly, with the number of steps of the test."""
     found = _on_ranks(module, function, *args, steps=None)
     return {
         "saved": all(kept.saved for kept in found),
@@ -172,13 +172,22 @@ def _cells(row: Row) -> list[object]:
 
 
 def main() -> None:
-    """Print or write the table."""
+    """Train with the frameworks; print the table or write it to a file."""
     parser = common.new_parser(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows of these packages")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only rows of these packages")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = [row for row in ROWS if args.only is None or row.package in args.only]
-    headers = ["framework", "version", "script", "beside", "loss", "saved", "resumed", "lines"]
+    headers = [
+        "framework",
+        "version",
+        "script",
+        "peer",
+        "loss",
+        "saved",
+        "resumed",
+        "lines",
+    ]
     paragraphs = [
         "# Inside other people's training loops",
         f"`python -m tests.zoo`, torch {torch.__version__}",

@@ -1,7 +1,7 @@
 """Helpers for tests of frameworks: `torchrun`'s environment, a model, data, and checkpoint checks.
 
-Frameworks read the environment that `torchrun` sets, and keep singletons, which outlive a test
-because rank processes stay alive.
+Frameworks read the environment set by `torchrun` and keep singletons, which outlive a test because
+rank processes stay alive.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .models import causal_batch, llama
 
 
 class Kept(NamedTuple):
-    """The bitwise checks of saving and resuming, on one rank.
+    """Results of the bitwise checks of saving and resuming on one rank.
 
     Attributes:
         saved: whether a plain model loads the saved weights.
-        resumed: whether a training resumed from a checkpoint ends like an uninterrupted one.
+        resumed: whether a run resumed from a checkpoint ends like an uninterrupted one.
     """
 
     saved: bool
@@ -32,12 +32,12 @@ class Kept(NamedTuple):
 
 
 def small_llama() -> PreTrainedModel:
-    """Return a Llama of one layer; with two, a test would compile for 50 % longer."""
+    """Return a Llama of one layer; with two, compilation would take 50 % longer."""
     return llama(num_hidden_layers=1)
 
 
 def same(values: dict[str, Tensor], model: nn.Module | dict[str, Tensor]) -> bool:
-    """Return whether ``values`` are bitwise equal to those of a plain model or a dictionary."""
+    """Return whether ``values`` are bitwise equal to those of a plain model or a dict."""
     others = model if isinstance(model, dict) else dict(model.named_parameters())
     return values.keys() <= others.keys() and all(
         torch.equal(v, others[n]) for n, v in values.items()
@@ -45,14 +45,14 @@ def same(values: dict[str, Tensor], model: nn.Module | dict[str, Tensor]) -> boo
 
 
 def updates(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the change of each weight of the small Llama by training from seed 0."""
+    """Return the change of each weight of the small Llama, trained from seed 0."""
     torch.manual_seed(0)
     before = dict(small_llama().named_parameters())
     return {name: value - before[name].detach() for name, value in weights.items()}
 
 
 def as_by_torchrun() -> None:
-    """Set the environment that torchrun would set, and reset Accelerate's singletons."""
+    """Set torchrun's environment variables, and reset Accelerate's singletons."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
@@ -60,7 +60,7 @@ def as_by_torchrun() -> None:
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Sequences of equal length, the same on every rank; frameworks distribute them over ranks."""
+    """Sequences of equal length, the same on all ranks; frameworks distribute them."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -77,7 +77,7 @@ def call(module: str, function: str, *args: Any, steps: int | None = None) -> An
     """Call a training loop of a test module in this folder.
 
     Args:
-        steps: value for the module's STEPS during the call; None keeps it.
+        steps: value of the module's STEPS during the call; None: unchanged.
     """
     loops: Any = importlib.import_module(f"tests.zoo.{module}")
     if steps is None:

@@ -1,6 +1,6 @@
-"""Models of other libraries than `transformers`: peft, diffusers and sentence-transformers.
+"""Models of libraries other than `transformers`: peft, diffusers and sentence-transformers.
 
-All are built from tiny configs, without a download and without dropout.
+All are built from tiny configs, without downloads or dropout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .models import causal_batch, llama
 from .words import WORDS, tokenizer
 
 Loss = Callable[[Any, Any], Tensor]
-"""``loss(model, batch)``; ``model`` is the model or its compiled form."""
+"""``loss(model, batch)``; ``model`` may be compiled."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Library:
 
     Attributes:
         build: function that builds the model with random weights.
-        batch: function that draws one batch; the generator differs by rank and step.
+        batch: function that draws a batch; the generator differs by rank and step.
         loss: function that computes the loss as the library's own training script does.
         one_graph: whether Dynamo traces the model without a graph break.
     """
@@ -53,19 +53,19 @@ def _adapted(config: str, **changes: Any) -> nn.Module:
     base = llama(num_hidden_layers=1)
     model = peft.get_peft_model(base, getattr(peft, config)(task_type="CAUSAL_LM", **changes))
     for name, param in model.named_parameters():
-        # Initially zeros or ones, with which gradients are zero or equal.
+        # Initially zeros or ones, for which gradients are zero or equal.
         if "lora_B" in name or "ia3" in name:
             nn.init.normal_(param, mean=float("ia3" in name), std=0.1)
     return model
 
 
 def dora() -> nn.Module:
-    """Return a Llama with DoRA, which takes the norm of the base plus its adapter."""
+    """Return a Llama with DoRA, which normalizes the sum of base and adapter weights."""
     return _adapted("LoraConfig", r=3, target_modules=["q_proj", "v_proj"], use_dora=True)
 
 
 def lora_with_saved_modules() -> nn.Module:
-    """Return a Llama with LoRA and a trained copy of its frozen head."""
+    """Return a Llama with LoRA and a trainable copy of its frozen head."""
     return _adapted("LoraConfig", r=3, target_modules=["q_proj"], modules_to_save=["lm_head"])
 
 
@@ -76,7 +76,7 @@ def ia3() -> nn.Module:
 
 
 def prompt_tuning() -> nn.Module:
-    """Return a Llama with trained embeddings before each text."""
+    """Return a Llama with trainable prompt embeddings."""
     return _adapted("PromptTuningConfig", num_virtual_tokens=5)
 
 
@@ -122,7 +122,7 @@ def dit() -> nn.Module:
 
 
 def noise_batch(rng: torch.Generator) -> dict[str, Tensor]:
-    """Return latents with noise, times, texts and classes."""
+    """Return noisy latents, timesteps, text embeddings and class labels."""
     return {
         "latents": torch.randn(2, CHANNELS, 8, 8, generator=rng),
         "noise": torch.randn(2, CHANNELS, 8, 8, generator=rng),
@@ -145,7 +145,7 @@ def unet_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def dit_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean squared error of the noise predicted for the class of each picture."""
+    """Return the mean squared error of the class-conditional noise prediction."""
     predicted = model(
         _noisy(batch), timestep=batch["times"], class_labels=batch["classes"], return_dict=False
     )[0]
@@ -173,22 +173,22 @@ def sentences() -> nn.Module:
         attention_probs_dropout_prob=0.0,
     )
     with tempfile.TemporaryDirectory() as folder:
-        # Without a pooler, on which no embedding of a sentence depends.
+        # Without a pooler, which sentence embeddings do not use.
         bert = transformers.BertModel(config, add_pooling_layer=False)
-        # Not by save_pretrained, which writes on the first rank only.
+        # Not with save_pretrained, which writes only on the first rank.
         bert.config.to_json_file(f"{folder}/config.json", use_diff=False)
         save_file(bert.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
         tokenizer().save_pretrained(folder)
         embed = Transformer(folder, model_kwargs={"add_pooling_layer": False})
     for name, param in embed.named_parameters():
-        if name.endswith("key.bias"):  # its gradient is zero but for rounding
+        if name.endswith("key.bias"):  # its gradient is zero except for rounding
             param.requires_grad_(False)
     pooling = Pooling(embed.get_embedding_dimension())
     return SentenceTransformer(modules=[embed, pooling, Normalize()], device="cpu")
 
 
 def pairs_batch(rng: torch.Generator) -> list[dict[str, Tensor]]:
-    """Return the features of three sentences, and of a positive example for each."""
+    """Return the features of three sentences, and of one positive example for each."""
     columns = []
     for length in (6, 9):
         ids = torch.randint(3, len(WORDS) + 3, (3, length), generator=rng)

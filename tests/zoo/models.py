@@ -1,7 +1,7 @@
-"""The models of the zoo: tiny, unmodified models of `transformers`, built without a download.
+"""The models of the zoo: tiny, unmodified models of `transformers`, built without downloads.
 
-They have no dropout, so trainings can be compared. The sizes of vocabularies and most MLPs are odd,
-so some shards are padded.
+They have no dropout, so that runs can be compared. Sizes of vocabularies and most MLPs are odd, so
+some shards are padded.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-if TYPE_CHECKING:  # the import takes seconds, which only ranks need to spend
+if TYPE_CHECKING:  # importing takes seconds, so only ranks do
     from transformers import PreTrainedModel
 
 VOCAB, LENGTH, LABELS = 101, 12, 5
-IGNORED = -100  # label of tokens that do not count in the loss
+IGNORED = -100  # label of tokens ignored by the loss
 
 Batch = dict[str, torch.Tensor]
 
@@ -74,7 +74,7 @@ def image_batch(generator: torch.Generator) -> Batch:
 
 
 def few_tokens_batch(generator: torch.Generator) -> Batch:
-    """Return so few tokens that most batches leave some expert without any."""
+    """Return so few tokens that in most batches some expert gets none."""
     return causal_batch(generator, rows=1, length=3)
 
 
@@ -91,7 +91,7 @@ _DECODER: dict[str, Any] = dict(
     eos_token_id=2,
     use_cache=False,
 )
-# Rows of experts are multiples of 16 bytes, which torch.nn.functional.grouped_mm requires.
+# grouped_mm requires rows of a multiple of 16 bytes.
 _MIXTURE: dict[str, Any] = dict(
     _DECODER, intermediate_size=44, num_local_experts=4, num_experts_per_tok=2
 )
@@ -117,7 +117,7 @@ def gpt2(**changes: Any) -> PreTrainedModel:
 def gpt2_with_loss(**changes: Any) -> PreTrainedModel:
     """Return a GPT-2 with its loss type set.
 
-    Otherwise transformers chooses the same loss, but logs a message that breaks the graph.
+    Otherwise transformers chooses the same loss but logs a message, which breaks the graph.
     """
     model = gpt2(**changes)
     model.loss_type = "ForCausalLM"
@@ -159,7 +159,7 @@ def bert(**changes: Any) -> PreTrainedModel:
 
 
 def t5(num_layers: int = 2) -> PreTrainedModel:
-    """Return a T5: an encoder and a decoder that share an embedding."""
+    """Return a T5, whose encoder and decoder share an embedding."""
     config = transformers.T5Config(
         vocab_size=VOCAB,
         d_model=32,
@@ -185,7 +185,7 @@ def vit() -> PreTrainedModel:
         image_size=16,
         patch_size=4,
         num_labels=LABELS,
-        # Otherwise the first forward infers and sets it, and Dynamo has to trace again.
+        # Otherwise, the first forward sets it, and Dynamo has to retrace.
         problem_type="single_label_classification",
     )
     return transformers.ViTForImageClassification(config)
@@ -197,7 +197,7 @@ def mixtral(**changes: Any) -> PreTrainedModel:
 
 
 def mixtral_eager() -> PreTrainedModel:
-    """Return a Mixtral that loops over the experts with tokens, which Dynamo cannot trace."""
+    """Return a Mixtral with a loop over experts that have tokens, which Dynamo cannot trace."""
     return mixtral(
         num_hidden_layers=1,
         experts_implementation="eager",
@@ -206,7 +206,7 @@ def mixtral_eager() -> PreTrainedModel:
     )
 
 
-# Dynamo of torch 2.11 cannot trace the copy.deepcopy with which T5 copies its config.
+# Dynamo in torch 2.11 cannot trace copy.deepcopy, with which T5 copies its config.
 _TRACES_DEEPCOPY = torch.__version__ >= (2, 13)
 
 ZOO: dict[str, Entry] = {
@@ -214,8 +214,7 @@ ZOO: dict[str, Entry] = {
     "gpt2-eager-attention": Entry(
         lambda: gpt2_with_loss(n_layer=1, attn_implementation="eager"), causal_batch
     ),
-    # Without a loss type, and with parameters that the loss does not depend on: cross attention
-    # without an encoder.
+    # Without a loss type, and with unused parameters: cross attention without an encoder.
     "gpt2-breaks-unused": Entry(
         lambda: gpt2(n_layer=1, add_cross_attention=True),
         causal_batch,

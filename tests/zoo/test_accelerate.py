@@ -1,6 +1,6 @@
 """Accelerate with `graphshard.integrations.accelerate.prepare`, compared with its DDP.
 
-It trains like DDP, saves full weights, and resumes bitwise from what it saved.
+It trains like DDP, saves full weights, and resumes bitwise from checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS, MICROBATCHES = 6, 2
 
 
 class Training:
-    """A typical loop: two microbatches per step, gradient clipping, a learning rate schedule."""
+    """A typical loop with two microbatches per step, gradient clipping and a scheduler."""
 
     def __init__(self, by: str, optimizer: str = "AdamW", **kwargs: Any) -> None:
         as_by_torchrun()
@@ -103,7 +103,7 @@ def test_accelerate_trains_like_ddp_in_bfloat16() -> None:
 
 
 def save_and_resume(folder: str) -> Kept:
-    """Save midway, along with a second model that has no optimizer, and resume from there."""
+    """Save midway, together with a second model without an optimizer, and resume."""
     path = Path(folder)
     first = Training("graphshard")
     teacher = _add_teacher(first)
@@ -166,7 +166,7 @@ def test_split_model_is_refused() -> None:
     as_by_torchrun()
     mesh = mesh_2d(dp=1)
     model = split(MLP, mesh)
-    for _ in range(2):  # the second time, it is also sharded
+    for _ in range(2):  # the model is sharded in the second call
         with pytest.raises(ValueError, match="tensor parallelism has split MLP"):
             prepare(Accelerator(cpu=True), model, mesh=mesh["dp"], compiler="aot_eager")
         graphshard.shard(model, mesh["dp"])

@@ -1,4 +1,4 @@
-"""Documentation that needs frameworks: docs/frameworks.md."""
+"""Code blocks of docs/frameworks.md, which need frameworks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _run_frameworks(folder: Path) -> int:
     names = common_names() | {
         "LIGHTNING": {"accelerator": "cpu", "devices": dist.get_world_size()},
         "args": TrainingArguments(str(folder), save_strategy="no", **small),
-        "accelerator": Accelerator(cpu=True),  # after TrainingArguments, which reset its state
+        "accelerator": Accelerator(cpu=True),  # after TrainingArguments, which resets its state
         "data": data,
         "policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32),
     }

@@ -1,4 +1,4 @@
-"""The examples on two ranks, of `torchrun` or, to spare their imports, of forked ranks."""
+"""The examples on two ranks, started by `torchrun` or, to save the imports, forked."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def _end(*started: subprocess.Popen[str]) -> str:
 
 
 def _on_two_nodes(example: str, *arguments: object) -> str:
-    """Run one rank on each of two nodes, both of which are this machine."""
+    """Run one rank on each of two nodes, both simulated on this machine."""
     launch = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
     launch += [f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--local_addr=127.0.0.1"]
     return _end(*[_start(example, launch, *arguments) for _ in range(2)])
 
 
 def pretrain_and_resume(folder: Path) -> Kept:
-    """Pretrain with the example on two nodes, and resume from the middle on one node."""
+    """Pretrain on two nodes with the example, and resume on one node from the middle."""
     small = ["--width=32", "--depth=1", "--length=32", "--batch=2", "--save-every=2", "--peak=0.1"]
     arguments = [f"--text={ROOT / 'README.md'}", "--steps=4", "--compiler=aot_eager", *small]
     first, again = folder / "first", folder / "again"
@@ -77,8 +77,7 @@ def pretrain_and_resume(folder: Path) -> Kept:
     return Kept(same(trained, plain), same(torch.load(again / "model.pt"), weights))
 
 
-# Replacements in train.py: a shorter training, a local model, and aot_eager, since Inductor would
-# take most of the time.
+# Replacements in train.py for speed: fewer steps, a local model, and aot_eager.
 SMALLER = {
     "= 1000, 4, 8, 100\n": "= 4, 2, 2, 2\n",
     "backend(mesh)": 'backend(mesh, compiler="aot_eager")',
@@ -89,7 +88,7 @@ SMALLER = {
 def test_training_resumes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (ROOT / "examples" / "train.py").read_text()
     for original, smaller in SMALLER.items():
-        assert code.count(original) == 1, f"{original!r} is not there once"
+        assert code.count(original) == 1, f"{original!r} must occur once"
         code = code.replace(original, smaller)
     (tmp_path / "train.py").write_text(code)
     torch.manual_seed(0)

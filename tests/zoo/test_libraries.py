@@ -1,4 +1,4 @@
-"""Models of peft, diffusers and sentence-transformers train like an unsharded copy.
+"""Models of peft, diffusers and sentence-transformers train like unsharded copies.
 
 Losses, gradients and parameters agree over three SGD steps.
 """

@@ -1,7 +1,7 @@
 """Lightning's Trainer and Fabric with graphshard, compared with their DDP.
 
 They train like DDP, reduce gradients only in the last microbatch of a step, and resume bitwise from
-what they saved.
+checkpoints.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Model(lightning.LightningModule):
 
 
 class Saves(lightning.Callback):
-    """Callback that saves a checkpoint in the middle of a fit, and keeps a copy of the weights."""
+    """Callback that saves a checkpoint in the middle of a fit and keeps a copy of the weights."""
 
     def __init__(self, path: str) -> None:
         self.path, self.weights = path, dict[str, torch.Tensor]()
@@ -102,7 +102,7 @@ def _fit(
         limit_val_batches=2,
         use_distributed_sampler=False,
     )
-    # Each epoch has the same two steps, because a resumed Lightning counts epochs differently.
+    # All epochs have the same two steps, since Lightning counts epochs differently after resuming.
     texts = Texts(2 * 2 * MICROBATCHES * dist.get_world_size())
     batches = DataLoader(texts, 2, sampler=DistributedSampler(texts, shuffle=False))
     held_out = DataLoader(Texts(8), 2) if validates else None
@@ -136,7 +136,7 @@ def test_lightning_fits_like_ddp_and_reduces_once_per_step(tmp_path: Path) -> No
 
 
 def resume(folder: str, distributed: bool) -> Kept:
-    """Resume from a checkpoint saved midway, and load it into a plain model, too."""
+    """Resume from a checkpoint saved midway; also load it into a plain model."""
     saving = {"save_distributed_checkpoint": distributed}
     through, again = Model(True, "AdamW"), Model(True, "AdamW")
     saves = Saves(f"{folder}/saved.ckpt")
@@ -165,7 +165,7 @@ def test_lightning_saves_and_resumes_bitwise(tmp_path: Path, distributed: bool) 
 
 
 def _refuse_strategy(folder: str) -> None:
-    # FSDPStrategy has no mesh either, but Lightning itself refuses it on a CPU.
+    # Not FSDPStrategy, which has no mesh either: Lightning rejects it on a CPU.
     owner = Model(True)
     trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
     with pytest.raises(ValueError, match="DDPStrategy, has no mesh: use strategy=ShardedStrategy"):

@@ -62,7 +62,7 @@ def _by_fsdp2(epochs: int = EPOCHS) -> dict[str, Tensor]:
 
 
 class Model(lightning.LightningModule):
-    """An MLP that is split over two ranks."""
+    """A tensor-parallel MLP on two ranks."""
 
     def __init__(self, parallelize_fn: Any = parallelize) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def _fit(
         default_root_dir=folder,
         use_distributed_sampler=False,
     )
-    # Lightning's own sampler shuffles; Fabric's, which its test uses, does not.
+    # Lightning's default sampler shuffles; Fabric's does not.
     sampler = DistributedSampler(_data(), 2, dist.get_rank() // 2, shuffle=False)
     trainer.fit(model, DataLoader(_data(), ROWS, sampler=sampler), ckpt_path=start)
 

@@ -1,6 +1,6 @@
 """Adapters on a frozen base: `peft`'s LoRA on a Llama compared with FSDP2, and an integer base.
 
-The base is sharded and gathered in its own dtype, and only gradients of adapters are reduced.
+The base is sharded and gathered in its own dtype; only gradients of adapters are reduced.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _num_bytes(params: Sequence[Tensor], world: int) -> int:
 
 
 def _check_bytes(compiled: Any, batch: Batch, plain: nn.Module) -> None:
-    """Assert that the base is gathered in its own dtype, and only adapters are reduced."""
+    """Assert that the base is gathered in its own dtype and only adapters are reduced."""
     recording.clear()
     model_loss(compiled, batch).backward()
     sent, world = recording.collectives(), dist.get_world_size()
@@ -83,7 +83,7 @@ def test_lora_trains_like_fsdp2(dtype: torch.dtype) -> None:
 
 
 class Packed(nn.Module):
-    """A linear layer of frozen integer weights with scales, plus a trained adapter.
+    """A linear layer of frozen integer weights with scales, plus a trainable adapter.
 
     Args:
         bits: bits per weight: 8 (int8), or 4 (two weights in a uint8).

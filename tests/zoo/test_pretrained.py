@@ -1,7 +1,7 @@
 """Pretrained models: reading checkpoints directly into shards, and saving them.
 
-`graphshard.integrations.transformers.from_pretrained` is compared with transformers' own on every
-rank, followed by `graphshard.shard`: parameters, buffers and random state are bitwise equal.
+`graphshard.integrations.transformers.from_pretrained` is compared with transformers' own followed
+by `graphshard.shard`: parameters, buffers and RNG state are bitwise equal on every rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _resnet() -> Any:
 
 
 def _untied() -> Any:
-    """Return a GPT-2 whose config says that weights are tied, although they differ."""
+    """Return a GPT-2 with different weights that are tied according to its config."""
     model = gpt2(tie_word_embeddings=False)
     model.config.tie_word_embeddings = True
     return model
@@ -54,7 +54,7 @@ def _untied() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, and how it is loaded.
+    """A checkpoint and how to load it.
 
     Attributes:
         build: function that builds the saved model.
@@ -159,7 +159,7 @@ def test_shards_equal_those_of_the_full_model(name: str, tmp_path: Path) -> None
 
 
 def _bytes_read(folder: Path) -> tuple[int, int, int]:
-    """Load a Mixtral; return the bytes read by this rank, of its state, and of all parameters."""
+    """Load a Mixtral; return the bytes that this rank read, of its state, and of all parameters."""
     import transformers
 
     from graphshard.integrations import pretrained
@@ -184,7 +184,7 @@ def _bytes_read(folder: Path) -> tuple[int, int, int]:
 
 
 def test_each_rank_reads_only_its_rows_and_experts(tmp_path: Path) -> None:
-    # The four experts of a Mixtral are separate tensors in the file, but one in the model.
+    # A Mixtral's four experts are separate tensors in the file, but one in the model.
     ZOO["mixtral"].build().save_pretrained(tmp_path)
     for read, shards, whole in ranks.run(2, _bytes_read, tmp_path):
         assert read <= shards < 0.6 * whole
@@ -213,7 +213,7 @@ def test_checkpoint_of_torch_save_is_loaded(tmp_path: Path) -> None:
 
 
 class Wrapped(torch.nn.Module):
-    """A module that contains the model, like a LightningModule."""
+    """A module that wraps the model, like a LightningModule."""
 
     def __init__(self, net: Any) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_sharded_model_is_saved_by_all_ranks(how: str, name: str, tmp_path: Path
     copied = copy.deepcopy(model)
     model.save_pretrained(own, max_shard_size="50KB", **settings)
     model.get_parameter(next(iter(dict(model.named_parameters())))).data.zero_()
-    copied.save_pretrained(f"{own}-copied", **settings)  # must save the copy's values
+    copied.save_pretrained(f"{own}-copied", **settings)  # saves the copy's values
     assert own.exists() == is_first
     with pytest.raises(ValueError, match=r"is_main_process=False on the first rank of the mesh"):
         model.save_pretrained(own, not is_first)
@@ -266,7 +266,7 @@ def test_sharded_model_is_saved_by_all_ranks(how: str, name: str, tmp_path: Path
             assert loaded.keys() == state.keys()
             assert all(torch.equal(value, state[key]) for key, value in loaded.items())
         assert "state_dict" not in vars(model)
-    # As in scripts for FSDP: only the first rank has a state dict.
+    # As in scripts for FSDP, only the first rank has a state dict.
     model.save_pretrained(f"{own}-given", state_dict=state, **settings)
 
 
@@ -302,7 +302,7 @@ def test_parts_of_a_sharded_model_are_saved_in_full(tmp_path: Path) -> None:
 
 
 def _error(folder: Path, cls: str, arguments: dict[str, Any], elsewhere: Path | None) -> str:
-    """Return this rank's error from loading; the last rank may load from ``elsewhere``."""
+    """Return this rank's error from loading; the last rank loads from ``elsewhere``, if given."""
     import transformers
 
     from graphshard.integrations.transformers import from_pretrained

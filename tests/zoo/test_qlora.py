@@ -1,7 +1,7 @@
 """QLoRA: peft adapters on a base quantized by torchao.
 
-Quantized weights are tensor subclasses, which cannot be sharded, so every rank keeps them in full
-with `ignored_params`.
+Quantized weights are tensor subclasses and cannot be sharded. With `ignored_params`, every rank
+keeps them in full.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _train(name: str, compiler: str) -> None:
     model = _adapted(name)
     quantized = _quantized(model)
     assert len(quantized) == 7
-    reference = _adapted(name)  # not a deepcopy, which would quantize NF4 again
+    reference = _adapted(name)  # not a deepcopy, which quantizes NF4 again
     twins = Twins(model, reference, compiler=compiler, ignored_params=set(quantized.values()))
     optimizers = [sgd(twins.model), sgd(twins.reference)]
     for step in range(3):
@@ -78,7 +78,7 @@ def _train(name: str, compiler: str) -> None:
 
 
 def _check(twins: Twins, quantized: dict[str, nn.Parameter]) -> None:
-    """Assert that all but the quantized weights are sharded, and all agree with the reference."""
+    """Assert that all except the quantized weights are sharded, and all match the reference."""
     theirs = dict(twins.reference.named_parameters())
     for name, param in twins.model.named_parameters():
         if name in quantized:

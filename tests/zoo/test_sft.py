@@ -1,7 +1,7 @@
 """TRL's `SFTTrainer` with `ShardedTrainerMixin` as its first base class trains like its DDP.
 
-It runs with its defaults, bfloat16 and activation checkpointing. Its head reads the weight of
-another module, and runs in eager Python.
+It uses its defaults, bfloat16 and activation checkpointing. Its loss reads the head's weight
+outside of the module, in eager Python.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer):
 
 
 def _train(folder: str, kind: Any, bf16: bool = True, **more: Any) -> tuple[SFTTrainer, Tensor]:
-    """Train, and return the trainer and its losses."""
+    """Train; return the trainer and its losses."""
     as_by_torchrun()
     logging.set_verbosity_error()
     torch.manual_seed(0)

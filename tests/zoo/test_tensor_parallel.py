@@ -1,6 +1,6 @@
-"""Models of `transformers` that tensor parallelism splits, compared with FSDP2 and the same plan.
+"""Tensor-parallel models of `transformers`, compared with FSDP2 under the same plan.
 
-Plans are those of `transformers` itself, or of `parallelize_module` with `peft`'s adapters.
+Plans come from `transformers` or, with `peft`'s adapters, from `parallelize_module`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.ranks import on_ranks
 from .models import Batch, causal_batch, llama
 from .training import model_loss
 
-EVEN = {"vocab_size": 102, "intermediate_size": 44}  # sizes that tensor parallelism splits
+EVEN = {"vocab_size": 102, "intermediate_size": 44}  # sizes that two ranks can split evenly
 
 
 def _llama() -> Any:
@@ -54,7 +54,7 @@ def _split_by_torch(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _with_adapters(mesh: DeviceMesh) -> Any:
-    """Return a Llama that is split with its LoRA adapters; the base is frozen."""
+    """Return a tensor-parallel Llama with LoRA adapters and a frozen base."""
     import peft
 
     config = peft.LoraConfig(r=3, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
@@ -82,7 +82,7 @@ def _compile(model: Any, mesh: DeviceMesh) -> Any:
 
 
 def _train_both(model: Any, eager: Any, mesh: DeviceMesh) -> None:
-    """Train under graphshard and FSDP2, and compare bitwise."""
+    """Train under graphshard and FSDP2; compare bitwise."""
     fully_shard(eager, mesh=mesh["dp"])
     compiled, data = _compile(model, mesh), _batches(mesh)
     ours = train(lambda batch: model_loss(compiled, batch), model, data)

@@ -1,6 +1,6 @@
-"""torchtitan's trainer with graphshard trains like with its FSDP2, and resumes bitwise.
+"""torchtitan's trainer with graphshard trains as with FSDP2 and resumes bitwise.
 
-The trainer runs with `torchrun`, as users run it.
+The trainer is started by `torchrun`, as usual.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Logged = list[tuple[int, float, float]]
 
 
 def _train(folder: Path, module: str, config: str, *arguments: str, num_ranks: int = 2) -> Logged:
-    """Train, and return the log of the first rank: (step, loss, gradient norm)."""
+    """Train; return the first rank's log: (step, loss, gradient norm)."""
     assets, losses = folder / "assets", folder / "losses.json"
     tokenizer().save_pretrained(assets)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -93,10 +93,10 @@ def test_tensor_parallelism_matches_fsdp2(tmp_path: Path, model: str) -> None:
 
 
 def experts_beside_fsdp2(folder: Path, whole_loss: bool) -> float:
-    """Return the largest relative difference of a loss from FSDP2's, for a mixture of experts.
+    """Train a mixture of experts; return the largest relative difference of a loss from FSDP2's.
 
     Args:
-        whole_loss: whether FSDP2, like graphshard, computes the loss in one piece.
+        whole_loss: whether FSDP2 computes the loss in one piece, like graphshard.
     """
     piece = ("--whole_loss",) if whole_loss else ()
     theirs = _train(folder, "qwen3", EXPERTS, *piece, *FSDP2, FLOAT32)
@@ -109,7 +109,7 @@ def test_experts_with_checkpointing_match_fsdp2(tmp_path: Path) -> None:
 
 
 def resumes(folder: Path) -> bool:
-    """Return whether a training resumed from a checkpoint logs the same as without a stop."""
+    """Return whether a run resumed from a checkpoint logs the same as an uninterrupted one."""
     module, name = f"{OUR_MODELS}.llama3", "llama3_debugmodel"
     saves = ("--checkpoint.enable", f"--checkpoint.interval={SAVED}")
     through = _train(folder, module, name, *OURS, *saves)

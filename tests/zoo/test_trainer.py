@@ -1,6 +1,6 @@
 """`graphshard.integrations.transformers.ShardedTrainer`, compared with `Trainer` under DDP.
 
-It trains like DDP, saves plain checkpoints, and resumes from them bitwise.
+It trains like DDP, saves plain checkpoints, and resumes bitwise from them.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _numbers(folder: str, plain: bool, bf16: bool) -> tuple[dict[str, Tensor], d
 
 
 def compare_with_ddp(folder: str) -> dict[str, float]:
-    """Return the largest relative differences from DDP, by kind of number."""
+    """Return the largest relative difference from DDP for each reported number."""
     (ours, trained), (theirs, expected) = (
         _numbers(folder, plain, False) for plain in (False, True)
     )
@@ -117,7 +117,7 @@ def test_trainer_trains_and_evaluates_like_ddp(tmp_path: Path) -> None:
 
 
 def _in_bfloat16(folder: str) -> None:
-    runs = [(False, True), (True, True), (True, False)]  # the last one, in float32, is exact
+    runs = [(False, True), (True, True), (True, False)]  # the last, in float32, is the reference
     numbers, weights = zip(*(_numbers(folder, *run) for run in runs))
     for key in numbers[0]:
         assert_rounded(key, *({"": of[key]} for of in numbers))
@@ -130,7 +130,7 @@ def test_trainer_trains_and_evaluates_like_ddp_in_bfloat16(tmp_path: Path) -> No
 
 
 def pretrained_both_ways(folder: str) -> bool:
-    """Return whether training is bitwise the same if the Trainer is given a sharded model."""
+    """Return whether training is bitwise the same with a model that was sharded on loading."""
     found = []
     for model in (
         AutoModelForCausalLM.from_pretrained(folder),
@@ -151,7 +151,7 @@ def test_trainer_trains_model_loaded_as_shards(tmp_path: Path) -> None:
 def save_and_resume(folder: str) -> Kept:
     """Save every other step, load the best at the end, and resume from the first checkpoint."""
     saving: dict[str, Any] = {
-        "held_out": 8,  # batches of equal size, so evaluation needs one graph
+        "held_out": 8,  # equal batch sizes: evaluation needs one graph
         "save_strategy": "steps",
         "eval_strategy": "steps",
         "save_steps": 2,
@@ -210,7 +210,7 @@ def _adapters(folder: str) -> None:
     fails = mock.patch(
         "graphshard.params.save_pretrained._saved_names", side_effect=OSError("no base")
     )
-    is_first = dist.get_rank() == 0  # peft's error on the first rank is raised by all
+    is_first = dist.get_rank() == 0  # all ranks raise peft's error on the first rank
     with fails, pytest.raises(OSError if is_first else ValueError, match="no base"):
         adapter_state_dict(first.model)
     adapters = [name for name in weights if "lora_" in name]
@@ -265,7 +265,7 @@ def test_model_that_transformers_splits_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("adapted", [False, True])
 @on_ranks(2)
 def test_ranks_generate_texts_of_different_lengths(adapted: bool) -> None:
-    """Generate a text of another length on each rank; each equals that of a plain model."""
+    """Generate texts of different lengths; each equals that of a plain model."""
     torch.manual_seed(0)
     model: Any = small_llama()
     if adapted:

@@ -1,7 +1,7 @@
 """All models of the zoo train like DDP or FSDP2 in float32.
 
-Losses and all gradients agree in each of five steps, on 2 and 4 ranks, and with both compilers.
-Models are one graph; those that Dynamo has to break warn once.
+Losses and all gradients agree in each of five steps, on 2 and 4 ranks, with both compilers. Models
+are one graph, except for those that break it, which warn once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.ranks import on_ranks
 from .models import ZOO
 from .training import compare
 
-SHALLOW = ["llama-shallow", "mixtral-shallow"]  # one layer, since Inductor is slow for each
+SHALLOW = ["llama-shallow", "mixtral-shallow"]  # one layer, since Inductor is slow
 FOUR_RANKS, LIKE_FSDP2 = "gpt2", "llama"
 LIKE_DDP = [name for name in ZOO if name not in (*SHALLOW, FOUR_RANKS, LIKE_FSDP2)]
 

@@ -48,13 +48,13 @@ STRATEGIES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def _generate(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Continue this rank's prompt with the full model and with the sharded one."""
+    """Continue this rank's prompt with the full model and the sharded one."""
     torch.manual_seed(0)
     model = ZOO["gpt2"].build().eval()
     prompt = causal_batch(torch.Generator().manual_seed(dist.get_rank()))["input_ids"]
 
     def continuation() -> torch.Tensor:
-        # Of fixed length, since all ranks must call the model equally often.
+        # Fixed length, since all ranks must call the model equally often.
         settings = dict(do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
         with torch.inference_mode():
             tokens: torch.Tensor = model.generate(prompt, **settings)
@@ -77,7 +77,7 @@ def test_generated_text_equals_that_of_full_model(name: str) -> None:
 
 
 def _dtypes_of_logits() -> list[torch.dtype]:
-    """Return the dtypes of one compiled model's logits, with and without autocast."""
+    """Return the dtypes of a compiled model's logits, with and without autocast."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     backend = graphshard.backend(mesh, compiler="aot_eager")
     model = torch.compile(ZOO["llama-shallow"].build(), backend=backend, fullgraph=True)
@@ -118,7 +118,7 @@ def test_autocast_trains_like_fsdp2() -> None:
 
 
 def _trained(name: str, pipeline: Sequence[passes.Pass]) -> list[torch.Tensor]:
-    """Return loss and gradients under autocast, with `pipeline` as the passes."""
+    """Return loss and gradients under autocast, compiled with the passes `pipeline`."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = ZOO[name].build()
@@ -142,7 +142,7 @@ def test_cast_before_gather_is_bitwise_equal(name: str) -> None:
 
 
 def _gathered(name: str) -> list[dict[str, int]]:
-    """Return the gathered bytes of each parameter in forward, without and with autocast."""
+    """Return the bytes gathered for each parameter in forward, without and with autocast."""
     found = []
     for context in (contextlib.nullcontext, bfloat16_autocast):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -165,7 +165,7 @@ def _gathered(name: str) -> list[dict[str, int]]:
     [("gpt2", ("wte", "wpe", "ln_")), ("llama-shallow", ("embed_tokens", "norm"))],
 )
 def test_autocast_halves_gathered_bytes(name: str, in_float32: tuple[str, ...]) -> None:
-    # Exceptions are norms and embeddings, one of which is also GPT-2's output layer.
+    # Exceptions are norms and embeddings; GPT-2 ties one to its output layer.
     for plain, cast in ranks.run(2, _gathered, name, backend=recording.BACKEND):
         for fqn, num_bytes in plain.items():
             as_it_is = any(part in fqn for part in in_float32)

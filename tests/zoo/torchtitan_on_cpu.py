@@ -2,15 +2,15 @@
 
 The other arguments are those of `torchtitan.train`. The first rank writes its log, (step, loss,
 gradient norm), to the file LOSSES. With `--whole_loss`, the loss of the Qwen3 mixture of experts is
-computed in one piece rather than in chunks.
+computed in one piece instead of chunks.
 
 torchtitan 0.3 is made for GPUs, so this module replaces parts of it before its main() runs:
 
-- The device is the CPU, without a memory monitor, and timeouts of process groups stay unchanged.
-- FSDP2 sums gradients without dividing them in the collective, which gloo cannot do.
-- Attention is SDPA, which ignores document borders; FlexAttention has no backward on CPUs.
+- The device is the CPU, without a memory monitor; process group timeouts stay unchanged.
+- FSDP2 reduces gradients with plain sums, since gloo cannot divide in the collective.
+- Attention is SDPA, which ignores document boundaries: FlexAttention has no backward on CPUs.
 - Debug models have two layers, and Qwen's embeddings are tied, as in its small models.
-- Data sets are a generated text, since the wheel has none.
+- Data sets are generated text, since the wheel contains none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools import utils
 
-# Set before other imports, since modules of torchtitan copy these names.
+# Before other imports, since modules of torchtitan copy these names.
 utils.device_type, utils.device_module = "cpu", torch.cpu
 
 from torchtitan import train  # noqa: E402
@@ -47,7 +47,7 @@ LAYERS = 2
 
 
 class NoMonitor:
-    """Stand-in for the monitor of GPU memory."""
+    """Stand-in for the GPU memory monitor."""
 
     device_name = "CPU"
 
@@ -66,7 +66,7 @@ def _texts(_: str) -> Dataset:
 
 
 def _small(make: Callable[..., Any], tied: bool) -> Callable[..., Any]:
-    """Wrap a function that makes a model config, so a CPU can train the model."""
+    """Wrap a function that returns a model config to shrink the model for CPUs."""
 
     def made(**kwargs: Any) -> Any:
         config = make(**kwargs)
@@ -119,7 +119,7 @@ def _make_loss_whole() -> None:
 
 
 def main(losses: Path) -> None:
-    """Train according to the command line, and write the losses."""
+    """Train as the command line specifies; write the losses."""
     logged: list[tuple[int, float, float]] = []
     _replace_what_needs_a_gpu(logged)
     if "--whole_loss" in sys.argv:

@@ -1,7 +1,7 @@
 """Train a zoo model with graphshard and with DDP or FSDP2, and compare the two.
 
-`compare(name, ...)` runs on a rank. Both trainings use the same weights and batches. Losses and
-gradients are compared at every step, under SGD, since Adam would hide a gradient of wrong scale.
+`compare(name, ...)` runs on a rank. Both runs use the same weights and batches. Losses and
+gradients are compared at every SGD step (Adam would hide a wrong gradient scale).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tests.numerics.compare import (
 from .models import ZOO, Batch
 
 STEPS, LEARNING_RATE = 5, 0.1
-# Lower bound of the divisor in relative errors of gradients, relative to the norm of all gradients.
-# Some gradients are zero but for rounding, such as those of a key's bias.
+# Lower bound of the norm in relative errors, as a fraction of the norm of all gradients: some
+# gradients, such as those of a key's bias, are zero except for rounding.
 FLOOR = 1e-4
 
 
@@ -43,7 +43,7 @@ def compare(
 ) -> float:
     """Train the model ``name`` with graphshard and with ``against`` (a key of WAYS).
 
-    Assert that both agree in every step, and return the largest relative error of a loss.
+    Asserts that both agree in every step. Returns the largest relative error of a loss.
     """
     logging.set_verbosity_error()
     entry, mesh = ZOO[name], world_mesh()

@@ -1,4 +1,4 @@
-"""A tokenizer of a few words, built without a download."""
+"""A tokenizer with a few words, built without downloads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WORDS = ["the", "rank", "gathers", "what", "it", "needs", "and", "frees", "again
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer that splits at spaces."""
+    """Return a tokenizer that splits on spaces."""
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
