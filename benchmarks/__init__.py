@@ -3,5 +3,5 @@
 ``python -m benchmarks.NAME --help`` lists the options of a script; ``forecast`` takes row numbers
 instead. Most scripts print their command line, the torch version and a Markdown table; ``results/``
 has the output of past runs. ``gpu.sh`` runs everything that needs a GPU. Modules without a ``main``
-hold code that scripts share.
+contain code that scripts share.
 """

@@ -1,11 +1,11 @@
-"""Measure what it costs ranks to agree on their calls, with simulated ranks at one real TCPStore.
+"""Measure the cost of agreement between ranks, with simulated ranks on one real TCPStore.
 
     python -m benchmarks.agreement --ranks 64 256 1024 --out benchmarks/results/agreement.md
 
 Each rank is a thread of this process, with its own connections and a real watcher; no collective
 runs. Phases: all ranks compile graphs for the first time; all run them; one rank compiles again;
 one rank runs a graph that differs from the others'. All threads share a few cores and one
-interpreter: times are upper bounds for a real job. Numbers of store operations are exact.
+interpreter, so times are upper bounds for a real job. Numbers of store operations are exact.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Simulation:
         return [sum(store.num_operations for store in stores) for stores in self._stores]
 
     def _settled_counts(self) -> list[int]:
-        """Return the operations of each rank, once the watchers make no more."""
+        """Return the number of operations of each rank, once it stops growing."""
         counts: list[int] = []
         while counts != (counts := self._counts()):
             time.sleep(0.5)
@@ -206,9 +206,9 @@ def _rows(num_ranks: int) -> list[dict[str, str]]:
     ]
 
 
-NOTE = """Simulated ranks at one real TCPStore, all of them threads of one process, so times are
-upper bounds. Runs of graphs touch no store; what the second phase counts is one post, by a rank
-that was idle for seconds."""
+NOTE = """Simulated ranks on one real TCPStore, all of them threads of one process, so times are
+upper bounds. Runs of graphs do not use the store; the operations of the second phase are one post,
+by a rank that was idle for seconds."""
 
 
 def main() -> None:
@@ -218,7 +218,7 @@ def main() -> None:
     args = parser.parse_args()
     threading.stack_size(1 << 20)  # small, for up to two thousand threads
     rows = [row for num_ranks in args.ranks for row in _rows(num_ranks)]
-    title = "# What it costs ranks to agree on their calls"
+    title = "# Cost of agreement between ranks"
     heading = common.heading("benchmarks.agreement", torch.device("cpu"))
     parts = [title, heading, NOTE, common.table(rows)]
     common.show(*parts)

@@ -1,4 +1,4 @@
-"""Code that the benchmarks share: arguments, a one-rank process group, timing and output.
+"""Shared code of the benchmarks: arguments, a one-rank process group, timing and output.
 
 The names of the training variants are defined here; ``benchmarks/variants.py`` builds the variants.
 """
@@ -126,8 +126,8 @@ def synchronize(device: torch.device) -> None:
 def interleave(runs: Mapping[str, Callable[[], T]], steps: int, warm_up: int) -> dict[str, list[T]]:
     """Call all ``runs`` round by round; return their results in the rounds after the warm-up.
 
-    The order rotates from round to round: a slow phase of the machine slows all runs, and no run
-    always follows the same other one.
+    The order rotates from round to round, so that a slow phase of the machine affects all runs, and
+    no run always follows the same one.
     """
     names = list(runs)
     results: dict[str, list[T]] = {name: [] for name in runs}
@@ -154,7 +154,7 @@ def heading(module: str, device: torch.device) -> str:
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a Markdown table of ``rows``, which have equal headings as keys.
+    """Return a Markdown table of ``rows``, whose keys are the column headings.
 
     The first column is text; the others are numbers.
     """
@@ -182,7 +182,7 @@ def chart(steps_s: Mapping[str, Sequence[float]], path: Path) -> str:
         path: SVG file to write.
 
     Returns:
-        Markdown that shows the chart, or the reason that there is none.
+        Markdown that shows the chart, or the reason why it is missing.
     """
     try:
         from matplotlib.figure import Figure

@@ -8,10 +8,10 @@
     torchrun --nproc-per-node 8 -m benchmarks.compare        over NCCL, if there are GPUs
 
 All variants train the same GPT on the same batch with SGD over the same links, in one run: each
-round runs every variant once, in rotating order. On a modelled wire (tests/recording.py) a
-collective takes the latency plus the time of its bytes, one collective after the other. Each round
+round runs every variant once, in rotating order. On a modelled wire (tests/recording.py),
+collectives run one after the other, and each takes a latency plus the time of its bytes. Each round
 then also runs every variant without the wire, and the difference is the exposed communication. The
-process group in tests/recording.py also counts what a step sends.
+process group in tests/recording.py also counts the bytes that a step sends.
 
 On CPUs, FSDP2 by default waits for every gather at once; "async" rows avoid that, for a fair
 comparison. On GPUs, --mixed includes torchao's fp8 under FSDP2 if torchao is installed. First steps
@@ -215,7 +215,7 @@ def _peak(training: _Training) -> int:
 
 
 def measure_sent(job: Job, name: str) -> Sent:
-    """Measure variant ``name`` in a process that does nothing else."""
+    """Measure variant ``name`` in a separate process."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     training = _Training(job, name, variants(job, "cpu")[name], mesh)
     training.step()
@@ -263,7 +263,7 @@ def main() -> None:
         between_namespaces(command, args.link_gbit)
     elif "RANK" in os.environ:
         if args.wire:
-            sys.exit("--wire: not with torchrun, whose ranks have real links; omit it")
+            sys.exit("--wire: not supported under torchrun, where ranks have real links; omit it")
         _under_torchrun(Job.of(args, hardware), args)
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -335,9 +335,9 @@ def paragraphs(
     note = (
         f"GPT of {job.layers} layers, d={job.dim}, {size:.1f} M parameters; {job.rows} × "
         f"{job.context} tokens on each rank, {dtypes}, SGD; {job.steps} steps; {setting}. "
-        "Ratio: of medians, to the best peer. Exposed: time that the modelled wire adds to a "
-        "step. First step: it compiles. Peak: resident, of a rank that does nothing else, or on a "
-        "GPU what a step adds."
+        "Ratio: of medians, to the best other variant. Exposed: time that the modelled wire adds "
+        "to a step. First step: includes compiling. Peak: resident memory of a rank that trains "
+        "only this variant or, on a GPU, the memory that a step adds."
     )
     parts = [common.table(rows), note]
     predicted_us = results[GRAPHSHARD].predicted_us

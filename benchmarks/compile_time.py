@@ -13,8 +13,8 @@ at its peak. Ranks share the machine's cores, and the slowest rank counts. Every
 the variants in reverse order. "tracing alone" is ``torch.compile`` with ``backend="aot_eager"``:
 the time of Dynamo and AOTAutograd.
 
-The first process to compile reads the compiler from disk: one extra process runs first and is not
-counted; skip it with --no-warm-up if something was compiled just before.
+The first process to compile reads the compiler from disk, so one extra process runs first and is
+not counted. Skip it with --no-warm-up if something was compiled just before.
 """
 
 from __future__ import annotations

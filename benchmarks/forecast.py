@@ -188,16 +188,16 @@ def time_row(published: Published, found: Forecast) -> list[Any]:
 
 
 def interval(ratios: Sequence[float]) -> str:
-    """Describe the interval that follows from ``ratios``, and its leave-one-out accuracy."""
+    """Describe the prediction interval fitted to ``ratios``, and its leave-one-out accuracy."""
     errors = error_interval(ratios)
     others = [error_interval([*ratios[:i], *ratios[i + 1 :]]) for i in range(len(ratios))]
     covered = sum(error.covers(ratio) for error, ratio in zip(others, ratios))
     off = statistics.median(abs(e.likely / ratio - 1) for e, ratio in zip(others, ratios))
     return (
         f"Without rows that were not compiled: steps took {errors.low:.2f} to {errors.high:.2f} "
-        f"times the modelled time, {errors.likely:.2f} in the median. Made of all other rows, such "
-        f"an interval holds {covered} of {len(ratios)}, and the forecast is off by {off:.0%} in "
-        "the median."
+        f"times the modelled time, {errors.likely:.2f} in the median. Leave-one-out intervals "
+        f"cover {covered} of {len(ratios)} rows, and the median error of such forecasts is "
+        f"{off:.0%}."
     )
 
 

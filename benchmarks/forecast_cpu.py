@@ -5,8 +5,8 @@
     python -m benchmarks.forecast_cpu --only compile        fill the caches, also on busy cores
     python -m benchmarks.forecast_cpu --only predict        predict earlier measurements again
 
-Calibrates the machine (``graphshard calibrate``) with as many busy processes as will train at once.
-Then measures steps of six models, compiled by Inductor, with AdamW:
+Calibrates the machine (``graphshard calibrate``) with as many busy processes as will train at once,
+then measures steps of six models, compiled by Inductor, with AdamW:
 
     1 rank     alone
     2 ranks    gloo over loopback, one thread each
@@ -14,8 +14,8 @@ Then measures steps of six models, compiled by Inductor, with AdamW:
                ranks would share two cores
 
 Predictions are made as by ``graphshard.plan``, from the calibrated file. A JSON file keeps
-calibrations and measurements: an interrupted run continues where it stopped; --fresh discards
-them. Most of the time goes to compiling, unless Inductor's cache is warm.
+calibrations and measurements, so that an interrupted run continues where it stopped; --fresh
+discards them. Most of the time is spent compiling, unless Inductor's cache is warm.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def predicted(case: Case, recipe: Recipe, calibrated: Hardware) -> dict[str, Any
 
 
 def measured_rows(case: Case, calibrated: Hardware, steps: int) -> Iterator[Row]:
-    """Measure a case and yield its rows, still without predictions."""
+    """Measure a case and yield its rows, without predictions."""
     for recipe, found in zip(case.recipes, measured(case, calibrated, steps), strict=True):
         yield Row(
             *case,

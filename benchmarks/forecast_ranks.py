@@ -2,9 +2,9 @@
 
 A step takes about 0.1 to 0.3 seconds on one CPU core.
 
-Peak memory is the memory of model, optimizer and batch between two steps, plus the most that the
-profiler sees a step allocate in addition. Memory that libraries take from the system directly
-(oneDNN's scratch space, gloo's buffers) does not count, as it would not with CUDA's allocator.
+Peak memory is the memory of model, optimizer and batch between two steps, plus the largest
+additional memory that the profiler sees in a step. Memory that libraries allocate from the system
+directly (oneDNN's scratch space, gloo's buffers) is excluded, as it would be on CUDA.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Measured:
         optimizer_s: median time of the optimizer in a step.
         processor_s: median CPU time of this process in a step, over all its threads.
         peak_bytes: largest number of bytes allocated at once.
-        others: load by other processes in that time, as a fraction of one core.
+        others: load from other processes in that time, as a fraction of one core.
     """
 
     step_s: float
@@ -109,7 +109,7 @@ def measure(job: Job) -> list[Measured]:
 
 
 def measure_with_wire(job: Job) -> list[Measured]:
-    """Return the measurements of the first rank; the process must not have a process group yet."""
+    """Return the measurements of the first rank; no process group may exist yet."""
     assert job.wire is not None
     with modelled_group(job.wire, job.num_ranks, torch.device("cpu")):
         return measure(job)

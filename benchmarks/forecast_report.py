@@ -1,7 +1,7 @@
 """The report of ``forecast_cpu``.
 
-A table of predicted and measured steps, the number of accurate predictions, and the intervals that
-follow from the errors.
+It has a table of predicted and measured steps, the number of accurate predictions, and the
+prediction intervals fitted to the errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Row:
         link: link between ranks: "alone", "loopback", or milliseconds and GB/s as in "4,1".
         processor_ms: measured CPU time of a rank, over all its threads.
         exposed_ms: predicted time that communication adds to compute.
-        others: load by other processes during the measurement, as a fraction of one core.
+        others: load from other processes during the measurement, as a fraction of one core.
     """
 
     model: str
@@ -69,11 +69,11 @@ def paragraphs(rows: Sequence[Row]) -> list[str]:
         _summary(rows),
         _interval("step time", rows, lambda row: row.time_ratio),
         _interval("memory", rows, lambda row: row.memory_ratio),
-        f"Error: predicted to measured. Links: gloo over loopback, or a modelled wire by its "
-        f"milliseconds and GB/s. Compute, communication (exposed, or taken from compute) and "
-        f"optimizer are predicted. Memory: the most that is allocated. Order: pairs of strategies "
-        f"whose measured times differ by more than {DIFFERENT - 1:.0%}, in the order that was "
-        f"predicted. Other processes took up to {busiest:.0%} of a core meanwhile.",
+        f"Error: predicted relative to measured. Links: gloo over loopback, or the milliseconds "
+        f"and GB/s of a modelled wire. Compute, communication (exposed, or slowing compute down) "
+        f"and optimizer are predicted. Memory: peak of allocated bytes. Order: pairs of strategies "
+        f"whose measured times differ by more than {DIFFERENT - 1:.0%} and that are predicted in "
+        f"the right order. Other processes used up to {busiest:.0%} of a core meanwhile.",
     ]
 
 
@@ -126,7 +126,7 @@ def _models(rows: Iterable[Row]) -> list[str]:
 
 
 def orders(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return the numbers of strategy pairs that are ordered correctly, and that differ."""
+    """Return the number of pairs predicted in the right order, and of pairs that differ."""
     right = pairs = 0
     for one, other in itertools.combinations(rows, 2):
         if (one.model, *one.group) != (other.model, *other.group):
@@ -140,20 +140,20 @@ def orders(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> str:
-    """Describe the interval that follows from the errors, and how well it covers unseen models."""
+    """Describe the interval fitted to the errors, and how well it covers unseen models."""
     errors = error_interval(map(ratio_of, rows))
     covered = sum(errors.covers(ratio_of(row)) for row in rows)
     text = (
         f"Interval of {what}: {errors.low:.2f} to {errors.high:.2f} times the modelled one, "
-        f"{errors.likely:.2f} in the median, which holds {covered} of {len(rows)}"
+        f"{errors.likely:.2f} in the median, which covers {covered} of {len(rows)}"
     )
     if len(_models(rows)) < 2:
         return f"{text}."
     unseen = sum(_without(model, rows, ratio_of) for model in _models(rows))
-    return f"{text}. Made of all other models, it holds {unseen}."
+    return f"{text}. If fitted to all other models, it covers {unseen}."
 
 
 def _without(model: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> int:
-    """Return the number of rows of ``model`` in the interval that follows from other models."""
+    """Return the number of rows of ``model`` in the interval fitted to the other models."""
     others: ErrorInterval = error_interval(ratio_of(row) for row in rows if row.model != model)
     return sum(others.covers(ratio_of(row)) for row in rows if row.model == model)

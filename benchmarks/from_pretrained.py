@@ -1,4 +1,4 @@
-"""How long does it take to load a pretrained model into shards, and how much memory?
+"""How much time and memory does it take to load a pretrained model into shards?
 
     python -m benchmarks.from_pretrained [--layers 14] [--ranks 2] [--rounds 3] [--out FILE]
 
@@ -93,7 +93,7 @@ VARIANTS = {"straight into shards": _straight, "all on every rank, then shard": 
 
 @contextlib.contextmanager
 def _sampled_peak() -> Iterator[list[int]]:
-    """Yield a list of one number: the peak so far of this process's anonymous memory, sampled."""
+    """Yield a one-element list with the sampled peak of this process's anonymous memory."""
     peak, ends = [resident("RssAnon")], threading.Event()
 
     def sample() -> None:
@@ -110,7 +110,7 @@ def _sampled_peak() -> Iterator[list[int]]:
 
 
 def load(variant: str, folder: Path, small: Path) -> Cost:
-    """Load by one of ``VARIANTS`` and return the cost, after a small model."""
+    """Load by one of ``VARIANTS`` and return the cost, after loading a small model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     VARIANTS[variant](small, mesh)  # imports modules and connects ranks
     models, seconds = [], []
@@ -168,8 +168,8 @@ def main() -> None:
         )
     note = (
         f"Llama of {args.layers} layers, {size / MB:.0f} MB of float32, on {args.ranks} ranks; the "
-        f"rank that needs most; medians of {args.rounds} rounds, each in new processes, after a "
-        "small model was loaded in the same way; peaks beyond what was resident before"
+        f"rank that needs the most; medians of {args.rounds} rounds, each in new processes, after "
+        "loading a small model in the same way; peaks exclude memory that was resident before"
     )
     paragraphs = [heading, common.table(rows), note]
     common.show(*paragraphs)

@@ -6,8 +6,8 @@
 #
 # PYTHON (default: python3) must have torch, pytest, pytest-timeout, pytest-xdist, hypothesis and
 # tabulate; the script installs nothing and needs no network. The output ends with a table. In OUT
-# (default: benchmarks/results), gpu.md gets the output, gpu.log what is written to stderr, and
-# race.tar.gz the profiles and plans of the race.
+# (default: benchmarks/results), gpu.md gets the output, gpu.log the parts' stderr, and race.tar.gz
+# the profiles and plans of the race.
 set -uo pipefail
 
 device=${1:-cuda}
@@ -19,8 +19,8 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$out"
 : >"$out/gpu.log"
 
-# Only an installation maps graphshard.passes to the folder passes/. Run in a copy that has the
-# folder in the right place instead.
+# Only an installation maps graphshard.passes to the folder passes/, so run in a copy that has the
+# folder in the right place.
 mkdir "$work/tree"
 cp -r "$root"/{graphshard,benchmarks,tests,pyproject.toml} "$work/tree"
 cp -r "$root/passes" "$work/tree/graphshard/passes"
@@ -34,7 +34,7 @@ failed=0
 due=$SECONDS # deadline of the current part
 
 # part NAME SECONDS COMMAND...: run a command with a time limit; its last line becomes its result.
-# A part may use the time that earlier parts left over, but never that of later parts.
+# A part may use time left over by earlier parts, but not the time of later parts.
 part() {
     local name=$1 limit start=$SECONDS status result
     due=$((due + $2)) limit=$((due - start))
@@ -59,8 +59,8 @@ part() {
     rows+=("| $name | ${result//|/ } | $((SECONDS - start)) |")
 }
 
-# tests SECONDS OPTION...: run tests of tests/gpu as a part. -v prints each test as it passes, so
-# these results are not lost if the part times out.
+# tests SECONDS OPTION...: run tests as a part. -v prints each result at once, so results are not
+# lost if the part times out.
 tests() {
     local seconds=$1
     shift
@@ -77,8 +77,8 @@ nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available(
 print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, {name}")
 sys.exit(sys.argv[1] == "cuda" and not torch.cuda.is_available())
 EOF
-    # Most important first: if tests fail, nothing else is worth the time. Test files run in
-    # parallel, since none measures time. The limits on a GPU add up to 540 seconds.
+    # Tests come first, because benchmarks of failing code are worthless. Test files run in
+    # parallel, because none measures time. The limits on a GPU add up to 540 seconds.
     local small=(--layers 2) flat=() race=()
     if [[ $device == cpu ]]; then
         small=(--layers 1 --steps 3) flat=(--layers 1 --dim 64)

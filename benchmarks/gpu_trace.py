@@ -89,7 +89,7 @@ def streams(kernels: Iterable[Kernel]) -> Streams:
 
 
 def _busy_us(kernels: Iterable[Kernel]) -> float:
-    """Return the time in which at least one of the kernels runs."""
+    """Return the time during which at least one of the kernels runs."""
     total, end = 0.0, -math.inf
     for kernel in sorted(kernels):
         total += max(0.0, kernel.end_us - max(kernel.start_us, end))

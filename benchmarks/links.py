@@ -8,8 +8,8 @@ collective copies as many bytes as it would write, then occupies the link for ``
 full buffers / rate``; collectives run one after the other. On a GPU, a collective is one kernel on
 the group's own stream, which starts after the work already on the current stream; it spins on one
 block, whereas NCCL uses more. On a CPU, the host copies at once, and ``wait`` sleeps. Steps thus
-take as long as over such links, under any scheduler. Their values are wrong: nothing is sent, and a
-gather repeats the first rank's shard.
+take as long as over real links, under any scheduler, but compute wrong values: nothing is sent, and
+a gather repeats the first rank's shard.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def between_namespaces(command: Sequence[str], gbit: float, timeout_s: float = 9
     """Run ``command`` as two ranks in network namespaces, joined by a link of ``gbit`` Gb/s.
 
     Raises:
-        SystemExit: this machine cannot make such a link, or a rank failed.
+        SystemExit: this machine cannot create the link, or a rank failed.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         sys.exit("--link-gbit: needs Linux and root, for network namespaces; see --wire")
@@ -101,7 +101,7 @@ def between_namespaces(command: Sequence[str], gbit: float, timeout_s: float = 9
             sys.exit(f"--link-gbit: ranks ended with {statuses}")
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or error
-        sys.exit(f"--link-gbit: this machine cannot make such a link: {reason}; see --wire")
+        sys.exit(f"--link-gbit: this machine cannot create the link: {reason}; see --wire")
     finally:
         for name in NAMESPACES:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
@@ -217,8 +217,8 @@ Link: TypeAlias = _GpuLink | _CpuLink
 class ModelledLinks(dist.ProcessGroup):
     """A process group whose collectives run on a modelled link.
 
-    It has the methods that FSDP2, graphshard and ``init_device_mesh`` call through c10d; other
-    collectives take no time.
+    It implements the methods that FSDP2, graphshard and ``init_device_mesh`` call through c10d;
+    other collectives take no time.
     """
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device, link: Link) -> None:

@@ -9,8 +9,8 @@ peaks with the fixed threshold.
 
 [Note: freed memory returned to the kernel] glibc returns a freed block to the kernel at once if it
 is larger than a threshold, and keeps it otherwise. It raises the threshold (up to 32 MB) whenever
-it frees a larger block: resident memory is all live blocks, plus all holes that earlier blocks
-left. Setting the threshold keeps glibc from raising it (as does MALLOC_MMAP_THRESHOLD_ in the
+it frees a larger block, so resident memory is all live blocks plus the holes left by earlier
+blocks. Setting the threshold keeps glibc from raising it (as does MALLOC_MMAP_THRESHOLD_ in the
 environment). Then each parameter has its own mapping, and resident memory is only the live blocks.
 """
 
@@ -81,7 +81,7 @@ class Memory:
 
 
 def peak_is_known() -> bool:
-    """Return whether the kernel reports the peak memory of a process, and resets it on request."""
+    """Return whether the kernel can report and reset the peak memory of a process."""
     try:
         _forget_peak()
         return resident("VmHWM") > 0
@@ -228,7 +228,7 @@ def main() -> None:
     note = (
         f"MLP of {args.linears} linear layers of one size, {params / MB:.0f} MB of parameters on "
         f"{args.ranks} ranks; peak of {STEPS} steps after the warm-up; ratio of peaks to {FSDP2}; "
-        "holes: with glibc's own threshold, so that freed blocks stay resident"
+        "holes: with glibc's own threshold, where freed blocks may stay resident"
     )
     common.show(common.table(rows), note)
 

@@ -59,7 +59,7 @@ class MLPBlock(nn.Module):
 
 
 class DeepMLP(nn.Module):
-    """A chain of linear layers of one size, whose memory is almost only parameters."""
+    """A chain of equal linear layers, whose memory is almost only parameters."""
 
     def __init__(self, dim: int, linears: int) -> None:
         super().__init__()

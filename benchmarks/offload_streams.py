@@ -2,7 +2,7 @@
 
     python -m benchmarks.offload_streams [--layers 4] [--dim 1024] [--device cpu|cuda]
 
-One rank trains a GPT with parameters offloaded to the host. Torch's profiler tells when each copy
+One rank trains a GPT with parameters offloaded to the host. Torch's profiler records when each copy
 and each collective ran on the GPU, and on which stream. The profile must show these orders, which
 follow from the model of streams in graphshard/check/races.py:
 
@@ -87,7 +87,7 @@ def launches_of(trace: Trace) -> list[Launched]:
         inside = [e for e in _complete(trace, _RUNTIME) if _is_inside(e, call)]
         work = [w for e in inside for w in on_gpu[e["args"].get("correlation")]]
         if on_gpu and not work:
-            raise RuntimeError(f"{call['name']}: the profile has no work of it on the GPU")
+            raise RuntimeError(f"{call['name']}: the profile has no GPU work of this launch")
         spans = [_span(w, str(w["args"].get("stream"))) for w in work] or [_span(call, "host")]
         found.append(Launched(OPS[call["name"]], spans))
     return found
@@ -116,7 +116,7 @@ def violations(plans: Sequence[Plan], launches: Sequence[Launched]) -> tuple[int
         launches: launches of these graphs.
 
     Returns:
-        Number of required orders, and a sentence for each violated one.
+        Number of required orders, and a message for each violation.
 
     Raises:
         RuntimeError: the launches differ from the plans' buckets.
@@ -125,7 +125,7 @@ def violations(plans: Sequence[Plan], launches: Sequence[Launched]) -> tuple[int
     if kinds != [launched.kind for launched in launches]:
         raise RuntimeError(
             f"the profile has {len(launches)} launches, {[str(one.kind) for one in launches]}, "
-            f"where the plans have {len(kinds)}, {list(map(str, kinds))}"
+            f"but the plans have {len(kinds)}, {list(map(str, kinds))}"
         )
     num_orders, found, rest = 0, list[str](), iter(launches)
     for plan in plans:

@@ -24,15 +24,15 @@ import graphshard
 
 SAME = "same bits"
 STEPS = 3
-NO_STRATEGY = "torch has no sharding strategy for this operator of DTensors"
-NORM = "divides by a norm in place, which DTensors refuse while it is a sum over ranks"
-FLATTENS = "flattens parameters to a vector, which DTensors refuse where rows are uneven"
-MIXES = "makes plain tensors of its own and mixes them with DTensors"
+NO_STRATEGY = "DTensor has no sharding strategy for this operator"
+NORM = "divides in place by a norm that is not yet summed over ranks, which DTensor refuses"
+FLATTENS = "flattens parameters to a vector, which DTensor refuses if rows are split unevenly"
+MIXES = "creates plain tensors and mixes them with DTensors"
 OTHERS_CODE = (
-    "torch caches its compiled step, and gives a rank that of another with more rows: works with "
+    "torch's cache returns the compiled step of a rank with more rows: works with "
     "TORCHINDUCTOR_AUTOGRAD_CACHE=0"
 )
-GPU = "runs on GPUs alone: offload_policy offloads state, too"
+GPU = "runs only on GPUs; offload_policy also offloads optimizer state"
 
 
 @dataclass(frozen=True)
@@ -91,22 +91,22 @@ CASES = [
     Case("torch.optim.AdamW", {"fused": True}),
     Case("torch.optim.SGD", {"fused": True}, "_fused_sgd_", NO_STRATEGY),
     Case("torch.optim.Adagrad", {"fused": True}, "_fused_adagrad_", NO_STRATEGY),
-    Case("graphshard.optim.Muon", matrices=True, why="two all-to-alls of a bucket, in bfloat16"),
+    Case("graphshard.optim.Muon", matrices=True, why="two all-to-alls per bucket, in bfloat16"),
     Case(
         "torch.optim.Muon",
         matrices=True,
         tolerance=1e-2,
-        why="the norm is added up from the ranks' in bfloat16; each rank orthogonalizes all "
-        "matrices: use graphshard.optim.Muon",
+        why="sums the norms of all ranks in bfloat16, and orthogonalizes all matrices on each "
+        "rank: use graphshard.optim.Muon",
     ),
     Case("torch.optim.Adafactor", {"foreach": False}, "_NormPartial", NORM),
     # Two patterns, because torch 2.11 raises earlier.
     Case("torch.optim.Adafactor", {"foreach": True}, "_NormPartial|_foreach_lerp_", NORM),
     Case("transformers.optimization.Adafactor", {}, "mixed torch.Tensor and DTensor", MIXES),
     Case("torch.optim.Rprop", {"foreach": True}, "_foreach_copy_", NO_STRATEGY),
-    Case("torch.optim.Rprop", {"foreach": False}, "index_put_", "writes by a mask in place"),
+    Case("torch.optim.Rprop", {"foreach": False}, "index_put_", "writes in place through a mask"),
     Case("torch.optim.LBFGS", {"max_iter": 3}, "unevenly sharded", FLATTENS),
-    Case("torch.optim.SparseAdam", {}, "dense gradients", "takes sparse gradients alone"),
+    Case("torch.optim.SparseAdam", {}, "dense gradients", "supports only sparse gradients"),
     Case("torchao.optim.AdamW8bit", {}, "", OTHERS_CODE),
     Case("torchao.optim.AdamW4bit", {}, "", OTHERS_CODE),
     Case("torchao.optim.CPUOffloadOptimizer", {"optimizer_class": torch.optim.AdamW}, "CUDA", GPU),

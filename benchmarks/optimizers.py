@@ -79,8 +79,8 @@ def time_steps(dim: int, layers: int, steps: int, warm_up: int) -> dict[str, lis
 def sent_and_peak(dim: int, layers: int) -> dict[str, tuple[float, int]]:
     """Return, for each optimizer, the bytes that a rank sends in a step, and the peak memory.
 
-    Assumes that all ranks send equally many bytes in a collective. The peak excludes the resident
-    memory before the step.
+    Assumes that all ranks send the same number of bytes in a collective. The peak excludes the
+    resident memory before the step.
     """
     give_memory_back()
     (model, runs), world, found = _stepped(dim, layers), dist.get_world_size(), {}
@@ -127,7 +127,7 @@ def _outcome(case: Case) -> Outcome:
     try:
         found = ranks.run(2, try_out, case, timeout_s=120.0)
     except ranks.RankError as error:
-        return Outcome(f"ranks fail apart: {error.failures[0].text.splitlines()[-1]}")
+        return Outcome(f"some ranks fail: {error.failures[0].text.splitlines()[-1]}")
     return max(found, key=lambda o: (o.error is not None, o.difference, o.state != SAME))
 
 
@@ -142,7 +142,7 @@ def _table_row(case: Case) -> dict[str, str]:
         "optimizer": f"`{case.name}`",
         "compared with an unsharded copy": result,
         "state saved and loaded": state,
-        "why": case.why or "works on each element",
+        "why": case.why or "works element by element",
     }
     common.show(" | ".join(row.values()))
     return row

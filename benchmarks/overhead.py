@@ -3,8 +3,8 @@
     python -m benchmarks.overhead [--layers 24] [--steps 60] [--device cpu|cuda]
 
 Forward and backward of a GPT with d=16 on one rank. The device has next to nothing to compute, so
-the time goes to guards, autograd, wrappers, hooks and launches. 24 layers have 293 parameters, all
-of them sharded (over one rank). The variants are interleaved step by step.
+the time is spent in guards, autograd, wrappers, hooks and launches. 24 layers have 293 parameters,
+all of them sharded (over one rank). The variants are interleaved step by step.
 """
 
 from __future__ import annotations

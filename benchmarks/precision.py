@@ -114,9 +114,9 @@ def _note(args: argparse.Namespace) -> str:
     return (
         f"GPT of {SIZE.layers} layers, d={SIZE.dim}, {millions:.1f} M parameters; {SIZE.batch} × "
         f"{SIZE.context} bytes on each of {args.ranks} gloo ranks, {args.compiler}, AdamW; "
-        f"{args.steps} steps. Final loss: mean of the last {FINAL_STEPS}. Largest difference: "
-        f"to the loss in bfloat16, in a step after the first {NUM_UNSTEADY_STEPS}. Gathered: in a "
-        "step, full tensors; the ratio counts what is reduced for scales, too."
+        f"{args.steps} steps. Final loss: mean of the last {FINAL_STEPS} steps. Largest "
+        f"difference: from the loss in bfloat16, in any step after the first {NUM_UNSTEADY_STEPS}. "
+        "Gathered: full tensors of one step; the ratio includes bytes reduced for scales."
     )
 
 
@@ -130,7 +130,7 @@ def main() -> None:
         for kind, learned in by_kind.items()
     ]
     head = common.heading("benchmarks.precision", torch.device("cpu"))
-    left_out = [f"{kind}: left out, torch says {why!r}" for kind, why in errors.items() if why]
+    left_out = [f"{kind}: left out, torch raises {why!r}" for kind, why in errors.items() if why]
     parts = [head, common.table(rows), _note(args), *left_out]
     common.show(*parts)
     common.write_report(args.out, parts)

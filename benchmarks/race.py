@@ -296,7 +296,7 @@ def _warm_up(step: Callable[[], Tensor], device: torch.device) -> None:
 
 
 def _round(step: Callable[[], Tensor], steps: int, device: torch.device) -> tuple[float, float]:
-    """Return the seconds per step over ``steps`` steps in a row, and the host's for one step."""
+    """Return the seconds per step over ``steps`` steps in a row, and the host time of a step."""
     host_s = common.timed(step, device).host_s
     losses: list[Tensor] = []
     done_s = common.timed(lambda: losses.extend(step() for _ in range(steps)), device).done_s
@@ -330,7 +330,7 @@ def _table(results: Mapping[Entry, Result]) -> str:
 
 
 def _ratios(results: Mapping[Entry, Result]) -> list[str]:
-    """Return the line for the summary of ``gpu.sh``, or "" if there is nothing to compare."""
+    """Return the line for the summary of ``gpu.sh``, or "" without entries to compare."""
     ratios = []
     for entry, ours in results.items():
         rival = RIVALS.get(entry.variant, "")

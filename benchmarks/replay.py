@@ -8,8 +8,8 @@ profiled step:
 
     step            its predicted share of the time that kernels take between two launches
     copy-in         the time of its kernels
-    collective      the time from when it could start, after its copy-in and the collective before
-                    it. It starts later if kernels leave no room for it.
+    collective      the time from when it could start, after its copy-in and the previous
+                    collective, even if it starts later because kernels leave no room for it
 
 "predicted" is the prediction that the plan was based on. "exposed" is the time in which compute
 waits.
@@ -120,7 +120,7 @@ def _last_step(compute: Sequence[Kernel], start_us: float, end_us: float) -> lis
     kernels = [k for k in compute if "Memcpy" not in k.name and k.start_us < end_us]
     first = [kernel for kernel in kernels if kernel.start_us < start_us]
     last = [kernel for kernel in kernels if kernel.start_us >= start_us]
-    # The optimizer's kernels come first, and are named like copies. Skip them: keep only as many
+    # The optimizer's kernels come first and are named like copies. To skip them, keep only as many
     # leading copies as the first step has.
     num_copies, num_leading = (sum(1 for _ in takewhile(_is_copy, some)) for some in (first, last))
     runs = [list(run) for _, run in groupby(last[num_leading - num_copies :], _is_copy)]

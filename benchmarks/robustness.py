@@ -179,9 +179,9 @@ def peak_bytes(problems: Sequence[Problem], schedules: Schedules) -> int:
     return max(max(alive_bytes(p, s)) for p, s in zip(problems, schedules, strict=True))
 
 
-NOTE = f"""Forward and backward in {len(SCENARIOS)} scenarios: links at 0.5, 1, 1.5 and 2 times the
-planned time per byte, compute at 0.8, 1 and 1.2 times, latency at 1 and 5 times. Times are those of
-the simulator. *Exact*: planned for the times of the scenario. *Peak*: as in `schedules.md`."""
+NOTE = f"""Simulated forward and backward in {len(SCENARIOS)} scenarios: links at 0.5, 1, 1.5 and 2
+times the planned time per byte, compute at 0.8, 1 and 1.2 times, latency at 1 and 5 times. *Exact*:
+planned for the times of the scenario. *Peak*: as in `schedules.md`."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How well are Llama-3's training graphs scheduled, on GPUs that we do not have?
+"""How well are Llama-3's training graphs scheduled on simulated H100 clusters?
 
     python -m benchmarks.schedules [--models 8B 70B 405B] [--gpus 8 64 256 1024] [--out FILE]
 
@@ -11,7 +11,7 @@ Dynamo and AOTAutograd with graphshard's own passes. Its forward and backward gr
                          launched when the one before it has arrived. A reduction is launched when
                          its block's gradients are ready, and waited for when the next is launched
     ... no copies        the same buckets, sent as coalesced collectives
-    ... root kept        as FSDP2 does: the rest also stays unsharded from forward to backward
+    ... root kept        like FSDP2, also keeps the rest unsharded from forward to backward
     unscheduled          FSDP2's buckets, launched where they are needed and waited for at once
 
 All schedules are simulated by ``graphshard.planning.simulate``, on the hardware table's H100 with
@@ -182,9 +182,9 @@ def root_kept(plan: Plan, problem: Problem) -> Problem:
 def lower_bound_us(problem: Problem, cost_model: TransferCostModel) -> float:
     """Return a lower bound on the time of any schedule of ``problem``.
 
-    It is the larger of two bounds. The communication lane sends all bytes, in one collective per
-    kind. The compute lane runs all steps: each step after all parameters due by then are gathered,
-    and after each step, all gradients that become ready later must still be reduced.
+    The bound is the larger of two. The communication lane sends all bytes, in one collective per
+    kind. The compute lane runs all steps: a step runs after all parameters due by then are
+    gathered, and after it, all gradients that become ready later must still be reduced.
     """
     start_us = start_times_us(problem)
     gathers = [t for t in problem.transfers if t.kind == TransferKind.ALL_GATHER]
@@ -277,7 +277,7 @@ def judged(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
 
 
 def budgeted(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
-    """Return predictions for graphshard with two budgets: FSDP2's peak, and the least possible."""
+    """Return predictions for graphshard with two budgets: FSDP2's peak, and the minimum."""
     problems = [at_world(plan, gpus) for plan in plans]
     least = max(map(smallest_peak, problems))
     theirs = judge(plans, problems, fsdp2_rule, COST_MODEL).peak_bytes
@@ -329,14 +329,14 @@ def traced(name: str, folder: Path | None) -> list[Plan]:
 
 
 NOTE = f"""Forward and backward of one step, without the optimizer, {TOKENS} tokens in bfloat16 on
-each GPU; backward recomputes all of a block but its input (not in 8B). *Over bound*: over the
-larger of two times: compute, with the communication that nothing can hide before it and after it in
-both graphs; and communication, in one collective of a kind. *Least exposed*: the part of the bound
-that is not compute; copies can hide some of it. *Copies*: copying into and out of packed buffers,
-and the time on the host for further tensors of a coalesced collective. *Peak*: sharded parameters,
-gathered ones, gradients and activations, without the optimizer's state. Budgets: FSDP2's peak, and
-the least possible. *Inductor's overlap scheduler* is missing: even where every node's time is given
-to it, it asks triton for the memory bandwidth of a GPU."""
+each GPU; backward recomputes each block from its input (except in 8B). *Over bound*: relative to
+the larger of two times: compute, with the communication before and after it that cannot be hidden
+in either graph; and communication, in one collective per kind. *Least exposed*: the part of the
+bound that is not compute; copies can hide some of it. *Copies*: copying into and out of packed
+buffers, and host time for the other tensors of a coalesced collective. *Peak*: sharded and gathered
+parameters, gradients and activations, without optimizer state. Budgets: FSDP2's peak, and the
+smallest possible. *Inductor's overlap scheduler* is missing: even if the time of every node is
+given, it needs Triton to query a GPU's memory bandwidth."""
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ def sharding(
         fp8: name of an fp8 recipe, if any.
         options: further arguments of ``graphshard.backend``.
     """
-    # Imported here: it would add to the memory of a process that measures FSDP2.
+    # Imported here, because it would add to the memory of a process that measures FSDP2.
     import graphshard
 
     schedule = graphshard.SchedulePolicy(hardware=hardware)
@@ -121,7 +121,7 @@ VARIANTS: dict[str, Build] = {
 
 
 def mp_policy(mixed: bool) -> MixedPrecisionPolicy:
-    """Return the precision of all variants whose names do not say otherwise."""
+    """Return the mixed-precision policy of all variants without a precision in their name."""
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
 
 
@@ -132,8 +132,8 @@ def mixed_dtypes(float32: str) -> str:
         float32: name of a variant in the run that computes in float32.
     """
     return (
-        f"bfloat16 reduced in float32 ({float32} and what says so: all in float32; float8, fp8: "
-        "linears but the head compute in it, their weights are gathered in it)"
+        f"bfloat16 reduced in float32 ({float32} and rows named float32: all in float32; "
+        "float8, fp8: all linears except the head compute, and their weights are gathered, in fp8)"
     )
 
 
