@@ -1,4 +1,4 @@
-"""Predict the times of a graph from the rates of a device and its interconnects.
+"""Predict the run times of a graph from the rates of a device and its interconnects.
 
 ``hardware`` defines rates and the JSON form in which ``calibrate`` writes them; ``devices`` is a
 table of common GPUs. ``flops`` counts the operations of a node, ``fusion`` guesses which nodes

@@ -8,7 +8,7 @@ within host memory; exponentials; an empty kernel; and, with several ranks, the 
 size, launched as graphs launch them. The file holds the medians of rank 0, measured while the other
 ranks measure the same. Operands rotate through more memory than caches hold, as in training. Rates
 of fp8, of interconnects that these ranks do not span, and the compute time lost to hidden
-collectives are taken from the table of devices.
+collectives are taken from the device table.
 """
 
 from __future__ import annotations

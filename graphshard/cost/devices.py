@@ -1,4 +1,4 @@
-"""The table of devices (``devices.toml``): rates of common GPUs and a CPU, and their memory."""
+"""The device table (``devices.toml``): rates and memory of common GPUs and a CPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("devices.toml").r
 _MiB = float(1 << 20)
 _COLLECTIVES = TABLE["collectives"]
 
-# Fraction of device memory that the allocator cannot hand out. Assumed: most allocations here are
-# large, and these are rounded up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp).
+# Fraction of device memory lost to fragmentation. Assumed: most allocations here are large, and the
+# allocator rounds these up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp).
 FRAGMENTATION = 0.03
 
 
@@ -175,9 +175,9 @@ class DeviceMatch(NamedTuple):
 
 
 def find_hardware_or_default(name: str) -> DeviceMatch:
-    """Return the table's entry for a device or, with a warning to show, that of ``DEFAULT``."""
+    """Return the table's entry for a device, or that of ``DEFAULT`` and a warning to show."""
     try:
         return DeviceMatch(find_hardware(name), warning=None)
     except ValueError:
-        warning = f"hardware {name!r} is not in the table of devices: using the rates of {DEFAULT}"
+        warning = f"hardware {name!r} is not in the device table: using the rates of {DEFAULT}"
         return DeviceMatch(HARDWARE[DEFAULT], warning)

@@ -25,15 +25,15 @@ CAUSAL_BLOCK = 128  # number of keys that an attention kernel skips or computes 
 
 
 def op_names(text: str) -> frozenset[str]:
-    """Return the names in ``text``, which are separated by spaces."""
+    """Split ``text`` at spaces into a set of names."""
     return frozenset(text.split())
 
 
 # Matrix products, by the position of their left operand.
 _LEFT_IS_FIRST = op_names("_grouped_mm _scaled_grouped_mm _scaled_mm bmm linear matmul mm mv")
 _LEFT_IS_SECOND = op_names("addbmm addmm addmv baddbmm")
-# Prefix of the names of transformers' grouped matrix product and of its backward. It multiplies
-# each of the tokens ``[s, k]`` by its expert's weights in ``[experts, k, n]``.
+# Name prefix of transformers' grouped matrix product and its backward. The product multiplies each
+# of the tokens ``[s, k]`` by its expert's weights in ``[experts, k, n]``.
 _GROUPED = "transformers.grouped_mm_fallback"
 
 _FLEX = ("flex_attention", "flex_attention_backward")
@@ -41,7 +41,7 @@ _FLEX = ("flex_attention", "flex_attention_backward")
 
 T = TypeVar("T")
 
-_warned: set[str] = set()  # predictions that a warning has named
+_warned: set[str] = set()  # failed predictions already warned about
 
 
 def call_with_fallback(
@@ -79,7 +79,7 @@ class Flops(NamedTuple):
 
 
 def flops(node: fx.Node) -> Flops:
-    """Count the operations of an ATen node; 0 if its time depends only on memory."""
+    """Count the floating-point operations of an ATen node; 0 if memory alone bounds its time."""
     name = aten_name(_called_op(node).op)
     if name in _LEFT_IS_FIRST or name in _LEFT_IS_SECOND:
         left = node.args[1 if name in _LEFT_IS_SECOND else 0]
@@ -117,7 +117,7 @@ def _attention(node: fx.Node, *, backward: bool) -> Flops:
     arguments = argument_values(node)
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     num_keys = shape_of(key)[-2]
-    # Kernels skip whole blocks: about half of them if there are many.
+    # Causal kernels skip whole blocks of scores: about half of them if there are many.
     causal = min(1.0, (1 + CAUSAL_BLOCK / max(num_keys, 1)) / 2)
     return _products(query, key, value, causal if arguments.get("is_causal") else 1.0, backward)
 
@@ -144,10 +144,10 @@ def _convolution(node: fx.Node) -> Flops:
     arguments = argument_values(node)
     x, grad = arguments["input"], arguments.get("grad_output")
     output = node.meta["val"] if grad is None else grad
-    # Each output element (transposed: input element) takes a multiply-add for each filter weight.
+    # Each output element (transposed: input element) needs a multiply-add per filter weight.
     elements = math.prod(shape_of(x if arguments["transposed"] else output))
     num_flops = 2.0 * elements * math.prod(shape_of(arguments["weight"])[1:])
-    if grad is not None:  # as many for each gradient, of the input and of the weight
+    if grad is not None:  # the same number for each gradient, of the input and of the weight
         num_flops *= sum(map(bool, arguments["output_mask"][:2]))
     return Flops(num_flops, _dtype_name(x))
 
@@ -184,7 +184,7 @@ def shape_of(value: object) -> tuple[int, ...]:
     """Return the shape of a tensor or of the first of several; symbolic sizes become hints."""
     while isinstance(value, (list, tuple)):
         value = next((item for item in value if item is not None), None)
-    sizes = value.shape if isinstance(value, torch.Tensor) else ()  # of a number, or None
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()  # (): a number or None
     return tuple(size if type(size) is int else size_hint(size) for size in sizes)
 
 

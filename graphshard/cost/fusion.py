@@ -6,10 +6,10 @@
 
 [Note: fused kernels] Pointwise nodes, and reductions over the last dimensions, share a kernel with
 the nodes that they read or that read them, unless a path between the two passes through another
-kernel. Other reductions loop differently: their kernel contains the pointwise nodes that only such
+kernel. Other reductions loop over columns: their kernel contains the pointwise nodes that only such
 reductions use, and other such reductions of the same inputs; users of the result are in another
-kernel. So are the users of an update, such as ``index_put``. An update shares a kernel with the
-values that it writes; that kernel also counts the bytes of the whole result.
+kernel. Users of an update, such as ``index_put``, are also in another kernel. An update shares a
+kernel with the values that it writes; that kernel also counts the bytes of the whole result.
 
 [Note: unmaterialized values] A pointwise value is recomputed in every fused kernel that reads it,
 unless something else reads it, or it is expensive and read more than once
@@ -62,9 +62,9 @@ _UPDATES = op_names(
     "_unsafe_index_put _unsafe_masked_index_put_accumulate embedding_dense_backward index_add "
     "index_put scatter scatter_add scatter_reduce"
 )
-# These read only as many bytes of their first argument as they return.
+# Ops that read only as many bytes of their first argument as they return.
 _INDEXING = op_names("_unsafe_index _unsafe_masked_index embedding gather index index_select")
-# Computed by special function units, or by polynomials.
+# Ops computed by special function units, or by polynomials.
 _SPECIAL = op_names(
     "cos erf erfc exp exp2 expm1 gelu gelu_backward log log1p log2 pow sigmoid silu silu_backward "
     "sin softplus tan tanh"
@@ -85,7 +85,7 @@ def _node_kind(node: fx.Node) -> NodeKind:
         return NodeKind.VIEW
     if call_with_fallback(0.0, _bytes_of_value, node):
         return NodeKind.KERNEL
-    # Not a tensor: a size, or arithmetic on sizes.
+    # The value is not a tensor, but a size or arithmetic on sizes.
     return NodeKind.BARRIER if is_operator else NodeKind.VIEW
 
 
@@ -156,14 +156,14 @@ class GraphValues:
             num_bytes = self.num_bytes[source]
             if position == 0 and aten_name(node.target) in _INDEXING:
                 num_bytes = min(num_bytes, self.num_bytes[node])
-            # At most the size of the value: an expanded view repeats it, and views may overlap.
+            # Read at most the whole value: an expanded view repeats it, and views may overlap.
             unread = self.num_bytes[root] - sum(views.values())
             views[source] = max(0.0, min(num_bytes, unread))
             added += views[source]
         return added
 
     def updated(self, node: fx.Node) -> fx.Node | None:
-        """Return the node whose value ``node`` updates in a copy, if any."""
+        """Return the node whose value ``node`` copies and updates, if any."""
         name = aten_name(node.target)
         if name not in _UPDATES or name == "embedding_dense_backward":
             return None
@@ -231,8 +231,8 @@ def _kernel_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
     """Return, for every fused node in graph order, the node that represents its kernel."""
     column_nodes = _column_nodes(values)
     kernels: UnionFind[fx.Node] = UnionFind()
-    # The number of kernels on the longest path to a node's value. All nodes of a kernel have the
-    # same one, so no path between two of them passes through another kernel.
+    # Number of kernels on the longest path to a node's value. It is the same for all nodes of a
+    # kernel, so no path between two of them passes through another kernel.
     stages: dict[fx.Node, int] = {}
     fused: dict[fx.Node, None] = {}
     first_reader: dict[tuple[int, fx.Node, tuple[int, ...]], fx.Node] = {}
@@ -261,7 +261,7 @@ def _needs_new_kernel(
     source: fx.Node, node: fx.Node, values: GraphValues, column_nodes: Container[fx.Node]
 ) -> bool:
     if values.kinds[source] not in FUSED:
-        return False  # the stage of ``source`` already counts its kernel
+        return False  # the stage of ``source`` already includes its kernel
     if values.kinds[source] == NodeKind.UPDATE or values.updated(node) is source:
         return True
     ends_loop = values.kinds[source] == NodeKind.REDUCTION and source in column_nodes
@@ -286,7 +286,7 @@ def _column_nodes(values: GraphValues) -> set[fx.Node]:
 def _reduces_last_dims(node: fx.Node) -> bool:
     """Return whether a reduction is over the last dimensions and keeps at least the first."""
     arguments = argument_values(node)
-    # By name: ``linalg_vector_norm`` has ``ord`` in that position, and some ops have no dimensions.
+    # Look up by name: ``linalg_vector_norm`` has ``ord`` in that position, and some ops lack dims.
     dims = next((arguments[name] for name in ("dim", "dims") if name in arguments), None)
     if isinstance(dims, int):
         dims = [dims]
@@ -308,7 +308,7 @@ _HEAVY_ON_CPU = op_names("exp log log10 log1p log2 sigmoid tanh")
 class _Expression:
     """The computation of a pointwise value from values in memory."""
 
-    reads: frozenset[fx.Node]  # values in memory
+    reads: frozenset[fx.Node]  # values read from memory
     num_ops: int
     is_heavy: bool  # contains an op that Inductor does not repeat on a CPU
 
@@ -321,8 +321,8 @@ class UnmaterializedValues(NamedTuple):
     """The nodes whose values are never written to memory.
 
     Attributes:
-        inside: nodes that only their own kernel reads, without recomputing them.
-        inlined: nodes that are recomputed in every kernel that reads them.
+        inside: nodes that only their own kernel reads, without recomputation.
+        inlined: nodes that every kernel that reads them recomputes.
     """
 
     inside: frozenset[fx.Node] = frozenset()

@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from ..kinds import TransferKind
 
-VERSION = 4  # of the JSON form; files with another version are rejected
+VERSION = 4  # version of the JSON form; files with another version are rejected
 
 # Sources of rates: published numbers, or measurements of the machine itself.
 DATASHEET, CALIBRATED = "datasheet", "calibrated"
@@ -81,19 +81,19 @@ class Rate:
 
 # Default rate of host memory for each of 8 GPUs, in bytes read and written per second. Assumed: two
 # sockets with 8 channels of DDR4-3200 each, as in a DGX A100 (2 x EPYC 7742), at half their peak,
-# since fused optimizers read and write four tensors at once while the data loader runs. 8 processes
-# with a core each suffice: one core of an AMD EPYC (Zen 4) runs a fused AdamW at 54 GB/s.
+# because fused optimizers read and write four tensors at once while the data loader runs. One core
+# per process reaches this rate: a core of an AMD EPYC (Zen 4) runs a fused AdamW at 54 GB/s.
 HOST_MEMORY = Rate(409.6e9 / 8, ((1.0, 0.5),))
 
 
 @dataclass(frozen=True)
 class Interconnect:
-    """A kind of link between ranks, as collectives see it.
+    """Latency and bandwidth of collectives over one kind of link between ranks.
 
     Attributes:
-        latency_us: fixed time of a collective, apart from ring steps and bytes.
-        hop_us: time that each ring step over this link adds.
-        buffer_us: time that each tensor after the first adds to a coalesced collective.
+        latency_us: fixed time of a collective, excluding ring steps and bytes.
+        hop_us: added time per ring step over this link.
+        buffer_us: added time per tensor after the first in a coalesced collective.
         bus: bus bandwidth in bytes/s of each kind of collective, by size of the full buffer. Both
             are defined as in nccl-tests (doc/PERFORMANCE.md), but the time excludes ``latency_us``.
 
@@ -113,13 +113,13 @@ class Interconnect:
         for kind in COLLECTIVE_KINDS:
             if kind not in self.bus:
                 raise ValueError(
-                    f"bus has no {kind!r}: pass the bandwidth of each of {COLLECTIVE_KINDS}"
+                    f"bus lacks {kind!r}: pass the bandwidth of each of {COLLECTIVE_KINDS}"
                 )
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The rates of one device, and of its interconnects to other devices.
+    """Rates of one device and of its interconnects to other devices.
 
     Attributes:
         name: name of the device, or origin of the file.
@@ -129,15 +129,15 @@ class Hardware:
         host: bytes copied per second between pinned host memory and the device, per direction.
         special_per_s: exponentials, error functions and similar functions per second.
         launch_us: time of an empty kernel.
-        issue_us: compute time lost to the launch of any collective, even a hidden one.
-        contention: further compute time lost to a hidden collective, as a fraction of its time.
+        issue_us: compute time lost to the launch of each collective, even if hidden.
+        contention: additional compute time lost to a hidden collective, as a fraction of its time.
         ranks_per_node: number of ranks that ``intra`` connects; larger groups also use ``inter``.
         intra: interconnect between the ranks of a node.
         inter: interconnect between nodes.
-        device_type: device type of its tensors, "cuda" or "cpu".
+        device_type: torch device type, "cuda" or "cpu".
         source: source of the rates, ``DATASHEET`` or ``CALIBRATED``.
-        host_memory: bytes read and written per second in host memory, per device, as by an
-            optimizer.
+        host_memory: bytes that an optimizer reads and writes per second in host memory, per
+            device.
 
     Raises:
         ValueError: a value is out of range, or ``flops`` lacks float32.
@@ -162,7 +162,7 @@ class Hardware:
         _check_one_of("device_type", self.device_type, ("cuda", "cpu"))
         _check_one_of("source", self.source, (DATASHEET, CALIBRATED))
         if "float32" not in self.flops:
-            raise ValueError("flops has no 'float32', the fallback for dtypes that are not listed")
+            raise ValueError("flops lacks 'float32', the fallback for dtypes that are not listed")
         _check_positive("special_per_s", self.special_per_s)
         _check_positive("launch_us", self.launch_us, zero=True)
         _check_positive("issue_us", self.issue_us, zero=True)
@@ -216,7 +216,7 @@ def _check_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
 
 # --- the JSON form -------------------------------------------------------------------------------
 
-_JSON_KEYS = {"buffer_us": "parcel_us"}  # fields that have another name in files
+_JSON_KEYS = {"buffer_us": "parcel_us"}  # fields that have a different name in files
 
 _SCALARS: dict[Any, str] = {float: "a number", int: "an integer", str: "a string"}
 

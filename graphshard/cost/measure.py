@@ -26,23 +26,23 @@ from .devices import DeviceMatch, find_hardware_or_default
 from .hardware import CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 
 _KiB, _MiB = 1 << 10, 1 << 20
-_NUM_BUFFERS = 8  # in a coalesced collective, which is compared with a single buffer
+_NUM_BUFFERS = 8  # buffers of a coalesced collective, which is compared with a single buffer
 _BUFFER_ELEMENTS = 1 << 14
-_CALLS_PER_SAMPLE = 4  # of a collective; fixed, since all ranks must make the same number
+_CALLS_PER_SAMPLE = 4  # calls of a collective; fixed, because all ranks must make the same number
 
 
 # --- timing --------------------------------------------------------------------------------------
 
-# Bytes that operands rotate through: more than caches hold (a B200 caches 126 MB).
+# Total bytes of rotating operands: more than caches hold (a B200 caches 126 MB).
 COLD_BYTES = 256 << 20
-SAMPLE_US = 2000.0  # duration of a sample, in which short work is repeated
+SAMPLE_US = 2000.0  # duration of a sample; short work is repeated to fill it
 _MAX_CALLS = 200  # per sample
 _MAX_OPERANDS = 256
 
 
 @dataclass(frozen=True)
 class Timer:
-    """Times work on ``device`` as the median of ``num_samples`` samples."""
+    """Time work on ``device`` as the median of ``num_samples`` samples."""
 
     device: torch.device
     num_samples: int
@@ -54,7 +54,7 @@ class Timer:
         num_calls: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> float:
-        """Return the median time of one call of ``work``.
+        """Return the median time of one call of ``work`` in microseconds.
 
         Args:
             num_calls: number of calls in a sample (default: as many as fit in ``SAMPLE_US``).
@@ -89,7 +89,7 @@ def num_cold(num_bytes: int) -> int:
 
 
 def rotating(work: Callable[[Tensor], object], operands: Sequence[Tensor]) -> Callable[[], object]:
-    """Return a function that calls ``work`` with the next of ``operands``, over and over."""
+    """Return a function that calls ``work`` with the next of ``operands``, cyclically."""
     cycle = itertools.cycle(operands)
     return lambda: work(next(cycle))
 
@@ -135,8 +135,8 @@ class Effort:
 def measure(device: torch.device, effort: Effort) -> DeviceMatch:
     """Measure ``device`` and, if there is a default process group, its interconnects.
 
-    Every rank of the group must call this. Each returns its device's table entry, with measured
-    values where possible.
+    Every rank of the group must call this. Each rank returns its device's table entry, with
+    measured values where possible.
     """
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     table_entry, warning = find_hardware_or_default(name)
@@ -211,7 +211,7 @@ def _matmul(
     out: Tensor, *, transpose_left: bool = False, transpose_right: bool = False
 ) -> Callable[[Tensor], Tensor]:
     def multiply(operands: Tensor) -> Tensor:
-        left, right = operands  # of ``[2, n, n]``
+        left, right = operands  # ``[2, n, n]``
         left = left.t() if transpose_left else left
         right = right.t() if transpose_right else right
         return torch.mm(left, right, out=out)
@@ -244,13 +244,13 @@ def _host_copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rat
 
 
 def _host_memory_rate(effort: Effort) -> Rate:
-    # As fast as this rank's threads read and write.
+    # The rate depends on the number of this rank's threads.
     host = Timer(torch.device("cpu"), effort.num_samples)
     return _copy_rate(effort.copy_bytes, host, launch_us=0.0)
 
 
 def _special_per_s(timer: Timer) -> float:
-    # The mean of exponentials and error functions.
+    # Use the mean of exponentials and error functions.
     num_elements = _MiB // 4 if timer.device.type == "cpu" else 64 * _MiB
     x = torch.rand(num_elements, device=timer.device)
     out = torch.empty_like(x)
@@ -266,8 +266,8 @@ def _with_interconnects(hardware: Hardware, sizes: Sequence[int], timer: Timer) 
     """Return ``hardware`` with measured interconnects."""
     world = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    # All ranks measure their common interconnect: that of a single node, or the network. In the
-    # latter case the ranks of each node then measure the interconnect within it.
+    # All ranks together measure the interconnect of a single node, or the network between nodes. In
+    # the latter case, the ranks of each node then measure the interconnect within the node.
     everyone = _interconnect(_default_group(), sizes, timer)
     if ranks_per_node == world:
         at_least = max(world, hardware.ranks_per_node)
@@ -296,7 +296,7 @@ def _interconnect(group: dist.ProcessGroup, sizes: Sequence[int], timer: Timer) 
 def _collective_us(
     kind: TransferKind, num_bytes: int, group: dist.ProcessGroup, timer: Timer
 ) -> float:
-    # ``num_bytes`` is the size of a single full buffer.
+    # ``num_bytes``: size of the full buffer
     world = group.size()
     shard_elements = max(num_bytes // 4 // world, 1)
     gathers = kind == TransferKind.ALL_GATHER
@@ -305,7 +305,7 @@ def _collective_us(
 
 
 def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
-    """Return the time that each further tensor adds to a coalesced collective."""
+    """Return the time that each additional tensor adds to a coalesced collective."""
     num_elements = {
         TransferKind.ALL_GATHER: _BUFFER_ELEMENTS,
         TransferKind.REDUCE_SCATTER: group.size() * _BUFFER_ELEMENTS,
@@ -314,7 +314,7 @@ def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
     for kind, size in num_elements.items():
         many = [torch.zeros(size, device=timer.device) for _ in range(_NUM_BUFFERS)]
         many_us = _launch_to_wait_us(kind, many, group, timer)
-        # One tensor of the same total size.
+        # Compare with one tensor of the same total size.
         one_us = _launch_to_wait_us(kind, [torch.cat(many)], group, timer)
         added_us.append(max(0.0, many_us - one_us) / (_NUM_BUFFERS - 1))
     return statistics.mean(added_us)
@@ -341,7 +341,7 @@ def _launch_to_wait_us(
 
 def fit_rate(samples: Iterable[Sample]) -> Rate:
     """Fit a rate to the times of ``samples``."""
-    # Disturbances only add time: no amount takes longer than measured for a larger one.
+    # Noise only adds time: cap the time of each amount by the times of larger amounts.
     least_us, per_s = math.inf, {}
     for amount, us in sorted(samples, reverse=True):
         least_us = min(least_us, max(us, 1e-3))
@@ -357,12 +357,12 @@ def fit_interconnect(
 
     ``hop_us`` is 0: samples from a single world size cannot separate it from ``latency_us``.
     """
-    # The shortest time of all.
+    # Estimate the latency by the shortest time of all collectives.
     latency_us = min(us for points in samples.values() for _, us in points)
     bus = {}
     for kind, points in samples.items():
         rounds = (2 if kind == TransferKind.ALL_REDUCE else 1) * (world - 1) / world
-        # The bytes take at least 2 % of the time; otherwise their rate would be unbounded.
+        # Attribute at least 2 % of the time to the bytes; otherwise their rate would be unbounded.
         bus[kind] = fit_rate(
             Sample(num_bytes, max(us - latency_us, us / 50) / rounds) for num_bytes, us in points
         )

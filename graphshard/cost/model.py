@@ -1,8 +1,8 @@
 """Predict the times of a graph's nodes, its collectives, and the copies around them.
 
-Pure: ranks with the same ``Hardware`` predict the same times, without measuring or communicating. A
-kernel takes its launch plus the longer of its compute time and its memory time
-(the roofline model: Williams et al., CACM 52(4), 2009).
+Ranks with the same ``Hardware`` predict the same times, without measuring or communicating. The
+time of a kernel is its launch plus the longer of its compute time and its memory time (the roofline
+model: Williams et al., CACM 52(4), 2009).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _PREDICTED_AS = {
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicts times in microseconds.
+    """Predict times in microseconds.
 
     Attributes:
-        hardware: machine that everything runs on.
+        hardware: machine that runs the graphs.
         node_cost: function that returns a node's time, or None to have it predicted.
         tf32: whether float32 matrix products run in tf32, as after
             ``torch.set_float32_matmul_precision``.
-        fuses: whether fusion is assumed to save the memory of values that no kernel writes.
+        fuses: whether to assume that fusion saves the memory of values that no kernel writes.
         device_type: device type that kernels are compiled for (default: that of the tensors).
     """
 
@@ -78,8 +78,8 @@ class CostModel:
         Raises:
             ValueError: ``node_cost`` returned something other than a time or None.
         """
-        # Symbolic sizes have the value from tracing; data-dependent ones the fallback of
-        # ``size_hint``.
+        # Symbolic sizes have their value from tracing; data-dependent sizes have the fallback value
+        # of ``size_hint``.
         values = values or GraphValues(graph)
         times = dict.fromkeys(graph.nodes, 0.0)
         for node, kind in values.kinds.items():
@@ -97,13 +97,13 @@ class CostModel:
         """Return the time of one collective, or of one copy between host and device.
 
         A collective over n ranks is a ring (Patarasuk and Yuan, JPDC 69(2), 2009): ``n - 1`` steps
-        carry ``(n - 1) / n`` of the buffer. An all-reduce takes twice that.
+        carry ``(n - 1) / n`` of the buffer. An all-reduce needs twice as many.
 
         Args:
             num_bytes: bytes of the full buffer: the gathered result, or the input that each rank
                 reduces.
             world: number of ranks. Ignored for host copies.
-            stride: difference between the global ranks of neighbors.
+            stride: difference between the global ranks of neighbors in the group.
 
         Raises:
             ValueError: ``kind`` is not a kind of collective, or a number is out of range.
@@ -117,20 +117,20 @@ class CostModel:
             raise ValueError(f"{world=}, {num_bytes=}: must be at least 1 and 0, respectively")
         if world == 1:  # a single rank only copies
             return self.copy_us(num_bytes)
-        # If the ring spans m nodes, m - 1 of its steps cross the network, which then also sets
-        # latency and bandwidth.
+        # If the ring spans m nodes, m - 1 of its steps cross the network, which then also
+        # determines latency and bandwidth.
         rounds = 2 if kind == TransferKind.ALL_REDUCE else 1
         num_nodes = self._num_nodes(world, stride)
         intra, inter = self.hardware.intra, self.hardware.inter
         hops_us = (world - num_nodes) * intra.hop_us + (num_nodes - 1) * inter.hop_us
         slowest = self._interconnect(world, stride)
-        # Groups that share nodes run at once, and each has the network of its own ranks.
+        # Groups that share nodes communicate at the same time; each uses its own ranks' network.
         shared = 1.0 if num_nodes == 1 else min(stride, self.hardware.ranks_per_node)
         moved_us = slowest.bus[kind].us(num_bytes * shared) * (world - 1) / world
         return slowest.latency_us + rounds * (hops_us + moved_us)
 
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
-        """Return whether a group uses the interconnect between nodes, not that within a node."""
+        """Return whether a group uses the interconnect between nodes."""
         return self._num_nodes(world, stride) > 1
 
     def buffer_us(self, world: int, stride: int = 1) -> float:
@@ -149,7 +149,7 @@ class CostModel:
         return self.hardware.inter if self.crosses_nodes(world, stride) else self.hardware.intra
 
     def _num_nodes(self, world: int, stride: int) -> int:
-        # Global ranks fill nodes one after the other; the first rank is assumed to start one.
+        # Global ranks fill one node after the other; assume that the first rank starts a node.
         spanned = (world - 1) * stride + 1
         return min(world, math.ceil(spanned / self.hardware.ranks_per_node))
 
