@@ -1,4 +1,4 @@
-"""Fully sharded training, compiled, from one line.
+"""Compiled, fully sharded training with one line of code.
 
 model = torch.compile(model, backend=graphshard.backend(mesh))
 """
@@ -6,7 +6,7 @@ model = torch.compile(model, backend=graphshard.backend(mesh))
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._torch import instances as _instances  # noqa: F401 - notes optimizers made from now on
+from ._torch import instances as _instances  # noqa: F401 - records optimizers created later
 
 if TYPE_CHECKING:
     from . import optim as optim

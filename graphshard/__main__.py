@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments().parse_args(argv)
     try:
         return int(args.run(args))
-    except argparse.ArgumentTypeError as error:  # arguments that contradict each other
+    except argparse.ArgumentTypeError as error:  # incompatible arguments
         args.parser.error(str(error))
     except KeyboardInterrupt:
         pass

@@ -11,10 +11,10 @@ from typing import ParamSpec, TypeVar
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-# Stack size, in pointers, of the frame that makes room. CPython doubles the size of a chunk until
-# the frame fits: 1 MB, with 0.5 MB left for later frames. Only pages that frames write use memory.
+# Stack size, in pointers, of the frame that reserves space. CPython doubles the chunk size until
+# the frame fits: 1 MB, which leaves 0.5 MB for later frames. Only pages written to use memory.
 _SLOTS = 1 << 16
-_NEVER = 2**31 - 1  # most collections of the middle generation before a full one
+_NEVER = 2**31 - 1  # limit of middle-generation collections between full collections
 
 
 def with_stack_room(

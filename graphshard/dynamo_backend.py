@@ -1,4 +1,4 @@
-"""The Dynamo backend: finds the model, shards it at the first compile, and compiles its graphs.
+"""The Dynamo backend, which shards the model at the first compile and compiles its graphs.
 
     first call     a module is compiled   ─► shard it before Dynamo traces its first frame
                    a function is compiled ─► its graph has full parameters as inputs: shard the
@@ -6,8 +6,8 @@
     every compile  the graph has shards as inputs ─► guard their sharded params
                                                   ─► pipeline.compile
 
-A module is sharded before the trace, because Dynamo may leave its whole forward to Python
-(``nn.LSTM``, a graph break in a loop): then no graph with a parameter ever reaches the backend.
+A module is sharded before the trace, because Dynamo may run its whole forward eagerly (``nn.LSTM``,
+a graph break in a loop), in which case no graph with a parameter reaches the backend.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ from .show.table import summary
 
 
 class Backend:
-    """A ``torch.compile`` backend that trains a model fully sharded; made by :func:`backend`."""
+    """A ``torch.compile`` backend for fully sharded training, created by :func:`backend`."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self._graphs: list[CompiledGraph] = []
         self._padding: dict[str, None] = {}  # padding advice of each compiled model
-        self._compile_numbers = itertools.count()  # failed ones count: their dumps stay
+        self._compile_numbers = itertools.count()  # includes failed compiles, whose dumps are kept
         self._consensus = PlanConsensus()
         self.forward_check = ForwardCheck(options)
         self._made_at_s = time.time()
@@ -121,7 +121,7 @@ class Backend:
         params: Sequence[ShardedParam | None],
         inductor_options: Mapping[str, Any],
     ) -> Runnable:
-        sharded = [param for param in params if param is not None]  # None for other inputs
+        sharded = [param for param in params if param is not None]  # None: other inputs
         specs = [param.spec for param in sharded]
         by_input = [None if i is None else params[i] for i in flat_inputs(gm)]
         fqns = [param.fqn if param else "" for param in by_input]
@@ -153,16 +153,16 @@ class Backend:
         return run
 
     def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:
-        # A forecast overrides it: see forecast/trace.py.
+        # Overridden by forecasts: see forecast/trace.py.
         writer = self._next_dump_writer(traced.groups)
         return compile_traced(traced, settings, self._consensus, writer)
 
     def __deepcopy__(self, memo: object) -> Backend:
-        return self  # Lightning copies the arguments of torch.compile; plans must not be copied
+        return self  # Lightning copies arguments of torch.compile, but plans must not be copied
 
     @property
     def __name__(self) -> str:
-        # torch.compile reads it when it is given a module: see [Note: first forward] in
+        # torch.compile reads ``__name__`` when called with a module: see [Note: first forward] in
         # graphshard/params/first_forward.py.
         if (request := compile_request()) is not None:
             self.given_to_compile(request)
@@ -204,9 +204,9 @@ class Backend:
         return [plan for graph in self._graphs for plan in graph.plans]
 
     def predicted_exposure(self) -> float:
-        """Return the predicted fraction of step time in which compute waits for communication.
+        """Return the predicted fraction of step time that compute waits for communication.
 
-        Every forward and backward graph compiled so far counts once; without any, this returns 0.
+        Every forward and backward graph compiled so far counts once; the result is 0 without any.
         The prediction is for ``schedule.hardware``.
         """
         return exposure([dump for graph in self._graphs for dump in graph.dumps()])
@@ -214,15 +214,15 @@ class Backend:
     def summary(self) -> str:
         """Return tables of the collectives of every compiled graph, with their times and costs.
 
-        After the tables come the attempts of ``SchedulePolicy(auto=True)``, and the models whose
-        padding takes much memory.
+        The candidates of ``SchedulePolicy(auto=True)``, and the models whose padding needs much
+        memory, follow the tables.
         """
         tables = summary([dump for graph in self._graphs for dump in graph.dumps()])
         tried = dict.fromkeys(graph.tried for graph in self._graphs if graph.tried)
         return "\n\n\n".join([tables, *tried, *filter(None, self._padding)])
 
     def _next_dump_writer(self, groups: Sequence[str]) -> DumpWriter:
-        # Only the first of all ranks that have the graph writes files.
+        # Among the ranks that have the graph, only the first one writes files.
         mesh, rank = self.options.mesh, dist.get_rank() if dist.is_initialized() else 0
         first_rank = 0 if mesh is None else int(mesh.mesh.min())
         if groups:
@@ -265,8 +265,8 @@ def backend(
 
     At the first call, the parameters of the compiled module are sharded in place, by default on
     dim 0 (ZeRO-3, Rajbhandari et al., arXiv 1910.02054), and become ``DTensor``s; gradients are
-    averaged over the mesh. Parameters that ``graphshard.shard`` has already sharded keep its
-    arguments.
+    averaged over the mesh. Parameters that ``graphshard.shard`` has already sharded keep the
+    arguments of that call.
 
     Args:
         mesh: ``DeviceMesh`` to shard over. A 1D mesh shards over all of its ranks, a 2D mesh
@@ -276,10 +276,10 @@ def backend(
             backward (ZeRO-3). False keeps them (ZeRO-2). An int k that divides the number of shards
             keeps a k-th of each full parameter on each rank, and backward gathers from only k
             neighboring ranks (hpZ of ZeRO++, Wang et al., arXiv 2306.10209).
-        mp_policy: FSDP2's class, with the dtypes of gathered parameters, of gradient reductions,
+        mp_policy: FSDP2's policy with the dtypes of gathered parameters, of gradient reductions,
             and of inputs and outputs of the compiled module. Sharded parameters and their gradients
             keep their dtype.
-        offload_policy: FSDP2's class. ``CPUOffloadPolicy()`` keeps shards and gradients, and
+        offload_policy: FSDP2's policy. ``CPUOffloadPolicy()`` keeps shards and gradients, and
             therefore the optimizer state, in host memory, which is pinned by default. Replicated
             parameters stay on the device.
         ignored_params: parameters that are neither sharded nor reduced.
@@ -288,17 +288,17 @@ def backend(
             parameters. If several globs match, the last one wins. A glob that matches a module
             applies to everything in it, and its ``mp_policy`` casts inputs and outputs of the
             outermost modules that it matches. ``"shard": False`` replicates a parameter and
-            all-reduces its gradient, as DDP does; it never travels in fp8. ``"dim": 1`` splits
-            another dimension than the first, as ``Shard(1)`` from FSDP2's ``shard_placement_fn``
-            does. ``"mesh"`` is another mesh to shard and reduce over, for experts that only its
-            ranks share; both meshes must be slices of one mesh. Gradients of these parameters are
-            still divided by the number of ranks of the argument ``mesh``.
+            all-reduces its gradient, as DDP does; it never travels in fp8. ``"dim": 1`` shards
+            dim 1 instead of dim 0, as ``Shard(1)`` from FSDP2's ``shard_placement_fn`` does.
+            ``"mesh"`` is another mesh to shard and reduce over, for experts that only its ranks
+            share; both meshes must be slices of one mesh. Gradients of these parameters are still
+            divided by the number of ranks of the argument ``mesh``.
         fp8: policy for linears that compute and gather their weights in fp8. Defaults to no fp8.
         schedule: limits and options of the schedule. Defaults to ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
         dump: folder for the plans, traces, tables and FX code of every compiled graph, and a page
             that shows them all, ``index.html``; created if missing. Backends cannot share it.
-        sync_module_states: whether all ranks first copy the first rank's parameters and buffers.
+        sync_module_states: whether to broadcast the first rank's parameters and buffers first.
 
     Raises:
         ValueError: an argument is invalid. At the first call, on every rank and before anything is
@@ -334,7 +334,7 @@ def shard(
     arguments = dict(locals())
     root = arguments.pop("model")
     if not isinstance(root, nn.Module):
-        raise BackendError(f"model is a {type(root).__name__}: pass the module to be sharded")
+        raise BackendError(f"model is a {type(root).__name__}: pass the nn.Module to shard")
     options = Options.from_arguments(arguments)
     shard_module(root, mesh_for(options, root.parameters()), options, in_use=False, allow_meta=True)
     return root
@@ -356,8 +356,8 @@ def from_string(
 
 
 def _shard_before_trace(_: object) -> None:
-    # The root of a compiled function is the module whose call Dynamo left to Python: the code that
-    # Dynamo can compile of such a call may have no parameter.
+    # The root of a compiled function is the module whose call Dynamo runs eagerly: the parts of the
+    # call that Dynamo compiles may have no parameter.
     on_compile_error(_after_compile_error)
     if is_capturing():
         return
@@ -373,7 +373,7 @@ def _after_compile_error(error: BaseException) -> None:
     by_name = call.backend is from_string
     failed = _named.get(hashable(call.options)) if by_name else call.backend
     if isinstance(failed, Backend):
-        stop_watching(failed)  # it need not warn that it has sharded nothing
+        stop_watching(failed)  # suppresses the warning that it has sharded nothing
 
 
 def _backend_of(call: CompiledCall) -> Backend | None:

@@ -1,4 +1,4 @@
-"""The error that all ranks raise, and that reaches the user unwrapped."""
+"""The error that all ranks raise, unwrapped by Dynamo."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` to ``path``; readers see either the old contents or all of the new.
+    """Write ``text`` to ``path`` atomically: readers see the old or the new contents.
 
     Raises:
         OSError: the folder of ``path`` does not exist or cannot be written to, or ``path`` is a
@@ -31,8 +31,8 @@ def whole(target: Path) -> Iterator[Path]:
 
     Raises:
         OSError: the folder of ``target`` does not exist or cannot be written to; or, at the end of
-            the block, ``target`` is a folder that is not empty, or is not of the same kind (file or
-            folder) as what the block wrote. What the block wrote is then lost.
+            the block, ``target`` is a folder that is not empty, or is a file where the block wrote
+            a folder, or the reverse. The output of the block is then lost.
     """
     # ``mkdtemp`` creates the folder exclusively: processes on other hosts get different names, too.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:

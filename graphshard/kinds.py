@@ -1,4 +1,4 @@
-"""The kinds of graphs and transfers; plans and dumps have the same values in JSON."""
+"""The kinds of graphs and transfers; the values also appear in the JSON of plans and dumps."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class TransferKind(_Kind):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
-    ALL_REDUCE_MAX = "all_reduce_max"  # of the absolute maxima of weights that travel in fp8
-    ALL_REDUCE_SHARDS = "all_reduce_shards"  # of reduce-scattered shards over replicas (HSDP)
-    COPY_TO_DEVICE = "copy_to_device"  # of shards before their gather, or of offloaded activations
-    COPY_TO_HOST = "copy_to_host"  # of reduced shards, or of activations
+    ALL_REDUCE_MAX = "all_reduce_max"  # absolute maxima of weights that travel in fp8
+    ALL_REDUCE_SHARDS = "all_reduce_shards"  # reduce-scattered shards, over replicas (HSDP)
+    COPY_TO_DEVICE = "copy_to_device"  # shards before their gather, or offloaded activations
+    COPY_TO_HOST = "copy_to_host"  # reduced shards, or activations
 
     @property
     def is_reduction(self) -> bool:
@@ -53,15 +53,15 @@ class TransferKind(_Kind):
 
     @property
     def is_fetch(self) -> bool:
-        """Whether the transfer brings data that a use on the device needs.
+        """Whether the transfer brings data to the device for use by the graph.
 
-        It is due at the first use, and its data is freed after the last. The data of other kinds
-        is ready at some step and leaves the graph's memory.
+        It is due at the first use, and its data is freed after the last use. Other kinds carry data
+        that is ready at some step and leaves the graph's memory.
         """
         return self in _FETCHES
 
 
-# The kinds that involve no other rank.
+# Kinds that involve no other rank.
 HOST_COPIES = (TransferKind.COPY_TO_DEVICE, TransferKind.COPY_TO_HOST)
 _FETCHES = (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE)
 _REDUCTIONS = (

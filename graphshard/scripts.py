@@ -1,4 +1,4 @@
-"""Load a user's script: the function that returns its model and inputs, and the loss of a step."""
+"""Load a function that returns a model and inputs from a user's script, and compute its loss."""
 
 from __future__ import annotations
 
@@ -80,21 +80,19 @@ def loss_of(outputs: object) -> torch.Tensor:
     """Return the loss among a model's outputs: ``loss``, or else the sum of the first tensor.
 
     Raises:
-        ValueError: there is no tensor, or the loss depends on no trained parameter.
+        ValueError: ``outputs`` has no tensor, or the loss depends on no trained parameter.
     """
     loss = getattr(outputs, "loss", None)
     if loss is None:
         tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         loss = next(tensors, None)
     if loss is None:
-        raise ValueError(
-            f"the model returned {_kind(outputs)} without a tensor: have it return its loss"
-        )
+        raise ValueError(f"the model returned {_kind(outputs)} without a tensor: return the loss")
     if not loss.requires_grad:
         raise ValueError(
             "the loss depends on no parameter that requires a gradient, so nothing would be "
-            "trained: set requires_grad=True on what should train, and do not detach the loss or "
-            "compute it under torch.no_grad()"
+            "trained: set requires_grad=True on the parameters to train, and do not detach the "
+            "loss or compute it under torch.no_grad()"
         )
     return loss if loss.dim() == 0 else loss.float().sum()
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism for transformers models: what ``graphshard plan --tp`` assumes.
+"""Tensor parallelism for transformers models, as ``graphshard plan --tp`` assumes it.
 
 ranks along tp    embed ─► [norm ─► gather ─► q k v, attention ─► out ─► scatter] .. ─► head
 sequence          split     split   whole                               split        whole
@@ -27,8 +27,8 @@ Parallelize = Callable[[nn.Module, DeviceMesh], object]  # splits a model over a
 
 _SEQUENCE, _WHOLE = Shard(1), Replicate()  # layouts of activations [batch, length, features]
 
-# Styles of transformers. The last one is a norm of each head: any dimension but the normalized one
-# can stand for that of the heads.
+# Styles of transformers. The last one is for norms of each head. SequenceParallel accepts the
+# dimension of the heads as ``sequence_dim``, because it is not the normalized one.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": lambda: RowwiseParallel(output_layouts=_SEQUENCE),
@@ -48,23 +48,23 @@ _LAYER = "layers.*."
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split a causal language model of transformers over ``mesh``, in place.
+    """Split a causal language model from transformers over ``mesh``, in place.
 
-    The projections of each layer are split as the configuration's ``base_model_tp_plan`` says, the
-    embedding and the head by rows of the vocabulary, and activations between them along the
-    sequence (sequence parallelism: Korthikanti et al., arXiv 2205.05198). Logits are gathered, as
-    in the plan of transformers.
+    The projections of each layer are split by the configuration's ``base_model_tp_plan``, the
+    embedding and the head along the vocabulary, and activations between layers along the sequence
+    (sequence parallelism: Korthikanti et al., arXiv 2205.05198). Logits are gathered, as in the
+    plan of transformers.
 
     Args:
         model: unsharded model whose attention takes no mask, as with
             ``attn_implementation="flash_attention_2"``.
-        mesh: 1D mesh, such as ``init_device_mesh(..)["tp"]``; its size divides the length of
-            sequences.
+        mesh: 1D mesh, such as ``init_device_mesh(..)["tp"]``; its size must divide the sequence
+            length.
 
     Raises:
-        ValueError: the model has no plan, its plan has a style that is not supported, as for
-            experts, or leaves out a parameter, or the size of ``mesh`` does not divide the number
-            of heads, the intermediate size or the vocabulary.
+        ValueError: the model has no plan; its plan has an unsupported style, such as that of
+            experts, or omits a parameter; or the size of ``mesh`` does not divide the number of
+            heads, the intermediate size or the vocabulary size.
     """
     config: Any = getattr(model, "config", None)
     styles = getattr(config, "base_model_tp_plan", None)
@@ -90,7 +90,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     base.register_forward_pre_hook(_with_positions, with_kwargs=True)
 
 
-_OWN_PLAN = "pass a function that applies parallelize_module (--tp-plan FILE.py:FUNCTION)"
+_OWN_PLAN = "pass a function that calls parallelize_module (--tp-plan FILE.py:FUNCTION)"
 
 
 def _check_styles(name: str, styles: dict[str, str]) -> None:
@@ -98,8 +98,8 @@ def _check_styles(name: str, styles: dict[str, str]) -> None:
         parent = path.removeprefix(_LAYER).rpartition(".")[0]
         if style not in _STYLES or (style == "colwise" and parent not in _GATHERS):
             raise ValueError(
-                f"{name}: cannot split {path} by style {style!r}, only {', '.join(_GATHERS)} by "
-                f"{', '.join(_STYLES)}: {_OWN_PLAN}"
+                f"{name}: cannot split {path} by style {style!r}; only {', '.join(_GATHERS)} can "
+                f"be split, by {', '.join(_STYLES)}: {_OWN_PLAN}"
             )
 
 
@@ -134,7 +134,8 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
 def _with_positions(
     base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # Without ``position_ids``, models number the embeddings, which are a part of the sequence here.
+    # Without ``position_ids``, models would number the embeddings of this rank's part of the
+    # sequence from 0.
     if kwargs.get("position_ids") is None:
         ids: torch.Tensor = kwargs["input_ids"]
         kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]

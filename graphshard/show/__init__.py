@@ -1,7 +1,7 @@
 """Show schedules as files, tables, traces and HTML pages, and compare them.
 
-``dump`` is the file of one plan, ``dump_folder`` a folder of such files and of profiles. ``table``,
-``trace``, ``page`` and ``diff`` present dumps.
+``dump`` defines the file of one plan, ``dump_folder`` a folder of such files and of profiles.
+``table``, ``trace``, ``page`` and ``diff`` present dumps.
 """
 
 # May import ``cost`` and ``planning``.

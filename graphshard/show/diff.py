@@ -93,7 +93,7 @@ def _related_buckets(before: Dump, after: Dump) -> list[tuple[list[Bucket], list
         num_nameless: Counter[TransferKind] = Counter()
         for i, bucket in enumerate(dump.plan.buckets):
             names: list[str | int] = [*dump.param_names(bucket)]
-            if not names:  # related to the bucket at the same position among those without names
+            if not names:  # match buckets without names by their order
                 names = [num_nameless[bucket.kind]]
                 num_nameless[bucket.kind] += 1
             graph.add_edges_from(((side, i), (bucket.kind, name)) for name in names)
@@ -167,7 +167,7 @@ def _totals_table(before: Dump, after: Dump) -> list[str]:
 
 
 def _changed_fields(before: Dump, after: Dump) -> list[str]:
-    # Differences that the rest of the report does not show.
+    # List differences that the rest of the report does not show.
     old_fields, new_fields = _all_fields(before), _all_fields(after)
     return [
         f"differs in detail: {name}" for name, old in old_fields.items() if old != new_fields[name]

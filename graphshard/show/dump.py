@@ -47,16 +47,16 @@ TRANSFER_SLOWDOWN = 1.5
 class Totals:
     """Sums and peaks of a timeline."""
 
-    total_us: float  # until all lanes are done
+    total_us: float  # time until all lanes are done
     compute_us: float  # busy time of the compute lane
     communication_us: float  # busy time of the communication lane
     exposed_us: float  # time that compute spends waiting
     slow_exposed_us: float  # ``exposed_us`` if transfers take ``TRANSFER_SLOWDOWN`` times as long
     lost_us: float  # slowdown of compute by hidden collectives; not part of ``total_us``
-    peak_bytes: int  # live memory in the step with the most
-    in_flight_bytes: int  # memory between launch and wait in the step with the most
+    peak_bytes: int  # largest live memory of a step
+    in_flight_bytes: int  # largest memory of a step between launches and waits
     user_collectives_us: float = 0.0  # busy time of the lane of user collectives
-    user_exposed_us: float = 0.0  # time that compute spends waiting for these
+    user_exposed_us: float = 0.0  # time that compute spends waiting for user collectives
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Dump:
     Attributes:
         plan: plan of one graph.
         hardware: hardware for which times are predicted.
-        limits: limits that the schedule had to respect.
+        limits: memory limits of the schedule.
         compiled: Dynamo's name for the compilation, also used in profiles, or "".
     """
 
@@ -88,7 +88,7 @@ class Dump:
     @functools.cached_property
     def free_memory(self) -> FreeMemory:
         alive = alive_by_point(self.plan.problem, self.plan.buckets)
-        # Cached: callers must not modify it.
+        # The result is cached: callers must not modify it.
         return FreeMemory(alive, self.limits, self.timeline.in_flight_bytes)
 
     @property
@@ -160,7 +160,7 @@ class Dump:
         """
         try:
             return cls._from_raw(json.loads(text))
-        except (KeyError, TypeError, AttributeError) as error:  # JSON of another form
+        except (KeyError, TypeError, AttributeError) as error:  # valid JSON, but not a dump
             raise ValueError(f"{source}: is not a dump from graphshard") from error
         except ValueError as error:  # includes JSONDecodeError
             raise ValueError(f"{source}: {error}") from error

@@ -1,4 +1,4 @@
-"""Write dumps to the folder that a user names and to torch's trace log.
+"""Write dumps to the user's folder and to torch's trace log.
 
 ``dump="folder"`` writes these files for Dynamo's graph number NN, on the first rank of the mesh:
 
@@ -83,7 +83,7 @@ def saving_choices(folder: Path) -> list[SavingChoice]:
     for path in sorted(folder.glob("*-saving.json")):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             choice = SavingChoice.from_json(path.read_text())
-            if saving_rows(choice):  # a choice without rows was not written by graphshard
+            if saving_rows(choice):  # skip files that graphshard did not write
                 choices.setdefault(choice)
     return list(choices)
 
@@ -104,7 +104,7 @@ def _load(path: Path, mtime_ns: int) -> Dump:
 
 def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
     measured: list[Measured | None] = [None] * len(dumps)
-    for recorded in _profiles(folder):  # oldest first: the latest profile of a graph counts
+    for recorded in _profiles(folder):  # oldest first: later profiles of a graph replace earlier
         for i, durations in enumerate(measured_us(recorded, dumps)):
             if durations:
                 measured[i] = Measured(runs=len(durations), median_us=statistics.median(durations))
@@ -117,7 +117,7 @@ def _profiles(folder: Path) -> Iterator[Trace]:
     paths = [path for path in folder.glob("*.json") if not ours.fullmatch(path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
         text = path.read_text(errors="replace")
-        if f'"{MEASURED}: ' in text:  # checked before parsing: it may be any file, and large
+        if f'"{MEASURED}: ' in text:  # avoids parsing other, possibly large files
             with contextlib.suppress(ValueError):  # the file may still be being written
                 yield json.loads(text)
 
@@ -126,16 +126,16 @@ def write_page(folder: Path) -> None:
     """Write ``index.html``, the page of the dumps in ``folder``; warn if that fails."""
     try:
         write_whole(folder / PAGE, folder_page(folder))
-    except (OSError, ValueError) as error:  # as in ``DumpWriter._write``
+    except (OSError, ValueError) as error:  # must not fail training: see ``DumpWriter._write``
         warnings.warn(f"graphshard: {PAGE} cannot be written: {error}", stacklevel=2)
 
 
 class DumpWriter:
-    """Writes the plans and the code of one Dynamo graph.
+    """Write the plans and the code of one Dynamo graph.
 
     Args:
         folder: existing folder, or None to write no files.
-        number: number of the graph, with which file names begin.
+        number: number of the graph, the prefix of file names.
         since_s: time when the backend was created, in seconds since the epoch.
     """
 
@@ -162,7 +162,7 @@ class DumpWriter:
     def write_plan(self, dump: Dump) -> None:
         """Write the dump, its trace and its table; log dump and table to ``TORCH_TRACE``."""
         kind = dump.plan.graph
-        if self._logged.get(kind) != dump:  # unchanged if compiled again for its code
+        if self._logged.get(kind) != dump:  # equal if the graph was only recompiled for its code
             self._logged[kind] = dump
             trace_artifact(f"graphshard_{kind}_plan", "json", dump.to_json)
             trace_artifact(f"graphshard_{kind}_table", "string", lambda: table(dump))

@@ -21,7 +21,7 @@ from ..planning.simulate import COLLECTIVE, COPY_IN, COPY_OUT, LANES, STEP
 from .dump import Dump, param_name
 from .table import exposed_reason, is_notable
 
-# With comments as placeholders for the title and the data.
+# Page template; HTML comments are placeholders for the title and the data.
 TEMPLATE = Path(__file__).with_name("page.html")
 
 # Fields of ``dump.Totals``, and ``host_copies_us``, which is not part of communication.
@@ -100,7 +100,7 @@ class BytesData(TypedDict):
 
 
 class LimitData(TypedDict):
-    """Upper limit on memory that a schedule had to respect."""
+    """Memory limit of a schedule."""
 
     name: str
     bytes: int
@@ -110,7 +110,7 @@ class MemoryData(TypedDict):
     """Memory over time."""
 
     until_us: list[float]  # ends of steps
-    areas: list[BytesData]  # add up to the live memory
+    areas: list[BytesData]  # parts that add up to the live memory
     lines: list[BytesData]
     limits: list[LimitData]
 
@@ -125,7 +125,7 @@ class GraphData(TypedDict):
     ranks: list[int]
     predicted: Predicted
     measured: Measured | None
-    lanes: list[str]  # those in use
+    lanes: list[str]  # lanes in use
     params: list[ParamData]
     kept: list[int]
     reasons: list[tuple[int, str]]
@@ -140,7 +140,7 @@ class TableData(TypedDict):
 
     title: str
     headers: list[str]
-    numbers: list[int]  # numeric columns
+    numbers: list[int]  # positions of numeric columns
     rows: list[list[str]]
 
 
@@ -172,7 +172,7 @@ class PageData(TypedDict):
 
 def page(data: PageData) -> str:
     """Return the HTML page that shows ``data``."""
-    # Names may be any text, and the page never interprets them as HTML.
+    # Escape "<", so that names are never interpreted as HTML.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"title": html.escape(data["title"]), "data": text}
     return re.sub("<!--(title|data)-->", lambda match: parts[match[1]], TEMPLATE.read_text())
@@ -185,7 +185,7 @@ def page_data(
     tables: Sequence[TableData] = (),
     charts: Sequence[BarsData] = (),
 ) -> PageData:
-    """Assemble a page's document, with sums over its training and its inference graphs."""
+    """Assemble a page's data, with sums over its training and its inference graphs."""
     summary = []
     for name, is_inference in (("training", False), ("inference", True)):
         members = [

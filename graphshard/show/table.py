@@ -26,7 +26,7 @@ _KIND_ORDER = (
     *HOST_COPIES,
 )
 MAX_LISTED_EXPOSED = 10
-MAX_LISTED_BUCKETS = 24  # unless all are requested
+MAX_LISTED_BUCKETS = 24  # limit unless all buckets are requested
 
 _Row = Mapping[str, object]  # keyed by header
 
@@ -168,7 +168,7 @@ def _kept_params(dump: Dump) -> str:
 
 
 def _dtype_reasons(dump: Dump) -> str:
-    # A line for each parameter that cannot use a smaller wire dtype.
+    # One line for each parameter that cannot use a smaller wire dtype.
     return "\n".join(f"{param_name(dump.plan.params[i])} {why}" for i, why in dump.plan.reasons)
 
 
@@ -216,7 +216,7 @@ def _buckets_table(dump: Dump, all_buckets: bool) -> str:
     rows = [_bucket_row(dump, i) for i in positions]
     if len(rows) > MAX_LISTED_BUCKETS and not all_buckets:
         half = MAX_LISTED_BUCKETS // 2
-        omitted = positions[half:-half]  # one row stands for them
+        omitted = positions[half:-half]  # summarized in one row
         summary_row = dict.fromkeys(rows[0]) | {
             "parameters": f"... {len(omitted)} more buckets",
             "MB": sum(dump.plan.buckets[i].num_bytes for i in omitted) / 1e6,
@@ -250,9 +250,9 @@ def _collective_ms(dump: Dump, i: int) -> float:
 
 
 def exposed_reason(dump: Dump, i: int) -> str:
-    """Return the reason that compute waits for bucket ``i``, from the timeline and the limits."""
+    """Return the reason why compute waits for bucket ``i``, from the timeline and the limits."""
     bucket, problem = dump.plan.buckets[i], dump.plan.problem
-    fetches = bucket.kind.is_fetch  # an earlier launch would hide it; others, a later wait
+    fetches = bucket.kind.is_fetch  # hidden by an earlier launch; other kinds by a later wait
     if fetches and not sum(problem.compute_us[: bucket.wait]):
         return "first: no compute before it"
     if not fetches and not sum(problem.compute_us[bucket.launch :]):
@@ -282,7 +282,7 @@ def _blocking_limit(dump: Dump, bucket: Bucket) -> str | None:
 
 
 def saving_table(choice: SavingChoice) -> str:
-    """Return a table of the candidates, with the reasons against those that were not chosen."""
+    """Return a table of the candidates, with the reasons why the others were not chosen."""
     rows = tabulate(saving_rows(choice), headers="keys", disable_numparse=True)
     return "\n".join([saving_title(choice), "", rows, *choice.notes])
 

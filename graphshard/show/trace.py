@@ -1,4 +1,4 @@
-"""The predicted timeline as a trace for ui.perfetto.dev and chrome://tracing, and measured traces.
+"""Traces of predicted timelines for ui.perfetto.dev and chrome://tracing, and measured traces.
 
 The trace has one process with the lanes of ``simulate``. Arrows lead from the launch of a
 collective to the collective and on to the first use of its result; counters show memory.
@@ -10,8 +10,8 @@ Kernels have the categories, names and streams that HolisticTraceAnalysis uses t
 communication from compute (hta/utils/utils.py): its ``get_comm_comp_overlap`` returns the predicted
 overlap. Format: "Trace Event Format" by the Chrome team; times in microseconds.
 
-Measured traces are those of torch's profiler. They name the graphs that ran ("Torch-Compiled
-Region: 0/0"), and the sequence number that links autograd's backward to its forward.
+Measured traces come from torch's profiler. They contain the names of the graphs that ran
+("Torch-Compiled Region: 0/0"), and the sequence numbers that link backward to forward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .dump import Dump, param_name
 
 PREDICTED, MEASURED = "predicted", "measured"
 PID = 1 << 30  # process of the predicted events; measured traces never use this number
-# Thread of each lane in the process, and also the number of its stream.
+# Thread ID of each lane in the process, and also the number of its stream.
 THREADS = {lane: number for number, lane in enumerate(LANES, 1)}
 _MAX_BUCKETS = 1 << 20  # per graph; arrow ids combine the number of a run and of a bucket
 
@@ -100,8 +100,8 @@ def run_events(
     """Return the events of one run of the graph.
 
     Args:
-        number: number of the run in its file, which keeps the arrows of different runs apart.
-        streams: whether kernels name their stream.
+        number: number of the run in its file, for unique arrow IDs.
+        streams: whether events of kernels include their stream.
     """
     spans = {slot: _span(slot, start_us) for slot in dump.timeline.slots}
     drawn = {slot: span for slot, span in spans.items() if span.begin_ns < span.end_ns}
@@ -112,7 +112,7 @@ def run_events(
 
 
 def _span(slot: Slot, start_us: float) -> _Span:
-    # Both ends are rounded, to keep adjacent slots adjacent.
+    # Round both ends, instead of start and duration, to keep adjacent slots adjacent.
     return _Span(round((start_us + slot.start_us) * 1e3), round((start_us + slot.end_us) * 1e3))
 
 
@@ -178,7 +178,7 @@ def _arrow(
         span = drawn[slot]
         yield {
             "ph": phase,
-            "bp": "e",  # the arrow is tied to the slice around this time
+            "bp": "e",  # bind the arrow to the enclosing slice
             "cat": "schedule",
             "name": dump.plan.buckets[index].kind,
             "id": identity,
@@ -192,8 +192,8 @@ def _arrow_path(dump: Dump, index: int, drawn: Mapping[Slot, _Span]) -> list[Slo
     """Return the slots that the arrow of a bucket passes through."""
     bucket, problem = dump.plan.buckets[index], dump.plan.problem
     launched_us = dump.slots[COPY_IN, index].end_us
-    # If no copy-in is drawn, the arrow begins at the slot before it; if no copy-out is drawn, the
-    # next slot stands for the wait.
+    # If no copy-in is drawn, the arrow begins at the previous slot; if no copy-out is drawn, the
+    # next slot represents the wait.
     before = [slot for slot in drawn if slot.lane == COMPUTE and slot.end_us <= launched_us]
     due = min(problem.transfers[i].due for i in bucket.transfers)
     steps = dict.fromkeys((bucket.wait, due))
@@ -241,8 +241,8 @@ def measured_us(trace: Trace, dumps: Sequence[Dump]) -> list[list[float]]:
 
 
 def graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[GraphRun]:
-    """Yield the measured runs of the graphs of ``dumps``, in order of time."""
-    # The latest dump of each graph.
+    """Yield the measured runs of the graphs of ``dumps``, in chronological order."""
+    # Later dumps of a graph replace earlier ones.
     dump_of_graph = {(dump.compiled, dump.plan.graph): dump for dump in dumps}
     region_of_thread: dict[int, str] = {}
     region_of_sequence: dict[object, str] = {}

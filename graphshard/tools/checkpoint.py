@@ -34,7 +34,7 @@ def reading(source: Path) -> Iterator[None]:
     """Convert every error to a ValueError that names ``source``."""
     try:
         yield
-    except (Exception, dcp.CheckpointException) as error:  # many kinds, for a damaged file
+    except (Exception, dcp.CheckpointException) as error:  # damaged files raise many types
         if isinstance(error, ValueError) and str(error).startswith(f"{source}: "):
             raise
         text = f"{type(error).__name__}: {error}".splitlines()
@@ -49,7 +49,7 @@ def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> di
         source: file or folder that contains the names, for error messages.
 
     Raises:
-        ValueError: no name has the prefix, or two names are equal without it.
+        ValueError: no name has the prefix, or removing it makes two names equal.
     """
     names = list(names)
     if not prefix:
@@ -62,8 +62,8 @@ def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> di
     for name, new in renamed.items():
         if (other := old_names.setdefault(new, name)) != name:
             raise ValueError(
-                f"{source}: without the prefix {prefix!r}, {other!r} and {name!r} have one name: "
-                "choose another prefix, or none"
+                f"{source}: without the prefix {prefix!r}, {other!r} and {name!r} have the same "
+                "name: choose another prefix, or none"
             )
     return renamed
 
@@ -75,7 +75,7 @@ def require(holds: bool, what: str) -> None:
 
 
 class Checkpoint:
-    """A checkpoint, with values under the flat names that DCP gives them.
+    """A checkpoint whose values are accessed by DCP's flat names.
 
     Args:
         folder: folder of the checkpoint.
@@ -114,7 +114,7 @@ class Checkpoint:
         """Return a flat name without the key and the prefix."""
         short = name.removeprefix(f"{self._key}.") if self._key else name
         first = str(self._paths[name][0])
-        # In an untrusted checkpoint, a flat name may begin differently from its path.
+        # In an untrusted checkpoint, a flat name may not start with the first part of its path.
         return self._new_names[first] + short[len(first) :] if short.startswith(first) else short
 
     def nested(self, flat: Mapping[str, object]) -> object:
@@ -194,7 +194,7 @@ def _checked(metadata: object, folder: Path) -> Metadata:
 
 
 def _check_paths(names: Sequence[str], paths: object) -> None:
-    # Paths of values in the nested state dict consist of keys, and of indices of lists.
+    # Paths of values in the nested state dict consist of dictionary keys and list indices.
     require(isinstance(paths, dict) and paths.keys() >= set(names), "paths are missing")
     assert isinstance(paths, dict)
     for name in names:
@@ -258,7 +258,7 @@ def _is_inside(chunk: ChunkStorageMetadata, size: Sequence[int]) -> bool:
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     full.sort(key=lambda chunk: chunk.offsets)
-    active: list[ChunkStorageMetadata] = []  # earlier chunks that reach into the rows of this one
+    active: list[ChunkStorageMetadata] = []  # earlier chunks that extend to the current first row
     for chunk in full:
         active = [c for c in active if not chunk.offsets or _last_row(c) >= chunk.offsets[0]]
         if any(_intersect(chunk, other) for other in active):
@@ -299,7 +299,7 @@ def _check_locations(stored: Mapping[object, object], folder: Path) -> None:
         )
         ranges.append((path, start, start + length))
     sizes: dict[str, int] = {}
-    end_of: dict[str, int] = {}  # end of the values so far, keyed by file
+    end_of: dict[str, int] = {}  # end of the last checked value, keyed by file
     for path, start, stop in sorted(ranges):
         if path not in sizes:
             require((folder / path).is_file(), f"{path} is missing")

@@ -6,8 +6,8 @@ A checkpoint is a folder that ``torch.distributed.checkpoint`` (DCP) wrote.
     consolidate DIR OUT.safetensors   tensors only, under the names that DCP gave them
     consolidate FILE DIR              a checkpoint that any number of ranks can load
 
-One process converts, without a process group. The target is renamed from a scratch file once it is
-complete. No code from a checkpoint is run; the error for a damaged file names the file.
+The conversion runs in one process, without a process group. The target is renamed from a scratch
+file once it is complete. No code from a checkpoint is run; errors for damaged files name the file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def consolidate(
 
     Raises:
         ValueError: ``source`` does not exist, ``target`` exists or cannot hold the content, no name
-            has the prefix, or two names are equal without it.
+            has the prefix, or removing it makes two names equal.
     """
     source, target = Path(source), Path(target)
     if target.exists():
@@ -57,7 +57,7 @@ def consolidate(
         state = _under(state, key, source) if key else state
         new_names = without_prefix(state, strip_prefix, source)
         state = {new_names[name]: value for name, value in state.items()}
-        with _new(target) as scratch, reading(source):  # saving reads the mapped tensors
+        with _new(target) as scratch, reading(source):  # ``dcp.save`` reads the mapped tensors
             dcp.save(state, checkpoint_id=scratch, no_dist=True)
     else:
         raise ValueError(f"{source}: no such checkpoint or file")
@@ -92,8 +92,8 @@ def _write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
         short, dtype = checkpoint.short_name(name), str(tensor.dtype).removeprefix("torch.")
         require(short != "__metadata__", f"{name!r}: the safetensors format reserves this name")
         require(short not in specs, f"{name!r}: another tensor is also called {short!r}")
-        tensors[short] = tensor  # keeps the memory that the spec points to
-        # Not safetensors.torch.save_file: it requires numpy.
+        tensors[short] = tensor  # keeps alive the memory to which the spec points
+        # safetensors.torch.save_file would require numpy.
         pointer, num_bytes = tensor.data_ptr(), tensor.nbytes
         try:
             specs[short] = TensorSpec(
@@ -105,7 +105,7 @@ def _write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _mapped_tensors(checkpoint: Checkpoint, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    # Memory-mapped from scratch files next to ``path``: writers do not load these into memory.
+    # Map scratch files next to ``path``, so that writers need not hold all tensors in memory.
     for number, (name, tensor) in enumerate(checkpoint.load_tensors()):
         if tensor.numel():
             file = str(path.with_name(f"{number}.bin"))

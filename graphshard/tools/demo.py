@@ -124,7 +124,7 @@ def _ranks(settings: Settings) -> str:
 
 
 def _train(trainings: Sequence[Training], settings: Settings, device: torch.device) -> None:
-    """Train step by step, each run in turn, on the same batches; show progress on rank 0."""
+    """Train all runs in turn, step by step, on the same batches; show progress on rank 0."""
     ours, data = trainings[0], batches(load_text(), SIZES[settings.device], 1 + dist.get_rank())
     steps, is_terminal = settings.num_steps, sys.stdout.isatty()
     for step in range(1, steps + 1):
@@ -295,7 +295,7 @@ def _plot(path: Path, trainings: Sequence[Training], settings: Settings) -> None
     curves, speeds, memory = figure.subplots(1, 3)
     names = [training.name for training in trainings]
     colors = [f"C{index}" for index in range(len(names))]
-    # Equal curves cover each other: draw the first one wide, later ones thinner on top.
+    # Equal curves would cover each other: draw the first one wide, later ones thinner on top.
     for training, color, width in zip(trainings, colors, (6, 3, 1)):
         steps = range(1, len(training.losses) + 1)
         curves.plot(steps, training.losses, color=color, linewidth=width, label=training.name)

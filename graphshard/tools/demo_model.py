@@ -1,6 +1,6 @@
 """The demo's model and data: a byte-level GPT and the sources of Python's standard library.
 
-The model knows nothing about sharding: the same code runs under graphshard, DDP and FSDP2.
+The model has no code for sharding: graphshard, DDP and FSDP2 train the same module.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def load_text() -> torch.Tensor:
     if len(text) < 100_000:
         raise RuntimeError(
             f"{folder} holds only {len(text)} bytes of *.py: the demo trains on the sources of "
-            "Python's standard library, which this installation leaves out"
+            "Python's standard library, which this installation lacks"
         )
     return torch.frombuffer(text, dtype=torch.uint8)[:TEXT_BYTES]
 

@@ -20,8 +20,8 @@ from ..dynamo_backend import Backend
 from .demo_model import SIZES, new_model
 
 LEARNING_RATE = 1e-3
-WARMUP_STEPS = 20  # of the learning rate; without them the loss is unsteady at first
-UNTIMED_STEPS = 10  # first steps left out of medians; at most half of all steps
+WARMUP_STEPS = 20  # learning rate warmup, without which the loss is unstable at first
+UNTIMED_STEPS = 10  # first steps excluded from medians; at most half of all steps
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Training:
 
     def step(self, batch: torch.Tensor) -> None:
         """Train one step and record it."""
-        dist.barrier()  # all ranks start at the same time
+        dist.barrier()  # start at the same time on all ranks
         _synchronize(batch.device)
         start = time.perf_counter()
         self.optimizer.zero_grad()  # not at the end of a step: ``count_memory`` counts gradients
@@ -120,7 +120,7 @@ def new_trainings(
     settings: Settings, mesh: DeviceMesh, device: torch.device, sharding: Backend
 ) -> list[Training]:
     """Return the runs of graphshard, eager DDP, and eager FSDP2 with a unit per block."""
-    # All of them, on all ranks, start from the same parameters.
+    # All runs on all ranks start from the same parameters.
     models = [new_model(SIZES[settings.device], device) for _ in range(3)]
     compiled = torch.compile(models[0], backend=sharding)
     assert isinstance(compiled, nn.Module)

@@ -141,7 +141,9 @@ def test_prefix_that_does_not_match_is_an_error(
         assert said in capsys.readouterr().err
     with pytest.raises(SystemExit):
         _run(colliding, tmp_path / f"x{suffix}", "--strip-prefix", "net.")
-    assert "without the prefix 'net.', 'net.a' and 'a' have one name" in capsys.readouterr().err
+    assert (
+        "without the prefix 'net.', 'net.a' and 'a' have the same name" in capsys.readouterr().err
+    )
     assert not (tmp_path / f"x{suffix}").exists()
 
 
