@@ -283,7 +283,7 @@ def _fill(output: Tensor, sent: Tensor) -> None:
 def modelled_group(wire: Wire, num_ranks: int, device: torch.device) -> Iterator[DeviceMesh]:
     """Create a process group of ``num_ranks`` over a modelled link, and yield its mesh.
 
-    It is registered as "fake", so graphshard knows that there are no other ranks to agree with.
+    It is registered as "fake", so graphshard does not wait for other ranks.
     """
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -79,7 +79,7 @@ def build_problem(
     reaches = [_reach(marker, position, last_uses[marker]) for marker in transfers]
     bounds = {p for reach in reaches for p in (reach.ready, reach.due)}
     user_waits = _user_waits(nodes, position)
-    for launch, wait in user_waits.items():  # a launch is a step of its own
+    for launch, wait in user_waits.items():  # a launch is a separate step
         bounds |= {position[launch], position[launch] + 1, wait}
     starts = sorted({0, *bounds} - {len(nodes)}) if nodes else []
     ends = [*starts[1:], len(nodes)]

@@ -51,7 +51,7 @@ def _is_kept(marker: fx.Node) -> bool:
 
 def bypass_sync_nodes(gm: fx.GraphModule, context: PassContext) -> None:
     """Let values derived from parameters bypass waits such as ``torch.cuda.synchronize()``."""
-    # All values pass through such a wait. After it, a gathered parameter would look like an
+    # All values pass through these waits. After one, a gathered parameter would look like an
     # activation:
     #
     #   before   w = unshard(p)   y = x @ w   (y', w') = wait(y, w)   z = y'.relu()  ..  g @ w'.t()

@@ -23,7 +23,7 @@ symptom is an optimizer step on plain parameters that have gradients:
     torch.compile gets a model, or a function that refers to it    watched until it is sharded
     an optimizer steps plain parameters of a watched model         error
     an optimizer steps any plain parameters while a backend has
-    sharded nothing and knows no model                             warning: they may be unrelated
+    sharded nothing and has no known model                         warning: they may be unrelated
 
 Parameters that ``DistributedDataParallel`` reduces are exempt, and so are single-rank runs.
 """

@@ -391,7 +391,7 @@ def _on_shard_gradient(shard: torch.Tensor) -> None:
     assert sharded_param is not None
     if grad is None:  # autograd may run the hook without a gradient
         return
-    shard.grad = None  # the DTensor's is the one that users see
+    shard.grad = None  # users see the DTensor's gradient
     sharded_param.model.raise_if_changed()
     sharded_param.model.warn_of_breaks()
     sharded_param.accumulate_grad(grad)

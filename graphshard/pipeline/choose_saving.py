@@ -56,7 +56,7 @@ from .traced_graph import TracedGraph
 # saves less than would fit; with a smaller one, the chosen candidate may exceed the budget.
 RESERVED_FRACTION = 0.1
 
-# Fraction of a GPU's memory to a multiple of which free memory is rounded down, because it is part
+# Free memory is rounded down to a multiple of this fraction of a GPU's memory, because it is part
 # of cache keys and varies slightly between runs. Judgement call: a smaller step recompiles after
 # more restarts, a larger one leaves more memory unused.
 STEP = 0.02
@@ -76,7 +76,7 @@ class ChosenSaving(NamedTuple):
 def choose_saving(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
 ) -> ChosenSaving:
-    """Choose what this rank saves, if the policy asks for it and the graph is trained.
+    """Choose what this rank saves, if ``SchedulePolicy.auto`` is set and the graph is trained.
 
     Raises:
         ValueError: there is no budget, and the device does not report its memory.

@@ -56,7 +56,7 @@ Event = Launch | Wait | str  # text for the launch of a user collective
 def verify_partition(
     forward: fx.GraphModule, param_derived: Iterable[str], num_outputs: int
 ) -> None:
-    """Check that forward saves none of ``param_derived`` for backward (ZeRO-3)."""
+    """Check that forward saves no node of ``param_derived`` for backward (ZeRO-3)."""
     saved = {node.name for node in saved_nodes(forward.graph, num_outputs)}
     wrongly_saved = sorted(saved.intersection(param_derived))
     if wrongly_saved:

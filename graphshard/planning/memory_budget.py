@@ -18,8 +18,8 @@ class ScheduleLimits:
     """Limits of a schedule in bytes, or None for no limit. Field names are keys in dumps.
 
     Attributes:
-        cap: maximum size of a bucket; a larger tensor travels alone. By default, the search
-            finds a size.
+        cap: maximum size of a bucket; a larger tensor gets a separate bucket. By default, the
+            search finds a size.
         in_flight: maximum size of all buckets between launch and wait; a lone bucket may exceed it.
         peak: maximum total of bytes alive at any point in time.
     """

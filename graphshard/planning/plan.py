@@ -66,8 +66,8 @@ class Transfer:
     """A parameter to gather, a gradient to reduce, or an activation to copy.
 
     Attributes:
-        param: position in ``Plan.params``, or None for an activation or a reduction that serves
-            several parameters at once.
+        param: position in ``Plan.params``, or None for an activation or a reduction for several
+            parameters.
         kind: all_gather, reduce_scatter, all_reduce or all_reduce_max; one of ``HOST_COPIES`` for
             an activation.
         num_bytes: size of the full tensor in its wire dtype, including padding.
