@@ -35,7 +35,7 @@ class TransferKind(_Kind):
     lack a kind; ``git grep TransferKind`` finds the rest.
     """
 
-    # ``pipeline.verify`` tells launches apart by their ops. gloo's reduce-scatter already uses
+    # ``pipeline.verify`` distinguishes launches by their ops. gloo's reduce-scatter already uses
     # ``all_to_all_single`` (``ops.collectives.EXCHANGE``), so an all-to-all needs an op of its own.
 
     ALL_GATHER = "all_gather"

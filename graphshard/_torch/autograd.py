@@ -143,7 +143,7 @@ def on_backward_success(act: Callable[[], None]) -> None:
 def on_backward_error(outputs: Iterable[object], act: Callable[[BaseException], None]) -> bool:
     """Call ``act`` with any error from the backward of a compiled graph, before it propagates.
 
-    Callbacks run in registration order. Return whether ``outputs`` are those of such a graph.
+    Callbacks run in registration order. Return whether ``outputs`` come from a compiled graph.
     """
     # AOTAutograd creates one ``autograd.Function`` class per compiled graph, whose ``backward``
     # runs the backward graph (torch/_functorch/_aot_autograd/runtime_wrappers.py).

@@ -126,9 +126,9 @@ def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> di
             return dict(options)
     asked.pop("cudagraph_annotation", None)
     warnings.warn(
-        "graphs of this backend run without CUDA graphs: those of torch.compile cannot hold NCCL "
-        'collectives. Remove mode="reduce-overhead" and override_cudagraphs, and replace '
-        '"max-autotune" with "max-autotune-no-cudagraphs". To capture graphs yourself, set '
+        "graphs of this backend run without CUDA graphs: torch.compile's CUDA graphs cannot "
+        'contain NCCL collectives. Remove mode="reduce-overhead" and override_cudagraphs, and '
+        'replace "max-autotune" with "max-autotune-no-cudagraphs". To capture graphs yourself, set '
         "torch._inductor.config.cudagraph_policy (torch 2.13).",
         stacklevel=2,
     )

@@ -8,7 +8,7 @@ This pass therefore moves the kernel after the waits that it needs:
     Inductor  wait a   kernel   launch b
     here      launch b   wait a   kernel
 
-If such a launch sends a result of the kernel, the kernel cannot move after it and is split:
+If a launch before the wait sends a result of the kernel, the kernel must not move and is split:
 
     written   grad   launch grad   wait a   norm       grad and norm share an input: fused
     Inductor  wait a   kernel   launch grad

@@ -208,7 +208,7 @@ def _check_paths(names: Sequence[str], paths: object) -> None:
     require(len(taken) == len(names), "two values have the same path")
     for path in taken:
         outer = next((path[:n] for n in range(1, len(path)) if path[:n] in taken), None)
-        require(outer is None, f"path {path!r} lies inside the value at {outer!r}")
+        require(outer is None, f"path {path!r} is inside the value at {outer!r}")
 
 
 def _check_tensor(
