@@ -1,4 +1,4 @@
-"""Dumps for tests: one that can be checked by hand, and random ones."""
+"""Dumps for tests: one computed by hand, and random ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def bucket(kind: str, buffers: Sequence[tuple[int, ...]], size: int, at: tuple[i
 
 
 def fqns_of(plan: Plan, bucket: Bucket) -> list[str]:
-    """Return the names of the parameters in a bucket, one entry per transfer."""
+    """Return the names of parameters in a bucket, one per transfer."""
     transfers = [plan.problem.transfers[i] for i in bucket.transfers]
     return [plan.fqn_of(transfer) for transfer in transfers if transfer.param is not None]
 
@@ -89,5 +89,5 @@ def dumps(draw: st.DrawFn) -> Dump:
     """Generate a problem with a schedule."""
     asked, on = draw(problems()), hardware(draw(lines))
     empty = dump(asked, [], on=on)
-    cost = draw(lines)  # differs from the hardware: any schedule will do
+    cost = draw(lines)  # unlike the hardware: any schedule will do
     return dump(asked, find_schedule(asked, cost, ScheduleLimits()), on=empty.hardware)

@@ -1,6 +1,6 @@
-"""A machine whose costs can be computed by hand, and a builder of graphs for it.
+"""A machine with costs that can be computed by hand, and a builder of graphs for it.
 
-In a microsecond the machine moves 1 byte, does 1000 flops in float32 or computes a tenth of an
+In a microsecond, the machine moves 1 byte, executes 1000 float32 flops or computes a tenth of an
 exponential. It has 4 ranks per node.
 """
 
@@ -47,7 +47,7 @@ MACHINE = Hardware(
     intra=interconnect_of(10.0, 1.0, 1e6),
     inter=interconnect_of(100.0, 5.0, 1e5),
 )
-# A machine on which only flops take time.
+# A machine where only flops take time.
 COMPUTE = dataclasses.replace(MACHINE, memory=flat_rate(1e15), special_per_s=1e15, launch_us=0.0)
 
 

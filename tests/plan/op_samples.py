@@ -1,9 +1,9 @@
-"""Price the samples that torch tests its operators with, and print errors as JSON.
+"""Price torch's own operator test samples, and print errors as JSON.
 
     python -m tests.plan.op_samples
 
-Runs in a separate process, because torch's module of samples freezes global settings when it is
-imported, and imports a package that only torch's own tests need.
+Runs in a separate process, because importing torch's samples freezes global settings and requires a
+package that only torch's own tests need.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.plan.machines import MACHINE, flat_rate
 
 NUM_SAMPLES = 2  # per operator
 MOVES = dataclasses.replace(MACHINE, flops={"float32": flat_rate(1e18)}, special_per_s=1e18)
-"""A machine on which only bytes and launches take time."""
+"""A machine where only bytes and launches take time."""
 
 
 def _operators() -> list[Any]:
@@ -46,7 +46,7 @@ def _operators() -> list[Any]:
 
 def _graphs(info: Any) -> Iterator[fx.Graph]:
     """Yield the graph of each sample that can be traced."""
-    # Not info.sample_inputs: for each sample it reads the source of all frames.
+    # Not info.sample_inputs, which reads the source of all frames for each sample.
     samples = info.sample_inputs_func(info, "cpu", torch.float32, requires_grad=False)
     for sample in itertools.islice(samples, NUM_SAMPLES):
         leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
@@ -65,7 +65,7 @@ def _graphs(info: Any) -> Iterator[fx.Graph]:
 
 
 def _faults(graph: fx.Graph) -> Iterator[str]:
-    """Yield the errors in the price of a graph."""
+    """Yield errors in the price of a graph."""
     times = CostModel(MOVES).compute_us(graph)
     wrong = [f"{node.target}: {us} us" for node, us in times.items() if not 0 <= us < math.inf]
     yield from wrong
@@ -73,7 +73,7 @@ def _faults(graph: fx.Graph) -> Iterator[str]:
     kernels = [n for n, k in values.kinds.items() if k not in (NodeKind.VIEW, NodeKind.BARRIER)]
     total, least = sum(times.values()), _written(graph, values, kernels)
     most = sum(_moved(node, values) + MOVES.launch_us for node in kernels)
-    # A byte takes one microsecond; flops take next to no time.
+    # A byte takes one microsecond; flops take almost no time.
     if not least <= total <= most + 1e-3:
         yield f"{graph}: {total} us, not from {least} to {most}"
     yield from _faults_of_memory(values, CostModel(MOVES).unmaterialized(values))
@@ -87,7 +87,7 @@ def _faults(graph: fx.Graph) -> Iterator[str]:
 
 
 def _faults_of_memory(values: GraphValues, without: UnmaterializedValues) -> Iterator[str]:
-    """Yield values that are wrongly said to be never in memory.
+    """Yield values wrongly classified as never in memory.
 
     A value is in memory if its node is not fused, or if a barrier reads it.
     """

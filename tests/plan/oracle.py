@@ -1,7 +1,7 @@
-"""Optimal schedules of small problems, from mixed-integer programs that HiGHS solves.
+"""Optimal schedules of small problems, by mixed-integer programs solved with HiGHS.
 
-There is one program for each way to split the queues into buckets. It decides before which step
-each bucket is launched, and the order of buckets. Times are longest paths, as in ``clock``:
+Each way to split the queues into buckets has its own program. It chooses the step before which each
+bucket is launched, and the order of buckets. Times are longest paths, as in ``clock``:
 
     launched[b, s]  b is launched before step s: one s per b, from where it is ready to its wait
     order[a, b]     a comes before b: it is launched no later, and sent first
@@ -10,7 +10,7 @@ each bucket is launched, and the order of buckets. Times are longest paths, as i
     front[s]        end of the copy-ins of all buckets that are launched before step s
     start[s]        start of step s: after front[s], and after the buckets that it waits for
 
-Waits are as late as possible: memory is unlimited here, so that is never slower.
+Waits are as late as possible, which is never slower since memory is unlimited here.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Terms = dict[int, float]
 
 
 def price_us(problem: Problem, buckets: tuple[Bucket, ...], cost_model: TransferCostModel) -> float:
-    """Return what the planner minimizes if memory has no price: total time plus lost compute."""
+    """Return the planner's objective without memory: total time plus lost compute."""
     costs = [bucket_cost(problem, bucket, cost_model) for bucket in buckets]
     slowdown_us = sum(cost_model.slowdown_us(cost.lane_us) for cost in costs)
     return clock(problem, buckets, cost_model).total_us + slowdown_us
 
 
 def best(problem: Problem, cost_model: TransferCostModel) -> tuple[tuple[Bucket, ...], float]:
-    """Return the schedule with the lowest ``price_us``, and that price according to its program."""
+    """Return the schedule with the lowest ``price_us``, and its price according to the program."""
     best_buckets: tuple[Bucket, ...] = ()
     least_us = math.inf
     for split in _all_splits(problem, cost_model):
@@ -57,7 +57,7 @@ def best(problem: Problem, cost_model: TransferCostModel) -> tuple[tuple[Bucket,
 def _all_splits(problem: Problem, cost_model: TransferCostModel) -> Iterator[Split]:
     """Yield all splits of the gathers, ordered by ``due``, and the reductions, by ``ready``.
 
-    Splits with a bucket that becomes ready only after it is due are left out.
+    Splits with a bucket that is ready only after it is due are omitted.
     """
     positions = range(len(problem.transfers))
     gathers = [i for i in positions if problem.transfers[i].kind == TransferKind.ALL_GATHER]
@@ -80,7 +80,7 @@ def _all_splits(problem: Problem, cost_model: TransferCostModel) -> Iterator[Spl
 
 
 def _all_borders(num: int) -> Iterator[list[int]]:
-    """Yield every way to cut a sequence of `num` items, as the starts of its parts and its end."""
+    """Yield every partition of a sequence of `num` items, as the starts of parts and the end."""
     for inner in itertools.product([False, True], repeat=max(0, num - 1)):
         borders = [i for i, is_border in enumerate(inner, 1) if is_border]
         yield [0, *borders, *([num] if num else [])]
@@ -95,7 +95,7 @@ class _Program:
         self._costs = [candidate.cost for candidate in split]
         self._upper: list[float] = []
         self._rows: list[tuple[Terms, float]] = []
-        # Longer than any schedule takes. The solver gets times as fractions of it.
+        # Longer than any schedule; the solver gets times as fractions of it.
         self._ever_us = sum(problem.compute_us) + sum(sum(cost[:3]) for cost in self._costs) + 1.0
         num, steps = range(len(split)), range(problem.num_steps + 1)
         self._launched = {
@@ -178,7 +178,7 @@ class _Program:
             self._rows.append((terms | others, out_us[b] / self._ever_us))
 
     def _one_of(self, binaries: list[int]) -> None:
-        """Add the rows that make exactly one of these binaries 1."""
+        """Add the rows that set exactly one of these binaries to 1."""
         self._rows.append((dict.fromkeys(binaries, 1.0), 1.0))
         self._rows.append((dict.fromkeys(binaries, -1.0), -1.0))
 
@@ -207,8 +207,8 @@ class _Program:
 def _solved(aim: Any, integral: Any, upper: Any, matrix: Any, least: Any) -> OptimizeResult:
     """Solve the program, with rescaled rows if necessary.
 
-    HiGHS sometimes rejects its own solution because of an error as large as its tolerance. With
-    rows of another scale it finds another solution.
+    HiGHS sometimes rejects its own solution for an error as large as its tolerance. With rescaled
+    rows, it finds a different solution.
     """
     for scale in (1.0, 10.0, 100.0, 1000.0):
         rows = LinearConstraint(scale * matrix, scale * least, np.inf)

@@ -1,4 +1,4 @@
-"""Random scheduling problems, and a cost model that can be computed by hand."""
+"""Random scheduling problems, and a cost model for computations by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Line:
         return self.parcel_cost_us
 
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
-        """Return whether a group spans nodes: of 1 rank each, except of groups of one rank."""
+        """Return whether a group spans nodes: true for several ranks (one per node)."""
         return world > 1
 
     def slowdown_us(self, lane_us: float) -> float:
@@ -115,7 +115,7 @@ def reduction(
 
 
 def user_collective(launch: int, num_bytes: int = 10, world: int = 2) -> UserCollective:
-    """Return an all-reduce of the model itself that begins step `launch`; the next step waits."""
+    """Return an all-reduce called by the model when step `launch` begins; the next step waits."""
     kind = TransferKind.ALL_REDUCE
     return UserCollective(kind, kind, num_bytes, "t", world, launch, launch + 1)
 
@@ -132,7 +132,7 @@ def problem(
     Args:
         fixed_bytes: memory of each step, apart from transfers.
         fixed_border_bytes: memory between steps; by default the smaller of the two steps' memory.
-        user_launches: steps that begin with an all-reduce of the model itself.
+        user_launches: steps that begin with an all-reduce called by the model.
     """
     steps = tuple(f"step{i}" for i in range(len(compute_us)))
     other = fixed_bytes or [0] * len(steps)
@@ -152,10 +152,10 @@ def problem(
 
 @st.composite
 def problems(draw: st.DrawFn, max_replicas: int = 2, on_host: bool = True) -> Problem:
-    """Generate a backward problem of gathers and reductions, among collectives of the model itself.
+    """Generate a backward problem of gathers and reductions between the model's own collectives.
 
-    Gathers may become ready late, reduced shards may be averaged over replicas, and the host may
-    keep the shards of either.
+    Gathers may become ready late, reduced shards may be averaged over replicas, and shards may
+    be on the host.
     """
     num_steps = draw(st.integers(1, 8))
     times = st.floats(0, 200, allow_subnormal=False)

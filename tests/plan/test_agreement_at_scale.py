@@ -1,4 +1,4 @@
-"""Store operations per rank do not grow with the number of ranks, simulated at one real store."""
+"""Store operations per rank do not grow with the number of ranks, simulated on one real store."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def test_store_operations_per_rank_do_not_grow_with_ranks() -> None:
         more = max(0, phase.events - same.events)
         assert phase.most <= 2 * same.most + 10 * (1 + more)
     compile_all, idle, again, differ = many
-    # Each graph has two calls, choice and first run; each is posted, agreed to and read.
+    # Each graph makes two calls, choice and first run; each is posted, agreed on and read.
     assert compile_all.most <= 60 * NUM_GRAPHS
-    # All ranks are idle long enough that one of them posts its last call. If threads get the cores
-    # late, a rank may also have been idle earlier: that adds an event, and its agreement.
+    # All ranks are idle long enough for one to post its last call. On a busy machine, a rank may
+    # also seem idle earlier, which adds an event and its agreement.
     for phase in (idle, again, differ):
         assert phase.most <= 10 + 10 * phase.events
     assert max(idle.events, again.events, differ.events) < 10

@@ -1,4 +1,4 @@
-"""`benchmarks.offload_streams`: what it reads from a profile written by hand."""
+"""`benchmarks.offload_streams` applied to a profile written by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _event(cat: str, name: str, ts: float, dur: float, **args: int) -> dict[str,
 def _profile(gather_us: float) -> Any:
     """Return a profile of a copy (20 to 40 us), a kernel (30 to 60 us) and then a gather.
 
-    A kernel that another thread has launched runs at the same time.
+    A kernel launched by another thread runs at the same time.
     """
     return {
         "traceEvents": [

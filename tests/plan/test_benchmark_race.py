@@ -1,4 +1,4 @@
-"""`benchmarks.race`: a race on the CPU, processes that fail, and a profile written by hand."""
+"""`benchmarks.race`: a race on the CPU, failing processes, and a profile written by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = "--device cpu --layers 1 --dim 64 --hidden 64 --vocab 64 --tokens 32 --s
 
 
 def _race(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
-    monkeypatch.chdir(ROOT)  # from which the children import benchmarks
+    monkeypatch.chdir(ROOT)  # so that children can import benchmarks
     monkeypatch.setattr(sys, "argv", ["race", *SMALL.split(), "--links", "0.1,10", *options])
     main()
 
@@ -44,7 +44,7 @@ def test_a_process_that_raises_ends_the_race(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="no answer"):
-        _race(monkeypatch, "--variants", GRAPHSHARD, "--dim", "65")  # its heads have no halves
+        _race(monkeypatch, "--variants", GRAPHSHARD, "--dim", "65")  # the head size must be even
     out, errors = capfd.readouterr()
     assert not out.rstrip().endswith("|") and "Traceback" in errors
 

@@ -1,4 +1,4 @@
-"""`benchmarks.replay`: the simulator, given the times that were measured on a GPU."""
+"""`benchmarks.replay`: the simulator with times measured on a GPU."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def test_simulator_reproduces_a_recorded_step(graph: str, replayed: dict[str, Re
     _, measured, simulated, predicted = replayed[graph]
     assert simulated.exposed_ms == pytest.approx(measured.exposed_ms, rel=0.1)
     assert simulated.total_ms == pytest.approx(measured.total_ms, rel=0.01)
-    # Predicted times are further off: a busy GPU is slower, and collectives start late.
+    # Predicted times are less accurate: a busy GPU is slower, and collectives start late.
     assert predicted.total_ms == pytest.approx(measured.total_ms, rel=0.15)

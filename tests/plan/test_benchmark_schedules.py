@@ -31,7 +31,7 @@ FQNS = ("head", "blocks.1.w", "blocks.1.v", "blocks.0.w")
 
 
 def _backward() -> Problem:
-    """Return the backward of a head and two blocks; the block after the head has two parameters."""
+    """Return the backward of a head and two blocks, the first of which has two parameters."""
     transfers = [gather(0, 32, 0), gather(1, 32, 1), gather(2, 32, 2), gather(3, 32, 3)]
     transfers += [reduction(i, 32, i + 1, 5) for i in range(4)]
     return problem([100.0] * 5, transfers)
@@ -76,12 +76,12 @@ def test_at_world_changes_shards_and_padding() -> None:
 
 
 def test_the_lower_bound_computed_by_hand() -> None:
-    """Compute plus a gather of 10 + 50 us before it and a reduction after it, or the wire alone."""
+    """Compute plus first gather (10 + 50 us) and last reduction, or only the time on the wire."""
     graph = problem([100.0, 100.0], [gather(0, 50, 0), reduction(0, 50, 2, 2)])
     assert schedules.lower_bound_us(graph, Line()) == 60.0 + 200.0 + 60.0
     slow = Line(us_per_byte=10.0)
     assert schedules.lower_bound_us(graph, slow) == 510.0 + 200.0 + 510.0
-    # All gathers due at step 1 take one collective, and so do all reductions ready at step 1.
+    # All gathers due at step 1 share one collective, as do all reductions ready at step 1.
     many = problem([10.0, 10.0], [gather(i, 50, 1) for i in range(4)])
     assert schedules.lower_bound_us(many, Line()) == 210.0 + 10.0
     late = problem([10.0, 10.0], [reduction(i, 50, 1, 2) for i in range(4)])
@@ -106,12 +106,12 @@ def test_at_world_equals_a_trace_for_that_number_of_ranks() -> None:
     assert [plan.graph for plan in wide] == [GraphKind.FORWARD, GraphKind.BACKWARD]
     for one, other in zip(wide, narrow, strict=True):
         resized, graph = schedules.at_world(one, 6), other.problem
-        # Each compile gives the group and the nodes new names.
+        # Each compilation gives the group and the nodes new names.
         transfers = [
             dataclasses.replace(t, group=one.problem.transfers[0].group) for t in graph.transfers
         ]
         assert resized.transfers == tuple(transfers)
-        # Equal, except for the padding of parameters that are freed before their last step ends.
+        # Equal except for the padding of parameters freed before their last step ends.
         differ = map(operator.sub, resized.fixed_bytes, graph.fixed_bytes)
         freed = _padding_bytes(one.problem, resized)
         assert all(abs(num_bytes) <= most for num_bytes, most in zip(differ, freed, strict=True))

@@ -67,7 +67,7 @@ def test_float32_runs_at_the_rate_of_tf32_if_that_is_enabled() -> None:
 
 
 HEADS, LENGTH, WIDTH = (2, 3), 256, 16
-CAUSAL = (1 + 128 / 256) / 2  # the first of two blocks of queries sees one block of keys
+CAUSAL = (1 + 128 / 256) / 2  # the first of two query blocks attends to one key block
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The cost model on all torch ops with samples, on all reductions, and on an op it fails on."""
+"""The cost model for all torch ops with samples, all reductions, and an op that makes it fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With stack room no call has to map memory, at any depth; full collections can be turned off."""
+"""With stack room, no call maps memory at any depth; full collections can be turned off."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _below(depth: int, function: Callable[[], int]) -> int:
 
 
 def _most_faults() -> int:
-    """Return the maximum number of page faults over depths and sizes of the caller's frame."""
+    """Return the maximum number of page faults over call depths and caller frame sizes."""
     code = _faults_of_calls.__code__
     sizes = range(code.co_stacksize, code.co_stacksize + 30)
     callers = [
@@ -44,7 +44,7 @@ def _most_faults() -> int:
 
 
 def _in_thread(function: Callable[[], int]) -> int:
-    """Call a function in a new thread, whose stack has no frames of pytest."""
+    """Call a function in a new thread, whose stack has no pytest frames."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
@@ -53,7 +53,7 @@ def test_with_stack_room_calls_map_no_memory_at_any_depth() -> None:
     assert _in_thread(with_stack_room(_most_faults)) < CALLS / 2
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="its later releases keep a spare chunk")
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="CPython 3.13 may keep a spare chunk")
 def test_without_stack_room_calls_map_memory_at_some_depth() -> None:
     assert _in_thread(_most_faults) >= CALLS / 2
 
@@ -70,7 +70,7 @@ def _num_full_collections() -> int:
 
 
 def _collections_of_new_objects() -> int:
-    """Return the number of full collections while a million objects are made and kept."""
+    """Return the number of full collections while a million objects are created and kept."""
     before = _num_full_collections()
     kept: list[list[int]] = []
     for _ in range(1_000_000):
@@ -80,7 +80,7 @@ def _collections_of_new_objects() -> int:
 
 @pytest.fixture
 def usual_thresholds() -> Iterator[None]:
-    """Use CPython's default thresholds instead of those that the tests use."""
+    """Use CPython's default thresholds instead of those for tests."""
     thresholds = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield
@@ -88,7 +88,7 @@ def usual_thresholds() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("usual_thresholds")
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="a collector without generations")
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="its collector has no generations")
 def test_without_full_collections_there_are_none() -> None:
     with pytest.raises(KeyError), without_full_collections():
         assert _collections_of_new_objects() == 0

@@ -1,4 +1,4 @@
-"""Events that ranks post to each other, in every kind of torch store."""
+"""Events that ranks post to each other, on every kind of torch store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
         first, second = (EventStore(lambda: store, "graphshard/0", rank, 2) for rank in range(2))
         assert first.read(0) is None and second.num_posted() == 0 and not first.has_left(1)
         first.post_call(3, "plan", 17, PLAN)
-        second.post_call(3, "other", 18, OTHER)  # ignored: a rank has already posted this call
+        second.post_call(3, "other", 18, OTHER)  # ignored: this call has already been posted
         post = second.read(0)
         assert post == CallEvent(index=0, call=3, rank=0, plan_id="plan", history=17)
         assert second.plan_text(post) == PLAN

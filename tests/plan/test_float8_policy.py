@@ -1,4 +1,4 @@
-"""Parameters that an fp8 policy chooses, and the arithmetic of its casts."""
+"""Parameters selected by an fp8 policy, and the arithmetic of casts."""
 
 from __future__ import annotations
 

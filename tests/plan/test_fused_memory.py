@@ -1,4 +1,4 @@
-"""Values of fused kernels that are never in memory."""
+"""Values inside fused kernels, which are never in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_inputs_of_matmuls_and_outputs_are_in_memory() -> None:
 
 
 def test_a_value_that_several_kernels_read_is_recomputed_in_each() -> None:
-    """Example: float32 logits; cross entropy needs their sums, and later a few of them again."""
+    """Example: float32 logits, which cross entropy sums, and a few of which it reads again."""
     graph = Graph()
     logits = graph(aten.mm.default, *(graph.input(8, 8, dtype=torch.bfloat16) for _ in range(2)))
     wide = graph(aten._to_copy.default, logits, dtype=torch.float32)
@@ -75,7 +75,7 @@ def test_a_value_computed_from_many_reads_is_not_recomputed(num_reads: int) -> N
 
 
 def test_zeros_and_the_rows_added_to_them_are_one_value() -> None:
-    """Example: the gradient of an embedding, whose zeros are written to the result's memory."""
+    """Example: an embedding's gradient, where the zeros are written to the result's memory."""
     graph = Graph()
     index, rows = graph.input(4, dtype=torch.int64), graph.input(4, 8)
     zeros = graph(aten.full.default, [16, 8], 0.0)

@@ -81,7 +81,7 @@ def test_a_reduction_over_columns_rereads_a_value_others_use() -> None:
     everything = graph(aten.sum.default, doubled)
     costs = graph.costs(doubled, total, everything)
     assert costs[doubled] == 400 + 400 + 1
-    assert costs[total] == 0  # shares the kernel of the other reduction, which reads the same
+    assert costs[total] == 0  # fused with the other reduction of the same input
     assert costs[everything] == 400 + 40 + 4 + 1
 
 

@@ -1,4 +1,4 @@
-"""Hardware descriptions: rates, the table of devices, networks between nodes, and JSON."""
+"""Hardware descriptions: rates, device table, networks between nodes, and JSON."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_no_entry_achieves_more_than_its_datasheet(name: str) -> None:
 
 
 def _between_nodes(hardware: Hardware, kind: str) -> float:
-    """Return the bytes/s of a huge message."""
+    """Return the bandwidth of a huge message in bytes/s."""
     return 1e15 / hardware.inter.bus[kind].us(1e15) * 1e6
 
 

@@ -40,7 +40,7 @@ def _by_hand(limits: ScheduleLimits) -> tuple[Bucket, ...]:
 
 def test_copies_of_shards_computed_by_hand() -> None:
     load, collective, reduced, store = _by_hand(ScheduleLimits())
-    # The copy takes 50 us and is launched 100 us, twice as long, before the gather.
+    # The copy takes 50 us and is launched twice that before the gather.
     assert (load.kind, load.launch, load.wait, load.num_bytes) == (
         TransferKind.COPY_TO_DEVICE,
         0,
@@ -115,7 +115,7 @@ def test_clock_agrees_with_simulate(graph: Problem, line: Line) -> None:
         assert abs(ours - theirs) < 1e-6
 
 
-# Activations that are offloaded until backward.
+# Offloaded activations.
 
 
 def _activation(kind: TransferKind, num_bytes: int, *, ready: int, due: int, last: int) -> Transfer:
@@ -169,11 +169,11 @@ def test_activations_that_backward_needs_last_are_offloaded_first() -> None:
 
 
 def _offloaded_beside_a_gather(line: Line) -> list[int]:
-    """Return the activations to offload from a problem where one delays a gather.
+    """Return the activations to offload in a problem where one of them delays a gather.
 
-    The first step of backward needs 80 of the 90 bytes, among them an activation of 40 bytes that
-    only the last step uses. So the gather for the second step, 40 bytes in 50 us, cannot be
-    launched before the first step.
+    The first step of backward needs 80 of the 90 bytes, including an activation of 40 bytes that
+    only the last step uses. The gather for the second step, 40 bytes in 50 us, can therefore not
+    be launched before the first step.
     """
     forward = problem([100.0] * 4, [], [50] * 4)
     backward = problem([100.0] * 4, [gather(0, 40, 1)], [80, 50, 50, 50])

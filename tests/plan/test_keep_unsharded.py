@@ -1,4 +1,4 @@
-"""Parameters kept unsharded for backward: nothing hides their gather, and memory allows it."""
+"""Parameters kept unsharded for backward: their gather would be exposed, and memory suffices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAST, SLOW = Line(1.0, 0.1), Line(1.0, 10.0)
 
 
 def _mirrored(backward: Problem) -> tuple[Problem, dict[int, Transfer]]:
-    """Return a forward with the same gathers in reverse, and its gathers by backward position."""
+    """Return a forward with reversed gathers, and its gathers by position in backward."""
     end = backward.num_steps - 1
     gathered = {
         i: gather(t.param, t.num_bytes, end - t.due)
@@ -49,7 +49,7 @@ def test_the_parameter_that_backward_needs_first_is_kept() -> None:
 
 
 def test_gathers_that_compute_cannot_hide_are_dropped() -> None:
-    """A gather takes as long as five steps, and the last one is due after three."""
+    """A gather takes as long as five steps, and the last is due after three."""
     assert _keep(CHAIN, SLOW, 10_000) == [0, 1, 2, 3]
 
 

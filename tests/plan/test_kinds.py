@@ -1,4 +1,4 @@
-"""Every kind of transfer is in every table of kinds."""
+"""Every transfer kind is in every table of kinds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_kind_is_a_reduction_a_fetch_or_a_copy_to_the_host(kind: TransferK
 
 
 def test_the_verifier_knows_the_launch_op_of_every_kind() -> None:
-    # These are launched by the op of ALL_REDUCE, the maximum with other arguments.
+    # Launched by ALL_REDUCE's op; for the maximum, with different arguments.
     variants = {TransferKind.ALL_REDUCE_MAX, TransferKind.ALL_REDUCE_SHARDS}
     assert set(verify._KIND_OF_LAUNCH.values()) == set(TransferKind) - variants
 

@@ -1,4 +1,4 @@
-"""Waits of reductions depend on bytes and launch order; schedules hold up at other speeds."""
+"""Waits of reductions depend on bytes and launch order; schedules are robust to other speeds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_reduction_is_waited_for_where_it_is_due() -> None:
 
 
 def test_copies_of_what_is_sent_count_as_in_flight() -> None:
-    """If the process group copies what it sends, half as many bytes may be in flight."""
+    """If the process group copies its input, half as many bytes may be in flight."""
     graph = problem([100.0] * 9, [reduction(i, 1000, i + 1, 9) for i in range(8)])
     copying = dataclasses.replace(graph, copies_sent=True)
     line = Line(latency_us=0.0, parcel_cost_us=0.0, issue_us=0.0)
@@ -78,7 +78,7 @@ def test_copies_of_what_is_sent_count_as_in_flight() -> None:
 
 @given(problems(), lines)
 def test_waits_do_not_depend_on_the_speed_of_links(graph: Problem, line: Line) -> None:
-    """Compares only schedules with the same buckets and launches."""
+    """Only schedules with the same buckets and launches are compared."""
     # Compute waits for user collectives: an earlier wait may cost time at one speed only.
     graph = dataclasses.replace(graph, user_collectives=())
     slow = Line(line.latency_us, 2 * line.us_per_byte, line.copy_us_per_byte)
@@ -106,7 +106,7 @@ def _with_user_collectives(graph: Problem, num_bytes: int) -> Problem:
     """Insert an all-reduce over 2 ranks before every third step, which waits for it."""
     added = range(1, graph.num_steps, 3)
 
-    def moved(step: int) -> int:  # what was ready or done before is so before the all-reduce
+    def moved(step: int) -> int:  # for steps before which something is ready
         return step + bisect_left(added, step)
 
     def due(step: int) -> int:
@@ -137,7 +137,7 @@ def _with_user_collectives(graph: Problem, num_bytes: int) -> Problem:
 
 @pytest.mark.parametrize("link", robustness.LINKS)
 def test_schedules_around_user_collectives_hold_up_at_other_speeds(link: float) -> None:
-    """Among the scenarios are links half as fast, and kernels that take 20 % longer."""
+    """Scenarios include links of half the speed, and kernels that take 20 % longer."""
     sizes = LlamaSizes(1024, 4, 8, 8, 4096, recompute=False, vocab=8192)
     plans = trace(sizes)
     graphs = [_with_user_collectives(at_world(plan, 4), 4 << 20) for plan in plans]
@@ -145,7 +145,7 @@ def test_schedules_around_user_collectives_hold_up_at_other_speeds(link: float) 
     ours = robustness.plan_for(graphs, hardware)
     found = robustness.ratios(plans, graphs, ours, hardware, exact=False)
     assert max(found.rule) <= 1.0
-    # No launch is just before a user collective unless it is due there.
+    # Only launches that are due there come just before a user collective.
     for graph, buckets in zip(graphs, ours, strict=True):
         users = {user.launch for user in graph.user_collectives}
         assert len(users) > 4

@@ -20,7 +20,7 @@ from tests.plan.oracle import best, price_us
 from tests.plan.problems import Line, gather, lines, problem, problems, reduction
 
 UNLIMITED = ScheduleLimits(peak=10**9)
-"""A budget that every schedule keeps; with a budget, memory has no price."""
+"""A budget that no schedule exceeds; with a budget, memory has no price."""
 WORST = 0.2
 """Largest gap allowed, as a fraction of the optimal price."""
 
@@ -35,7 +35,7 @@ def small_problems(draw: st.DrawFn) -> Problem:
 @given(small_problems(), lines)
 def test_schedules_are_close_to_the_optimum(graph: Problem, line: Line) -> None:
     buckets, least_us = best(graph, line)
-    # The program's times equal those of the clock.
+    # The program and the clock agree on times.
     assert price_us(graph, buckets, line) == pytest.approx(least_us, rel=1e-4, abs=1e-2)
     found_us = price_us(graph, find_schedule(graph, line, UNLIMITED), line)
     assert least_us * (1 - 1e-4) - 1e-2 <= found_us <= least_us * (1 + WORST) + 1e-2
@@ -44,12 +44,12 @@ def test_schedules_are_close_to_the_optimum(graph: Problem, line: Line) -> None:
 def test_the_oracle_sends_a_hidden_gather_separately() -> None:
     graph = problem([100.0, 100.0], [gather(0, 20, 0), gather(1, 40, 1)])
     _, least_us = best(graph, Line(10.0, 1.0))
-    # Apart: 30 us exposed, rest hidden. Together: 70 us exposed, but 10 us and one launch saved.
+    # Separate: 30 us exposed. Together: 70 us exposed, but 10 us and a launch saved.
     assert least_us == pytest.approx(30 + 200 + 2 * 30.0 + 0.05 * 80)
 
 
 def test_an_urgent_gather_goes_before_a_reduction() -> None:
-    """If it went first, the reduction of 150 us would delay the gather that step 2 needs."""
+    """Sent first, the reduction of 150 us would delay the gather that step 2 needs."""
     graph = problem([100.0, 100.0, 100.0], [reduction(0, 150, 1, 3), gather(1, 90, 2)])
     line = Line(0.0, 1.0)
     buckets, least_us = best(graph, line)

@@ -1,4 +1,4 @@
-"""Plans are plain data: JSON, totals, and parameter names by graph input."""
+"""Plans as plain data: JSON, totals, and parameter names by graph input."""
 
 from __future__ import annotations
 

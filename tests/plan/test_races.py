@@ -1,4 +1,4 @@
-"""Race detection: planted races are named, and random programs agree with a path search."""
+"""Race detection: injected races are named; results on random programs agree with a path search."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GATHER: list[Action] = [
     Work("mm", COMPUTE, reads=(1,)),
     Free(1),
 ]
-"""The actions of a gather by functional collectives."""
+"""Actions of an all-gather with functional collectives."""
 
 
 def test_a_gather_with_all_waits_has_no_race() -> None:

@@ -1,4 +1,4 @@
-"""Repeats in a sequence: layers are found among other nodes, and all are cut alike."""
+"""Repeats in a sequence: layers are found among other nodes, and all cut at the same places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies for what forward saves for backward: which are tried, and which one is chosen."""
+"""Strategies for saving activations and parameters: those tried, and the one chosen."""
 
 from __future__ import annotations
 

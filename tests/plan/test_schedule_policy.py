@@ -1,4 +1,4 @@
-"""SchedulePolicy refuses invalid fields; the error names the field, its value and valid values."""
+"""SchedulePolicy rejects invalid fields; the error names the field, its value and valid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results that the function of a user's script may return."""
+"""Results that a function of a user's script may return."""
 
 from __future__ import annotations
 

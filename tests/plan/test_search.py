@@ -1,4 +1,4 @@
-"""Schedule search: properties of every schedule, and schedules that it has to find."""
+"""Schedule search: properties of every schedule, and specific schedules that it must find."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def test_caps_of_buckets_and_bytes_in_flight_are_kept(
     assert all(bucket.num_bytes <= cap or len(bucket.transfers) == 1 for bucket in buckets)
     gathers = [bucket for bucket in buckets if bucket.kind == TransferKind.ALL_GATHER]
     for step, alive in enumerate(in_flight_bytes(graph, gathers)):
-        # Gathers that are due at their launch do not count: the cap never delays them.
+        # Gathers due at their launch are not counted, as the cap never delays them.
         ahead = sum(b.num_bytes for b in gathers if b.launch <= step < b.wait)
         assert alive == ahead <= in_flight
 
 
 def _follow(problem: Problem, plan: Plan, num_others: int = 0) -> tuple[Bucket, ...]:
-    """Follow `plan` in a graph with `num_others` more parameters, which changes their numbers."""
+    """Follow `plan` in a graph with `num_others` additional parameters, which shift indices."""
     numbers = sorted({t.param for t in plan.problem.transfers if t.param is not None})
     params = [PlanParam(i, (), "", 1, "") for i in range(max([0, *numbers]) + 1)]
     plan = dataclasses.replace(plan, params=tuple(params))
@@ -129,7 +129,7 @@ def _follow(problem: Problem, plan: Plan, num_others: int = 0) -> tuple[Bucket, 
 def test_a_rank_with_other_compute_times_can_follow(
     graph: Problem, line: Line, data: st.DataObject
 ) -> None:
-    """Without the plan, that rank would choose another schedule."""
+    """On its own, that rank would choose a different schedule."""
     buckets = find_schedule(graph, line, ScheduleLimits())
     times = st.lists(st.floats(0, 200), min_size=graph.num_steps, max_size=graph.num_steps)
     other = dataclasses.replace(graph, compute_us=tuple(data.draw(times)))
@@ -184,7 +184,7 @@ def test_a_gather_hides_behind_the_compute_before_it() -> None:
     graph = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
     buckets = find_schedule(graph, Line(1.0, 1.0), ScheduleLimits())
     timeline = simulate(graph, buckets, Line(1.0, 1.0))
-    # Nothing hides the first gather; saving a collective is worth exposing up to 30 us more.
+    # The first gather is exposed; saving a collective is worth exposing up to 30 us more.
     assert 51.0 <= sum(timeline.exposed_us) <= 51.0 + 30.0
 
 
@@ -208,7 +208,7 @@ def test_the_first_gather_and_the_last_reduction_are_small() -> None:
 
 
 def test_a_slow_wire_is_always_busy() -> None:
-    """Nothing can hide the gathers, so there are few, without gaps between them."""
+    """No gather can be hidden, so there are few, without gaps in between."""
     graph = problem([100.0] * 16, [gather(i, 400, i) for i in range(16)], [100_000] * 16)
     line = Line(latency_us=1000.0, us_per_byte=1.0)
     buckets = find_schedule(graph, line, ScheduleLimits())
@@ -219,7 +219,7 @@ def test_a_slow_wire_is_always_busy() -> None:
 
 
 def test_without_a_budget_memory_grows_by_a_few_buckets_only() -> None:
-    """One bucket would save 19 launches, but without a budget its memory is too expensive."""
+    """One bucket would save 19 launches, but its memory costs more than that."""
     graph = problem([3000.0] * 20, [gather(i, 1000, i) for i in range(20)], [10_000] * 20)
     line = Line(latency_us=100.0, us_per_byte=1.0)
     modest = find_schedule(graph, line, ScheduleLimits())
@@ -288,6 +288,6 @@ def test_another_process_finds_the_same_schedule() -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONHASHSEED": "1", "PYTHONPATH": "."},  # this process has another, random seed
+        env={"PYTHONHASHSEED": "1", "PYTHONPATH": "."},  # this process has a random seed
     ).stdout
     assert printed == f"{find_schedule(graph, Line(), ScheduleLimits())}\n"

@@ -1,4 +1,4 @@
-"""A measured trace with predictions added to it: each begins where its graph ran."""
+"""A measured trace with added predictions, each starting where its graph ran."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The page of a dump folder: its numbers are those of the dumps, and names cannot inject HTML.
+"""The page of a dump folder: numbers match the dumps, and names cannot inject HTML.
 
-If Chromium is installed, one test opens a page in it.
+One test opens a page in Chromium, if installed.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ setTimeout(() => {
 
 
 def _look(path: Path, profile: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return what a page shows after some typing and clicking, and its lines in the console."""
+    """Type and click in a page; return what it shows, and its console output."""
     command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)
@@ -263,7 +263,7 @@ def _look(path: Path, profile: Path) -> tuple[dict[str, Any], list[str]]:
     return found, console
 
 
-@pytest.mark.skipif(not BROWSER, reason="there is no Chromium (Debian: apt-get install chromium)")
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium (Debian: apt-get install chromium)")
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     shown = by_hand()
     params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
@@ -280,7 +280,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     path.write_text(page(data).replace("</body>", f"{LOOK}</body>"))
     seen, console = _look(path, tmp_path / "profile")
     assert len(console) == 1, console
-    (looked,) = console  # only ours, which shows that we would see others
+    (looked,) = console  # our own message only: errors would show up here
     assert '"looked"' in looked
     assert seen["images"] == 0 and seen["title"] == EVIL
     full, half = seen["bars"]

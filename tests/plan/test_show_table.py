@@ -1,4 +1,4 @@
-"""The table of a plan: a small one verbatim, the reasons for exposed time, and a large one."""
+"""The table of a plan: a small one verbatim, reasons for exposed time, and a large one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_summary_has_all_tables() -> None:
 
 
 def _alone(kind: str, launch: int, wait: int, limits: ScheduleLimits | None = None) -> Dump:
-    """Return a dump of three steps (5 us, 100 bytes each) and a transfer of 20 bytes in 30 us."""
+    """Return a dump of three steps (5 us, 100 bytes each) and one transfer (20 bytes, 30 us)."""
     if kind in (TransferKind.ALL_GATHER, TransferKind.COPY_TO_DEVICE):
         transfer = gather(0, 20, wait)
     else:

@@ -80,7 +80,7 @@ def test_every_timeline_is_consistent(graph: Problem, line: Line) -> None:
         of_lane = [slot for slot in timeline.slots if slot.lane == lane]
         for one, other in itertools.pairwise(of_lane):
             assert other.start_us >= one.end_us
-    # The compute lane is either busy, or waits for exposed transfers or user collectives.
+    # The compute lane is busy or waits for exposed transfers or user collectives.
     waits_us = sum(timeline.exposed_us) + sum(timeline.user_exposed_us)
     busy = timeline.busy_us(COMPUTE) + waits_us
     last = max((s.end_us for s in timeline.slots if s.lane == COMPUTE), default=0.0)
@@ -121,7 +121,7 @@ def _slots(stride: int) -> list[tuple[str, float, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class Nodes(Line):
-    """A `Line` between nodes, and another one within a node."""
+    """A `Line` between nodes and a different one within a node."""
 
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
         """Return whether neighbors are on different nodes."""

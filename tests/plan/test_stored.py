@@ -1,4 +1,4 @@
-"""Tensors that are still in a file: rows of operators' results, and the rows read for them."""
+"""Lazily read tensors: rows of operator results, and the number of rows read from the file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BY_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "flattened columns": lambda a, b: a.reshape(ROWS, 8),
     "interleaved columns": lambda a, b: a.reshape(ROWS, 2, 2, 2).transpose(1, 2).reshape(ROWS, 8),
 }
-"""Functions that read only as many rows of each argument as are requested."""
+"""Functions that read only the requested number of rows of each argument."""
 
 OF_EXPERTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "stacked": lambda a, b: torch.stack([a, b]),

@@ -1,7 +1,7 @@
 """`consolidate` of damaged and malicious files.
 
-Every failure is a ValueError that names the file and leaves no target. Code in a file never runs,
-and no file except the target is written.
+Every failure is a ValueError that names the file and leaves no target file. Code in a file is never
+run, and no other file is written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(good: Path, tmp_path: Path) -> Path:
-    """Return a folder with copies of all formats and nothing else."""
+    """Return a folder with only copies of all formats."""
     shutil.copytree(good, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -113,7 +113,7 @@ def test_changed_bytes_are_an_error_or_change_values(
         path.write_bytes(whole)
 
 
-# False metadata of a checkpoint.
+# Forged checkpoint metadata.
 
 
 def _metadata(folder: Path) -> Any:
@@ -174,7 +174,7 @@ def _hole(metadata: Any) -> None:
 
 
 def _chunk(offsets: list[int], sizes: list[int]) -> Callable[[Any], None]:
-    """Return a change that adds a second chunk, stored in the same place as the first one."""
+    """Return a change that adds a second chunk, stored in the same place as the first."""
 
     def change(metadata: Any) -> None:
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -256,7 +256,7 @@ def test_another_pickle_in_place_of_metadata_is_an_error(place: Path, value: Any
 
 
 class _Code:
-    """An object that makes a folder when it is unpickled."""
+    """An object that creates a folder when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

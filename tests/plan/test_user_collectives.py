@@ -1,4 +1,4 @@
-"""Collectives of the model itself: every bucket stays on its side of each on all ranks."""
+"""Collectives called by the model: each bucket keeps its order relative to them on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARAMS = tuple(PlanParam(i, (), "", 1) for i in range(8))
 
 
 def _sides(graph: Problem, buckets: tuple[Bucket, ...]) -> list[int]:
-    """Return the number of user collectives that are launched before each bucket."""
+    """Return the number of user collectives launched before each bucket."""
     return [sum(u.launch < b.launch for u in graph.user_collectives) for b in buckets]
 
 
@@ -44,7 +44,7 @@ def test_a_rank_with_other_steps_follows_on_the_same_sides(
         followed = place_buckets(other, PARAMS, plan)
     except BackendError:
         assert users != graph.user_collectives
-        return  # a transfer is due on another side
+        return  # a transfer would have to cross a user collective
     assert _sides(other, followed) == _sides(graph, plan.buckets)
     assert [b.transfers for b in followed] == [b.transfers for b in plan.buckets]
     own, theirs = (Plan(PARAMS, *each) for each in ((other, followed), (graph, plan.buckets)))
@@ -59,7 +59,7 @@ def _plan(*user_launches: int, ready: int = 1) -> Plan:
 
 
 def test_a_launch_moves_to_its_side_of_a_user_collective() -> None:
-    """At the step that begins with a user collective, the bucket is launched before it."""
+    """At a step that begins with a user collective, the bucket is launched first."""
     for user, launch in ((1, 2), (2, 2), (3, 2)):
         (bucket,) = place_buckets(_plan(user).problem, PARAMS, _plan(user))
         assert bucket.launch == launch
