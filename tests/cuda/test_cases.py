@@ -244,7 +244,7 @@ def test_convolutions_return_cudnn_layout() -> None:
     assert _planted().channels_last == [False, True, True]
 
 
-def _fallen_apart(action: Action) -> Action:
+def _split_into_kernels(action: Action) -> Action:
     """Return a bucket copy that takes many kernels instead of one, as if dtypes differed."""
     if isinstance(action, Work) and action.name.startswith("aten._foreach_copy_"):
         return dataclasses.replace(action, kernels=len(action.writes) * 10)
@@ -257,7 +257,7 @@ def test_bucket_copy_of_many_kernels_is_found() -> None:
     assert outcome.unsharded
     theirs = count(outcome.unsharded.actions, outcome.unsharded.calls)
     ours = count(recording.actions, recording.calls)
-    planted = count([_fallen_apart(action) for action in recording.actions], recording.calls)
+    planted = count([_split_into_kernels(action) for action in recording.actions], recording.calls)
     assert not too_many(ours, theirs)
     assert "copies for" in too_many(planted, theirs)
     cast = dataclasses.replace(ours, kernels=ours.kernels + 10)

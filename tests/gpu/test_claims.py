@@ -50,14 +50,14 @@ def test_the_host_waits_once_for_each_copy_of_gradients() -> None:
     assert copies and found.waits == ("cudaEventSynchronize",) * copies
 
 
-def _stowed() -> claims.Profiled:
+def _offload_activations() -> claims.Profiled:
     peak = max(planned for _, planned in claims.peaks("cuda"))
     schedule = graphshard.SchedulePolicy(memory_budget_gb=0.7 * peak / 1e9)
     return claims.profiled("cuda", True, schedule=schedule)
 
 
-def test_the_host_does_not_wait_for_stowed_activations() -> None:
-    found = on_one_rank("cuda", _stowed)
+def test_the_host_does_not_wait_for_offloaded_activations() -> None:
+    found = on_one_rank("cuda", _offload_activations)
     assert sum(plan.count(TransferKind.COPY_TO_HOST) for plan in found.plans)
     assert found.waits == ()
 
@@ -76,7 +76,7 @@ def test_a_policy_of_the_user_is_asked_for_each_graph() -> None:
     assert found == 2
 
 
-def test_layers_that_are_compiled_once_train_alike() -> None:
+def test_regions_do_not_change_losses() -> None:
     calls, error = on_one_rank("cuda", claims.error_of_regions, "cuda")
     assert calls and error < 1e-4
 

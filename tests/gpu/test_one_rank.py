@@ -174,14 +174,14 @@ def _train_with_activations_on_the_host() -> None:
     plain = _train(rows)
     peak_gb = max(max(alive_bytes(p.problem, p.buckets)) for p in plain.plans) / 1e9
     policy = graphshard.SchedulePolicy(memory_budget_gb=0.7 * peak_gb)
-    stowed = _train(rows, schedule=policy)
-    forward, backward = stowed.plans
+    offloaded = _train(rows, schedule=policy)
+    forward, backward = offloaded.plans
     assert (
         forward.count(TransferKind.COPY_TO_HOST) == backward.count(TransferKind.COPY_TO_DEVICE) > 0
     )
-    _assert_equal_numbers(stowed, plain, 1e-6)  # kernels are fused differently
-    assert stowed.peak < 0.85 * plain.peak
+    _assert_equal_numbers(offloaded, plain, 1e-6)  # kernels are fused differently
+    assert offloaded.peak < 0.85 * plain.peak
 
 
-def test_activations_wait_on_the_host() -> None:
+def test_activations_stay_on_the_host_until_backward() -> None:
     on_one_rank("cuda", _train_with_activations_on_the_host)

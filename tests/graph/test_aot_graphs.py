@@ -50,7 +50,9 @@ class _WithTokenAndConstant(nn.Module):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_parameters_are_told_from_tokens_and_constants(mesh: DeviceMesh, compiler: str) -> None:
+def test_parameters_are_distinguished_from_tokens_and_constants(
+    mesh: DeviceMesh, compiler: str
+) -> None:
     model = _WithTokenAndConstant()
     backend = graphshard.backend(mesh, compiler=compiler)
     compiled = torch.compile(model, backend=backend, fullgraph=True)

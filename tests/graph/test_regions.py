@@ -190,7 +190,7 @@ def _wide_inputs(layers: int = 9) -> list[Tensor]:
     return [t.bfloat16() for t in (torch.randn(64, 8), *torch.randn(layers, 8, 8).unbind())]
 
 
-def _with_cuts_behind(gm: fx.GraphModule, op: Any) -> None:
+def _insert_cuts_after(gm: fx.GraphModule, op: Any) -> None:
     """Insert a planned node after every call of ``op``."""
     anything = next(iter(gm.graph.nodes))
     for node in gm.graph.find_nodes(op="call_function", target=op):
@@ -209,7 +209,7 @@ def test_a_border_in_a_norm_is_crossed_by_values_in_memory_only() -> None:
     inputs = _wide_inputs()
     gm = _traced(_deep_normalized, *inputs)
     expected = gm(*inputs)
-    _with_cuts_behind(gm, aten.rsqrt.default)
+    _insert_cuts_after(gm, aten.rsqrt.default)
     assert _shared(gm).num_calls > 9  # two per layer, except for the first and last
     large = {result.dtype for result in _results(gm) if result.numel() == 64 * 8}
     assert large == {torch.bfloat16}

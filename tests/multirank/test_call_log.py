@@ -128,7 +128,7 @@ def test_recompile_to_same_plan_on_one_rank_agrees() -> None:
     run(4, _recompile_alone)
 
 
-def _compile_behind(group: Group, call_log: CallLog) -> None:
+def _compile_late(group: Group, call_log: CallLog) -> None:
     """Make rank 1 lag several calls behind rank 0, which is idle and then waits for it."""
     call_log.first_run("plan", PLAN)
     call_log.run("plan")
@@ -144,8 +144,8 @@ def _compile_behind(group: Group, call_log: CallLog) -> None:
         call_log.run("next")
 
 
-def test_rank_several_calls_behind_agrees() -> None:
-    run(2, _compile_behind)
+def test_rank_several_calls_late_agrees() -> None:
+    run(2, _compile_late)
 
 
 # Different plans.

@@ -82,7 +82,7 @@ def test_first_rank_warns_about_large_padding() -> None:
     assert "4 MB of parameters, 2 times the even share of 2 MB" in text
 
 
-def test_summary_tells_of_padding_after_one_warning() -> None:
+def test_summary_reports_padding_after_one_warning() -> None:
     (texts, last_line), *others = ranks.run(4, _trained, 2)
     assert "up has fewer rows (2)" in last_line and texts == [f"graphshard: {last_line}"]
     assert others == [([], last_line)] * 3

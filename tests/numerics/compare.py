@@ -160,7 +160,7 @@ def assert_equal(ours: History, theirs: History, tolerance: float = 0.0) -> None
             assert_close(f"{name}.grad in step {step}", grad, other[name], tolerance)
 
 
-def assert_trained_alike(
+def assert_history_rounded(
     ours: History, theirs: History, exact: History, dtype: torch.dtype = torch.bfloat16
 ) -> None:
     """Assert that rounding explains all errors of losses and gradients (see `assert_rounded`)."""

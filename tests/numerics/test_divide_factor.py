@@ -19,7 +19,7 @@ from tests.numerics.compare import compile_sharded, relative_error, whole, world
 from tests.ranks import on_ranks
 
 
-def _beside_fsdp2(shape: tuple[int, ...], factor: float) -> None:
+def _against_fsdp2(shape: tuple[int, ...], factor: float) -> None:
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def _beside_fsdp2(shape: tuple[int, ...], factor: float) -> None:
 
 @pytest.mark.parametrize(("shape", "factor"), [((2,), 5.0), ((2, 2), 1.0)])
 def test_gradients_match_fsdp2(shape: tuple[int, ...], factor: float) -> None:
-    ranks.run(math.prod(shape), _beside_fsdp2, shape, factor)
+    ranks.run(math.prod(shape), _against_fsdp2, shape, factor)
 
 
 @on_ranks(1)

@@ -32,9 +32,9 @@ from tests.numerics.compare import (
     NEEDS_FP8,
     History,
     assert_equal,
+    assert_history_rounded,
     assert_rounded,
     assert_same,
-    assert_trained_alike,
     compile_sharded,
     full_grads,
     generator,
@@ -106,7 +106,7 @@ def quick_products() -> Iterator[None]:
         yield
 
 
-def _beside_torchao(
+def _against_torchao(
     compiler: str, mp_policy: MixedPrecisionPolicy, size: Size = SIZE
 ) -> list[tuple[str, torch.dtype | None]]:
     """Compare training to FSDP2 with torchao; return kind and dtype of a step's collectives."""
@@ -122,7 +122,7 @@ def _beside_torchao(
             assert_equal(trained, expected)
         else:  # fused kernels round differently: values may differ by one fp8 step
             in_float32 = _by_fsdp2(_model(size), batches, MixedPrecisionPolicy())
-            assert_trained_alike(trained, expected, in_float32)
+            assert_history_rounded(trained, expected, in_float32)
         recording.clear()
         compiled(batches[0]).backward()
     return [(event.kind, event.dtype) for event in recording.collectives()]
@@ -131,7 +131,7 @@ def _beside_torchao(
 @pytest.mark.low_precision
 def test_training_matches_fsdp2_with_torchao() -> None:
     for sent in ranks.run(
-        2, _beside_torchao, "aot_eager", MixedPrecisionPolicy(), backend="recording"
+        2, _against_torchao, "aot_eager", MixedPrecisionPolicy(), backend="recording"
     ):
         assert [kind for kind, _ in sent].count(TransferKind.ALL_REDUCE) == 1
         assert (TransferKind.ALL_GATHER, torch.uint8) in sent
@@ -141,13 +141,13 @@ def test_training_matches_fsdp2_with_torchao() -> None:
 
 @pytest.mark.low_precision
 def test_training_in_bfloat16_matches_fsdp2_with_torchao() -> None:
-    ranks.run(2, _beside_torchao, "aot_eager", BF16, backend="recording")
+    ranks.run(2, _against_torchao, "aot_eager", BF16, backend="recording")
 
 
 @pytest.mark.low_precision
 def test_training_with_inductor_matches_fsdp2_with_torchao() -> None:
     policy = MixedPrecisionPolicy()
-    ranks.run(2, _beside_torchao, "inductor", policy, SHALLOW, backend="recording")
+    ranks.run(2, _against_torchao, "inductor", policy, SHALLOW, backend="recording")
 
 
 def _gradients(size: Size = SIZE, **options: Any) -> tuple[list[Tensor], int]:

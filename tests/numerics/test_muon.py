@@ -71,7 +71,7 @@ def _mesh(shape: tuple[int, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-def _beside_torch(
+def _against_torch(
     shape: tuple[int, ...],
     variant: str = "default",
     kind: Any = DeepGPT,
@@ -93,21 +93,21 @@ def _beside_torch(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_steps_match_unsharded_muon(variant: str) -> None:
-    ranks.run(2, _beside_torch, (2,), variant)
+    ranks.run(2, _against_torch, (2,), variant)
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)])
 @pytest.mark.parametrize("kind", [GPT, MLP])
 def test_four_ranks_with_many_buckets(shape: tuple[int, ...], kind: type) -> None:
     # The MLP has fewer matrices than ranks, one of them with fewer rows than ranks.
-    ranks.run(4, _beside_torch, shape, kind=kind, bucket_bytes=100)
+    ranks.run(4, _against_torch, shape, kind=kind, bucket_bytes=100)
 
 
 @pytest.mark.parametrize(
     "sharding", [{"shard": False}, {"offload_policy": CPUOffloadPolicy(False)}]
 )
 def test_replicated_and_offloaded_matrices(sharding: dict[str, Any]) -> None:
-    ranks.run(2, _beside_torch, (2,), overrides={"*blocks.0*": sharding})
+    ranks.run(2, _against_torch, (2,), overrides={"*blocks.0*": sharding})
 
 
 @on_ranks(1)

@@ -87,7 +87,7 @@ def _shares(backend: graphshard.Backend) -> None:
         assert plan.regions.num_calls > plan.regions.num_compiled_regions > 0, plan.regions
 
 
-def _beside_a_copy(make: Callable[[], Any], options: dict[str, Any]) -> None:
+def _against_a_copy(make: Callable[[], Any], options: dict[str, Any]) -> None:
     twins = Twins(make(), compiler="inductor", schedule=SchedulePolicy(regions=True), **options)
     twins.train(twins.model.batch, steps=2)
     _shares(twins.backend)
@@ -97,7 +97,7 @@ def _beside_a_copy(make: Callable[[], Any], options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("make", [_gpt, partial(Deep, Checkpointed)], ids=["gpt", "checkpointed"])
 def test_regions_match_an_unsharded_copy(make: Callable[[], Any]) -> None:
-    ranks.run(2, _beside_a_copy, make, {})
+    ranks.run(2, _against_a_copy, make, {})
 
 
 @on_ranks(2)

@@ -221,7 +221,7 @@ def test_muon_refuses_split_parameters() -> None:
 
 
 @on_ranks(4)
-def test_parameters_of_before_are_stale() -> None:
+def test_parameters_from_before_sharding_are_stale() -> None:
     mesh = mesh_2d()
     model = split(MLP, mesh)
     before = list(model.parameters())

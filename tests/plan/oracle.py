@@ -116,7 +116,7 @@ class _Program:
         self._upper.append(upper)
         return len(self._upper) - 1
 
-    def _behind(
+    def _require_after(
         self, late: int, early: int | None, us: float, condition: int | None = None
     ) -> None:
         """Require ``late`` to be at least ``us`` after ``early`` if ``condition`` is 1.
@@ -136,8 +136,8 @@ class _Program:
         """Add all rows: one launch per bucket, their order, the steps and the end."""
         for b, cost in enumerate(self._costs):
             self._one_of([x for (bucket, _), x in self._launched.items() if bucket == b])
-            self._behind(self._sent[b], self._copied[b], cost.lane_us)
-            self._behind(self._total, self._sent[b], 0.0)
+            self._require_after(self._sent[b], self._copied[b], cost.lane_us)
+            self._require_after(self._total, self._sent[b], 0.0)
         for a, b in self._order:
             self._ordered(a, b, self._costs[b])
         for three in itertools.permutations(range(len(self._costs)), 3):
@@ -145,15 +145,15 @@ class _Program:
             self._rows.append(({self._order[pair]: -1.0 for pair in pairs}, -2.0))
         for step in range(self._problem.num_steps + 1):
             self._step(step)
-        self._behind(self._total, self._start[-1], 0.0)
+        self._require_after(self._total, self._start[-1], 0.0)
 
     def _ordered(self, a: int, b: int, cost: BucketCost) -> None:
         """Add the rows that make bucket `b` follow bucket `a` if it comes later."""
         condition = self._order[a, b]
         if a < b:
             self._one_of([condition, self._order[b, a]])
-        self._behind(self._copied[b], self._copied[a], cost.copy_in_us, condition)
-        self._behind(self._sent[b], self._sent[a], cost.lane_us, condition)
+        self._require_after(self._copied[b], self._copied[a], cost.copy_in_us, condition)
+        self._require_after(self._sent[b], self._sent[a], cost.lane_us, condition)
         steps = self._problem.num_steps
         late = {x: float(s) for (bucket, s), x in self._launched.items() if bucket == b}
         late |= {x: -float(s) for (bucket, s), x in self._launched.items() if bucket == a}
@@ -163,14 +163,14 @@ class _Program:
         """Add the rows of a step, which follows its launches and the buckets that it waits for."""
         before = self._start[step - 1] if step else None
         us = self._problem.compute_us[step - 1] if step else 0.0
-        self._behind(self._front[step], before, us)
+        self._require_after(self._front[step], before, us)
         for b in (b for b, s in self._launched if s == step):
             condition = self._launched[b, step]
-            self._behind(self._copied[b], before, us + self._costs[b].copy_in_us, condition)
-            self._behind(self._front[step], self._copied[b], 0.0, condition)
+            self._require_after(self._copied[b], before, us + self._costs[b].copy_in_us, condition)
+            self._require_after(self._front[step], self._copied[b], 0.0, condition)
         waited = [b for b, bucket in enumerate(self._buckets) if bucket.wait == step]
         out_us = {b: self._costs[b].copy_out_us for b in waited}
-        self._behind(self._start[step], self._front[step], sum(out_us.values()))
+        self._require_after(self._start[step], self._front[step], sum(out_us.values()))
         for b in waited:
             # Buckets are copied out in launch order: after this one, the later ones remain.
             others = {self._order[b, a]: -out_us[a] / self._ever_us for a in waited if a != b}

@@ -168,7 +168,7 @@ def test_activations_that_backward_needs_last_are_offloaded_first() -> None:
     assert choose_offloaded(forward, backward, saved, ScheduleLimits(), Line()) == []
 
 
-def _offloaded_beside_a_gather(line: Line) -> list[int]:
+def _offloaded_for_a_gather(line: Line) -> list[int]:
     """Return the activations to offload in a problem where one of them delays a gather.
 
     The first step of backward needs 80 of the 90 bytes, including an activation of 40 bytes that
@@ -183,8 +183,8 @@ def _offloaded_beside_a_gather(line: Line) -> list[int]:
 
 
 def test_an_activation_is_offloaded_for_a_gather_if_it_saves_time() -> None:
-    assert _offloaded_beside_a_gather(Line()) == [0]
-    assert _offloaded_beside_a_gather(Line(latency_us=500.0)) == []
+    assert _offloaded_for_a_gather(Line()) == [0]
+    assert _offloaded_for_a_gather(Line(latency_us=500.0)) == []
 
 
 @given(problems(), lines, st.lists(st.tuples(*[st.integers(0, 7)] * 2, st.integers(1, 90))))

@@ -76,7 +76,7 @@ def test_copy_in_holds_gradients_twice() -> None:
 @pytest.mark.parametrize(
     ("changes", "at_launch", "sent"),
     [
-        pytest.param({}, SIZE + SIZE // WORLD, SIZE, id="as it is"),
+        pytest.param({}, SIZE + SIZE // WORLD, SIZE, id="unchanged"),
         pytest.param(
             {"copied_in": True, "grad_bytes": SIZE // 2}, SIZE // 2 + SIZE, SIZE, id="cast"
         ),

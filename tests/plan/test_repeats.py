@@ -43,7 +43,7 @@ def test_found_repeats_are_repeats(around: list[int], layer: list[int], count: i
         assert sum(repeat.num_saved for repeat in repeats) >= len(layer) * (count - 1)
 
 
-def test_every_part_of_a_repeat_is_cut_alike() -> None:
+def test_all_parts_of_a_repeat_are_cut_at_the_same_places() -> None:
     repeat = Repeat(start=10, length=6, count=3)
     assert pieces(repeat, [3, 10, 13, 23, 40]) == [
         range(10, 11), range(11, 13), range(13, 16),

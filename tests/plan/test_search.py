@@ -180,7 +180,7 @@ def test_averages_over_replicas_are_hidden() -> None:
     assert sum(timeline.exposed_us[i] for i in averages[:-1]) == 0.0
 
 
-def test_a_gather_hides_behind_the_compute_before_it() -> None:
+def test_a_gather_is_hidden_by_the_compute_before_it() -> None:
     graph = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
     buckets = find_schedule(graph, Line(1.0, 1.0), ScheduleLimits())
     timeline = simulate(graph, buckets, Line(1.0, 1.0))

@@ -34,10 +34,10 @@ class _File:
 
 
 BY_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "as it is": lambda a, b: a[...],
+    "unchanged": lambda a, b: a[...],
     "cast": lambda a, b: a.to(torch.bfloat16).contiguous(),
-    "columns side by side": lambda a, b: torch.cat([a, b], dim=1),
-    "rows one behind the other": lambda a, b: torch.cat([a, b]),
+    "concatenated columns": lambda a, b: torch.cat([a, b], dim=1),
+    "concatenated rows": lambda a, b: torch.cat([a, b]),
     "chunk of rows": lambda a, b: torch.chunk(a, 3)[1].contiguous(),
     "chunk of columns": lambda a, b: torch.chunk(torch.cat([a, b], dim=-1), 2, dim=-1)[1],
     "split of rows": lambda a, b: torch.split(a, [1, 3, 2])[1],
@@ -80,7 +80,7 @@ def test_rows_of_a_stored_result_equal_those_of_the_full_result(name: str) -> No
 @pytest.mark.parametrize("name", BY_ROWS)
 def test_only_requested_rows_are_read(name: str) -> None:
     file = _File()
-    arguments = {"columns side by side": 2, "chunk of columns": 2}.get(name, 1)
+    arguments = {"concatenated columns": 2, "chunk of columns": 2}.get(name, 1)
     read_stored(BY_ROWS[name](*file.stored()), slice(1, 2))
     assert file.num_read == arguments
 

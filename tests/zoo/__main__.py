@@ -118,14 +118,14 @@ def _lightning(folder: str) -> Found:
 
 
 def _fabric(folder: str) -> Found:
-    losses = _on_ranks("test_lightning", "fabric_beside_ddp", backend="recording")
+    losses = _on_ranks("test_lightning", "fabric_against_ddp", backend="recording")
     return Found(max(losses), **_kept("test_lightning", "fabric_resume", folder, False))
 
 
 def _torchtitan(whole_loss: bool) -> Callable[[str], Found]:
     def measure(folder: str) -> Found:
         loss = call(
-            "test_torchtitan", "experts_beside_fsdp2", Path(folder), whole_loss, steps=STEPS
+            "test_torchtitan", "experts_against_fsdp2", Path(folder), whole_loss, steps=STEPS
         )
         return Found(loss, None, call("test_torchtitan", "resumes", Path(folder)))
 

@@ -224,7 +224,7 @@ def _train_by_fabric(strategy: Any, folder: str = "", start: int = 0) -> tuple[l
     return losses, _weights(net)
 
 
-def fabric_beside_ddp() -> float:
+def fabric_against_ddp() -> float:
     """Train with graphshard and with DDP; return the largest relative difference of a loss."""
     recording.clear()
     losses, weights = _train_by_fabric(ShardedFabricStrategy(**SHARDING))
@@ -251,7 +251,7 @@ def fabric_resume(folder: str, distributed: bool) -> Kept:
 
 
 def test_fabric_trains_like_ddp_and_reduces_once_per_step() -> None:
-    ranks.run(2, fabric_beside_ddp, backend="recording")
+    ranks.run(2, fabric_against_ddp, backend="recording")
 
 
 @pytest.mark.parametrize("distributed", [True, False])

@@ -21,7 +21,7 @@ from tests import recording
 from tests.numerics.compare import (
     History,
     Twins,
-    assert_trained_alike,
+    assert_history_rounded,
     generator,
     train_steps,
     world_mesh,
@@ -78,7 +78,7 @@ def test_lora_trains_like_fsdp2(dtype: torch.dtype) -> None:
     ours = _adapted(dtype)
     compiled = torch.compile(ours, backend=graphshard.backend(mesh, compiler="aot_eager"))
     trained = train_steps(compiled, ours, batches, model_loss, lr=0.1)
-    assert_trained_alike(trained, by_fsdp2(), by_fsdp2(torch.float64), dtype)
+    assert_history_rounded(trained, by_fsdp2(), by_fsdp2(torch.float64), dtype)
     _check_bytes(compiled, batches[0], _adapted(dtype))
 
 

@@ -67,7 +67,7 @@ def _train(folder: Path, module: str, config: str, *arguments: str, num_ranks: i
     return [tuple(entry) for entry in json.loads(losses.read_text())]
 
 
-def _beside_fsdp2(folder: Path, model: str, *arguments: str, num_ranks: int = 2) -> None:
+def _against_fsdp2(folder: Path, model: str, *arguments: str, num_ranks: int = 2) -> None:
     name, ranks = f"{model}_debugmodel", {"num_ranks": num_ranks}
     theirs = _train(folder, model, name, *FSDP2, *arguments, **ranks)
     logged = _train(folder, f"{OUR_MODELS}.{model}", name, *OURS, *arguments, **ranks)
@@ -79,20 +79,20 @@ def _beside_fsdp2(folder: Path, model: str, *arguments: str, num_ranks: int = 2)
 
 def test_llama_with_microbatches_and_validation_matches_fsdp2(tmp_path: Path) -> None:
     validation = ("--validator.enable", "--validator.freq=2", "--validator.steps=2")
-    _beside_fsdp2(tmp_path, "llama3", FLOAT32, "--training.global_batch_size=8", *validation)
+    _against_fsdp2(tmp_path, "llama3", FLOAT32, "--training.global_batch_size=8", *validation)
 
 
 def test_qwen_with_tied_embeddings_matches_fsdp2(tmp_path: Path) -> None:
-    _beside_fsdp2(tmp_path, "qwen3", FLOAT32)
+    _against_fsdp2(tmp_path, "qwen3", FLOAT32)
 
 
 @pytest.mark.parametrize("model", ["llama3", "qwen3"])
 def test_tensor_parallelism_matches_fsdp2(tmp_path: Path, model: str) -> None:
     split = "--parallelism.tensor_parallel_degree=2"
-    _beside_fsdp2(tmp_path, model, FLOAT32, split, num_ranks=4)
+    _against_fsdp2(tmp_path, model, FLOAT32, split, num_ranks=4)
 
 
-def experts_beside_fsdp2(folder: Path, whole_loss: bool) -> float:
+def experts_against_fsdp2(folder: Path, whole_loss: bool) -> float:
     """Train a mixture of experts; return the largest relative difference of a loss from FSDP2's.
 
     Args:
@@ -105,7 +105,7 @@ def experts_beside_fsdp2(folder: Path, whole_loss: bool) -> float:
 
 
 def test_experts_with_checkpointing_match_fsdp2(tmp_path: Path) -> None:
-    assert experts_beside_fsdp2(tmp_path, whole_loss=True) <= 1e-7
+    assert experts_against_fsdp2(tmp_path, whole_loss=True) <= 1e-7
 
 
 def resumes(folder: Path) -> bool:

@@ -28,7 +28,7 @@ def failure(case: Case, trial: Callable[[Case], object] = run_trial) -> str | No
 def fails_unsharded(case: Case, text: str) -> bool:
     """Return whether plain ``torch.compile`` fails on the case in the same way."""
     unsharded = failure(case, run_unsharded)
-    return unsharded is not None and _alike(headline(unsharded), headline(text))
+    return unsharded is not None and _same_cause(headline(unsharded), headline(text))
 
 
 def headline(text: str) -> str:
@@ -40,7 +40,7 @@ def headline(text: str) -> str:
     return (errors or lines or [text])[0][:300]
 
 
-def _alike(one: str, other: str) -> bool:
+def _same_cause(one: str, other: str) -> bool:
     """Return whether two headlines probably have the same cause."""
     words = [re.sub(r"[\d.e+-]+|rank|blocks\S*", "", line)[:40] for line in (one, other)]
     return words[0] == words[1]
@@ -57,7 +57,7 @@ def shrink(case: Case, line: str) -> Case:
             if tries > MAX_TRIES:
                 return case
             text = failure(candidate)
-            if text is not None and _alike(headline(text), line):
+            if text is not None and _same_cause(headline(text), line):
                 case, smaller = candidate, True
                 break
     return case
