@@ -64,7 +64,7 @@ def test_a_gather_that_begins_before_its_copy_ends_is_a_violation() -> None:
 def test_a_launch_without_gpu_work_is_an_error() -> None:
     profile = _profile(gather_us=41)
     profile["traceEvents"] = [e for e in profile["traceEvents"] if e["name"] != "Memcpy HtoD"]
-    with pytest.raises(RuntimeError, match="graphshard::copy_to_device: the profile has no GPU work"):
+    with pytest.raises(RuntimeError, match=r"graphshard::copy_to_device: .* has no GPU work"):
         launches_of(profile)
 
 
