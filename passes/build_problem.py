@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from graphshard._torch.aot_graphs import is_tangent
 from graphshard._torch.tensors import tree_leaves
 from graphshard.cost.fusion import GraphValues, UnmaterializedValues
 from graphshard.cost.model import CostModel
@@ -328,6 +329,14 @@ def shard_bytes(graph: fx.Graph) -> int:
         for node in graph.find_nodes(op="placeholder")
         if _is_shard(node) and (WHOLE_SHARD in node.meta or not waits_on_host(node))
     )
+
+
+def saved_tensors(graph: fx.Graph) -> list[torch.Tensor]:
+    """Return the tensors, other than shards, that forward saves for a backward graph."""
+    inputs = graph.find_nodes(op="placeholder")
+    saved = [node for node in inputs if not _is_shard(node) and not is_tangent(node)]
+    values = [node.meta.get("val") for node in saved]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _is_shard(placeholder: fx.Node) -> bool:

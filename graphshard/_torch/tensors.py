@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import sympy
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
@@ -118,6 +119,11 @@ def size_hint(size: int | torch.SymInt) -> int:
     names = ("optimization_hint", "size_hint")  # 2.13, 2.11
     ask = next(getattr(symbolic_shapes, name) for name in names if hasattr(symbolic_shapes, name))
     return int(ask(size, 4096))
+
+
+def size_expr(size: int | torch.SymInt) -> sympy.Expr:
+    """Return a size as an expression of the symbols of its trace."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..files import write_whole
 from ..scripts import load_function
 from .cluster import Cluster, cluster
+from .formula import formula_text, saved_bytes
 from .largest import largest
 from .plan import forecast
 from .public_models import PUBLIC_MODELS
@@ -104,6 +105,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="print the largest model of the family and the largest batch that fit",
     )
+    add(
+        "--formula",
+        action="store_true",
+        help="print what forward saves for backward as a formula of samples and tokens",
+    )
     add("--html", type=Path, metavar="OUT", help="write an HTML page to this file")
     add("--json", type=Path, metavar="OUT", help="write all numbers to this JSON file")
     parser.set_defaults(run=_plan, parser=parser)
@@ -134,6 +140,8 @@ def _plan(args: argparse.Namespace) -> int:
             tables, traced = [result.table()], best.traced
         workload = _workload(args, batch)
         shown = forecast(workload, recipe, machine, _show_progress, traced)
+        if args.formula:
+            shown = dataclasses.replace(shown, saved=_saved(args, batch, recipe, machine))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     _write("--json", args.json, shown.to_json)
@@ -150,6 +158,20 @@ def _workload(args: argparse.Namespace, batch: BatchShape) -> Workload:
         raise ValueError(f"--tp-plan {args.tp_plan}: set --tp as well")
     script, _, function = args.tp_plan.rpartition(":")
     return dataclasses.replace(workload, parallelize=load_function(script, function))
+
+
+def _saved(args: argparse.Namespace, batch: BatchShape, recipe: Recipe, machine: Cluster) -> str:
+    if not is_config(args.model):
+        raise ValueError(
+            f"--formula: cannot vary the batch size of {args.model}: pass a config, not a function"
+        )
+    if recipe.dtype == "fp8":
+        raise ValueError("--formula with fp8: whether linears use fp8 depends on sizes; use bf16")
+
+    def make_workload(num_samples: int) -> Workload:
+        return _workload(args, batch._replace(size=num_samples))
+
+    return formula_text(saved_bytes(make_workload, recipe, machine, _show_progress))
 
 
 def _print_largest(

@@ -60,7 +60,8 @@ def deepen(short: TracedStep, longer: TracedStep, periods: int, layers: Layers) 
     graphs = [_deepened(a, b, periods, layers) for a, b in zip(short.graphs, longer.graphs)]
     a, b = dataclasses.asdict(short.held), dataclasses.asdict(longer.held)
     held = HeldMemory(**{name: _extrapolate(a[name], b[name], periods) for name in a})
-    return TracedStep(tuple(graphs), held)
+    saved = short.saved + periods * (longer.saved - short.saved)
+    return TracedStep(tuple(graphs), held, saved)
 
 
 def _deepened(short: StepGraph, longer: StepGraph, periods: int, layers: Layers) -> StepGraph:

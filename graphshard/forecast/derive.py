@@ -163,6 +163,7 @@ def _trace(
         recipe.traced_options(),
         functools.partial(recompute_layers, part=part),
         workload.parallelize,
+        workload.symbols,
     )
 
 

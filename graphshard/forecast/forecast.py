@@ -57,6 +57,7 @@ class Forecast:
         notes: assumptions of the forecast.
         recomputed: layers that backward recomputes, as in "model.layers[:3]"; empty unless
             ``recipe.recompute`` is between 0 and 1.
+        saved: formula of what forward saves for backward, as ``--formula`` prints it, or "".
     """
 
     model: str
@@ -76,6 +77,7 @@ class Forecast:
     held: HeldMemory
     notes: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
+    saved: str = ""
 
     @property
     def tokens_per_s(self) -> float:
@@ -215,6 +217,8 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
             f"{memory.activations / tokens / 1e3:,.1f} KB x {tokens:,} {forecast.unit} of a "
             f"microbatch = {memory.activations / GB:.2f} GB",
         )
+    if forecast.saved:
+        yield "saved", f"{forecast.saved} of a microbatch, from forward to backward"
     if recipe.offload:
         yield "host", f"{forecast.host_bytes / GB:.1f} GB of each node's memory"
     if padding := forecast.padding:

@@ -14,10 +14,11 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 import torch.distributed as dist
 from torch import fx, nn
@@ -26,14 +27,15 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from .._torch.distributed import fake_ranks
-from .._torch.tensors import new_fake_mode, tree_map
+from .._torch.tensors import new_fake_mode, size_expr, size_hint, storage_of, tree_leaves, tree_map
 from ..cost.flops import Flops, call_with_fallback, flops
 from ..cost.hardware import Hardware, Rate
 from ..cost.model import CostModel
 from ..dynamo_backend import Backend, backend, shard
 from ..kinds import GraphKind
+from ..ops.nodes import num_in_memory
 from ..params.memory_report import memory_report
-from ..passes.build_problem import shard_bytes
+from ..passes.build_problem import saved_tensors, shard_bytes
 from ..pipeline.compile import CompiledGraph, trace_only
 from ..pipeline.run_passes import read_problems
 from ..pipeline.settings import CompileSettings
@@ -101,10 +103,18 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A traced training step: graphs in compilation order, and notes on how it was traced."""
+    """A traced training step.
+
+    Attributes:
+        graphs: graphs of the step, in compilation order.
+        saved: size of what forward saves for backward, in bytes, as an expression of the symbols
+            that ``trace`` was given.
+        notes: notes on how the step was traced.
+    """
 
     graphs: tuple[StepGraph, ...]
     held: HeldMemory
+    saved: sympy.Expr = sympy.S.Zero
     notes: tuple[str, ...] = ()
 
 
@@ -134,6 +144,7 @@ def trace(
     options: Mapping[str, Any],
     prepare: Callable[[nn.Module], None] = lambda model: None,
     parallelize: Parallelize | None = None,
+    symbols: Mapping[int, sympy.Symbol] | None = None,
 ) -> TracedStep:
     """Trace a training step on rank 0.
 
@@ -142,6 +153,7 @@ def trace(
         options: arguments of ``graphshard.backend``.
         prepare: function called with the copy of the model before it is split or sharded.
         parallelize: function that splits the copy over the mesh axis "tp", if ``ranks.tp`` > 1.
+        symbols: symbols that replace sizes of the inputs, keyed by size; each size is at least 2.
 
     Raises:
         UntraceableError: shapes or control flow depend on values of tensors.
@@ -154,7 +166,8 @@ def trace(
             "a forecast needs a process group of simulated ranks, but this process already has a "
             "process group: call plan before init_process_group, or in another process"
         )
-    reader = _GraphReader(hardware)
+    symbols = symbols or {}
+    reader = _GraphReader(hardware, symbols)
     fake = new_fake_mode()
     with _fake_mesh(ranks) as whole_mesh, warnings.catch_warnings(), _fresh_dynamo():
         warnings.simplefilter("ignore")
@@ -172,13 +185,22 @@ def trace(
         shard(model, mesh, **options)
         with fake:
             tracing = _TracingBackend(options, mesh, reader)
-            _run(torch.compile(model, backend=tracing, dynamic=False), inputs)
+            _mark_dynamic(inputs, symbols)
+            dynamic = None if symbols else False
+            _run(torch.compile(model, backend=tracing, dynamic=dynamic), inputs)
             held = _held(model)
     if not any(graph.kind == GraphKind.BACKWARD for graph in reader.graphs):
         raise UntraceableError(
             "no parameter of the model requires a gradient: pass a trainable model"
         )
-    return TracedStep(tuple(reader.graphs), held)
+    return TracedStep(tuple(reader.graphs), held, reader.saved)
+
+
+def _mark_dynamic(inputs: Inputs, sizes: Container[int]) -> None:
+    for tensor in tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs):
+        if isinstance(tensor, torch.Tensor):
+            for dim in (dim for dim, size in enumerate(tensor.shape) if size in sizes):
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def _without_values(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
@@ -268,9 +290,12 @@ class _TracingBackend(Backend):
 class _GraphReader:
     """Collect the graphs of a step, priced for the machine and for faster ones."""
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, symbols: Mapping[int, sympy.Symbol]) -> None:
         self._machines = faster_machines(hardware)
+        self._symbols = symbols
+        self._named: dict[sympy.Symbol, sympy.Symbol] = {}
         self.graphs: list[StepGraph] = []
+        self.saved: sympy.Expr = sympy.S.Zero
 
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
         """Record a graph that is ready to be lowered."""
@@ -287,6 +312,27 @@ class _GraphReader:
                 num_flops=sum(count.num_flops for count in counts),
             )
         )
+        self._named.update(self._names_in(graph))
+        if kind == GraphKind.BACKWARD:
+            saved = _bytes_of(saved_tensors(graph)).subs(self._named)
+            # What remains are sizes of random states, 16 bytes on a GPU, for recomputation.
+            others = saved.free_symbols - {*self._symbols.values()}
+            self.saved += saved.subs(dict.fromkeys(others, 0))
+
+    def _names_in(self, graph: fx.Graph) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
+        # Dynamo's own symbols are recognized by the sizes that they have in this trace.
+        for node in graph.find_nodes(op="placeholder"):
+            value = node.meta.get("val")
+            sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+            for size in (size for size in sizes if isinstance(size, torch.SymInt)):
+                symbol, name = size_expr(size), self._symbols.get(size_hint(size))
+                if symbol.is_Symbol and name is not None:
+                    yield symbol, name
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> sympy.Expr:
+    by_storage = {storage_of(tensor): tensor for tensor in tensors}
+    return sympy.Add(*(size_expr(num_in_memory(t)) * t.itemsize for t in by_storage.values()))
 
 
 def faster_machines(hardware: Hardware) -> dict[str, Hardware]:

@@ -7,10 +7,11 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import sympy
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +53,7 @@ class Workload:
         period: number of layers in the repeating pattern.
         notes: assumptions for forecasts of this workload.
         parallelize: function that splits a model for tensor parallelism, or None.
+        symbols: symbols that replace sizes of the inputs, keyed by size; see ``trace``.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Workload:
     period: int = 1
     notes: tuple[str, ...] = ()
     parallelize: Parallelize | None = None
+    symbols: Mapping[int, sympy.Symbol] = field(default_factory=dict)
 
 
 MakeWorkload = Callable[[int], Workload]  # takes the number of samples in a microbatch

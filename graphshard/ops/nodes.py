@@ -65,14 +65,19 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 def memory_bytes(tensor: torch.Tensor) -> int:
     """Return the size of a tensor's elements in bytes, each expanded dimension counted as one."""
+    return size_hint(num_in_memory(tensor)) * tensor.element_size()
+
+
+def num_in_memory(tensor: torch.Tensor) -> int | torch.SymInt:
+    """Return the number of a tensor's elements, each expanded dimension counted as one."""
     if tensor.layout is not torch.strided:
-        return num_bytes(tensor)
+        return tensor.numel()
     # Do not evaluate a symbolic size or stride: that could add a guard.
     sizes = [
         min(size, 1) if isinstance(size, int) and isinstance(stride, int) and not stride else size
         for size, stride in zip(tensor.shape, tensor.stride())
     ]
-    return size_hint(math.prod(sizes)) * tensor.element_size()
+    return math.prod(sizes)
 
 
 def root_of(node: fx.Node) -> fx.Node:

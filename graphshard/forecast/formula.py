@@ -1,0 +1,84 @@
+"""Express the size of what forward saves for backward as a formula of samples and tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import sympy
+
+from .cluster import Cluster
+from .derive import Progress, trace_step
+from .recipe import Recipe
+from .workload import MakeWorkload
+
+SAMPLES, TOKENS = sympy.symbols("samples tokens", integer=True, positive=True)
+
+
+def saved_bytes(
+    make_workload: MakeWorkload,
+    recipe: Recipe,
+    cluster: Cluster,
+    progress: Progress = lambda text: None,
+) -> sympy.Expr:
+    """Return the bytes that forward saves for backward on a rank, for microbatches of any size.
+
+    One trace with symbolic sizes serves all microbatches. Where layers repeat, shallow copies are
+    traced, and the formula is extrapolated to the depth of the model.
+
+    Args:
+        make_workload: function that takes a number of samples, each of the same length.
+
+    Returns:
+        An expression of ``SAMPLES`` and ``TOKENS``, the length of a sample.
+
+    Raises:
+        ValueError: the inputs have no tokens, a graph is valid for some sizes only, or torch cannot
+            trace it with symbolic sizes.
+    """
+    num_samples = 2  # torch specializes graphs on a size of 1
+    workload = make_workload(num_samples)
+    if workload.tokens == num_samples**2:  # trace tells the two by their sizes
+        num_samples = 3
+        workload = make_workload(num_samples)
+    symbols = {num_samples: SAMPLES, workload.tokens // num_samples: TOKENS}
+    recipe = dataclasses.replace(recipe, strategy="zero3", accumulate=1)
+    workload = dataclasses.replace(workload, symbols=symbols)
+    try:
+        saved = sympy.expand(trace_step(workload, recipe, cluster, progress).saved)
+    except Exception as error:  # torch may fail in any way with symbolic sizes
+        raise ValueError(
+            f"{workload.name}: torch cannot trace this model with symbolic sizes: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
+    if workload.unit != "tokens" or saved.free_symbols != {SAMPLES, TOKENS}:
+        raise ValueError(
+            f"{workload.name}: the bytes saved are no formula of samples and tokens, "
+            "because its graph is valid for some sizes only, or its inputs are not tokens"
+        )
+    return saved
+
+
+def formula_text(num_bytes: sympy.Expr) -> str:
+    """Return an expression of bytes as text, as in "92.1 KB x samples x tokens"."""
+    terms = sorted(sympy.Add.make_args(num_bytes), key=lambda term: -sympy.total_degree(term))
+    return " + ".join(map(_term_text, terms))
+
+
+def _term_text(term: sympy.Expr) -> str:
+    number, rest = term.as_coeff_Mul()
+    return " x ".join([_size_text(float(number)), *_factor_texts(rest)])
+
+
+def _factor_texts(product: sympy.Expr) -> Iterator[str]:
+    for factor in sympy.Mul.make_args(product):
+        if factor != 1:
+            base, power = factor.as_base_exp()
+            yield f"{base}" if power == 1 else f"{base}^{power}"
+
+
+def _size_text(num_bytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes:g} B"

@@ -1,0 +1,59 @@
+"""The formula of what forward saves, compared with traces of several sizes."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+
+from graphshard.__main__ import main
+from graphshard.forecast.cluster import cluster
+from graphshard.forecast.derive import trace_step
+from graphshard.forecast.formula import SAMPLES, TOKENS, formula_text, saved_bytes
+from graphshard.forecast.recipe import Recipe
+from graphshard.forecast.workload import BatchShape, Workload, find_workload
+
+_SIZES = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2"
+_LLAMA = f"llama:{_SIZES},vocab_size=96,num_hidden_layers"
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [(f"{_LLAMA}=1", 0.0), (f"{_LLAMA}=6", 1.0)],
+    ids=["one layer", "recomputed layers"],
+)
+def test_formula_equals_the_bytes_of_static_traces(model: str, recompute: float) -> None:
+    recipe, machine = Recipe(recompute=recompute), cluster("H100", gpus=2)
+
+    def workload(num_samples: int, length: int = 32) -> Workload:
+        return find_workload(model, BatchShape(num_samples, length))
+
+    formula = saved_bytes(workload, recipe, machine)
+    larger = trace_step(workload(5, 64), recipe, machine)
+    assert formula.subs({SAMPLES: 5, TOKENS: 64}) == larger.saved
+    if not recompute:  # the formula leaves out random states, which recomputation restores
+        forward = larger.graphs[0]
+        saved = forward.problem.fixed_border_bytes[-1] - forward.input_bytes
+        assert larger.saved == pytest.approx(saved, rel=1e-2)  # inputs and loss
+
+
+def test_formula_as_text_starts_with_the_highest_degree() -> None:
+    formula = 4 * SAMPLES * TOKENS**2 + sympy.Integer(92_100) * SAMPLES * TOKENS + 40
+    text = "4 B x samples x tokens^2 + 92.1 KB x samples x tokens + 40 B"
+    assert formula_text(formula) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "fp8"], "depends on sizes; use bf16"),
+        (["--batch", "1"], "inputs are not tokens"),
+    ],
+    ids=["fp8", "images"],
+)
+def test_formula_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"{_LLAMA}=1" if "--dtype" in arguments else "vit:hidden_size=32,num_hidden_layers=1"
+    with pytest.raises(SystemExit):
+        main(["plan", model, "--batch", "1x32", *arguments, "--formula"])
+    assert message in capsys.readouterr().err
