@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from graphshard._torch.aot_graphs import is_tangent
-from graphshard._torch.tensors import tree_leaves
+from graphshard._torch.tensors import storage_of, tree_leaves
 from graphshard.cost.fusion import GraphValues, UnmaterializedValues
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind
@@ -33,6 +33,7 @@ from graphshard.ops.nodes import (
     is_user_launch,
     is_view,
     memory_bytes,
+    num_in_memory,
     root_of,
     users_through_views,
     value_of,
@@ -331,12 +332,13 @@ def shard_bytes(graph: fx.Graph) -> int:
     )
 
 
-def saved_tensors(graph: fx.Graph) -> list[torch.Tensor]:
-    """Return the tensors, other than shards, that forward saves for a backward graph."""
+def saved_bytes(graph: fx.Graph) -> int | torch.SymInt:
+    """Return the bytes of what forward saves for a backward graph; symbolic if sizes are."""
     inputs = graph.find_nodes(op="placeholder")
     saved = [node for node in inputs if not _is_shard(node) and not is_tangent(node)]
     values = [node.meta.get("val") for node in saved]
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    by_storage = {storage_of(v): v for v in values if isinstance(v, torch.Tensor)}
+    return sum(num_in_memory(tensor) * tensor.itemsize for tensor in by_storage.values())
 
 
 def _is_shard(placeholder: fx.Node) -> bool:

@@ -243,6 +243,11 @@ def capture_graph(call: Callable[[], object]) -> tuple[fx.GraphModule, list[Any]
     return captured[0] if captured else None
 
 
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Trace a dimension of an input as a symbol, unless the code needs its value."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
 def compile_id() -> str:
     """Return Dynamo's ID of the compilation in progress, such as "0/0", or ""."""
     compiling = CompileContext.current_compile_id()

@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,15 +27,15 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from .._torch.distributed import fake_ranks
-from .._torch.tensors import new_fake_mode, size_expr, size_hint, storage_of, tree_leaves, tree_map
+from .._torch.dynamo import mark_dynamic
+from .._torch.tensors import new_fake_mode, size_expr, size_hint, tree_leaves, tree_map
 from ..cost.flops import Flops, call_with_fallback, flops
 from ..cost.hardware import Hardware, Rate
 from ..cost.model import CostModel
 from ..dynamo_backend import Backend, backend, shard
 from ..kinds import GraphKind
-from ..ops.nodes import num_in_memory
 from ..params.memory_report import memory_report
-from ..passes.build_problem import saved_tensors, shard_bytes
+from ..passes.build_problem import saved_bytes, shard_bytes
 from ..pipeline.compile import CompiledGraph, trace_only
 from ..pipeline.run_passes import read_problems
 from ..pipeline.settings import CompileSettings
@@ -200,7 +200,7 @@ def _mark_dynamic(inputs: Inputs, sizes: Container[int]) -> None:
     for tensor in tree_leaves(dict(inputs) if isinstance(inputs, Mapping) else inputs):
         if isinstance(tensor, torch.Tensor):
             for dim in (dim for dim, size in enumerate(tensor.shape) if size in sizes):
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+                mark_dynamic(tensor, dim)
 
 
 def _without_values(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
@@ -314,7 +314,7 @@ class _GraphReader:
         )
         self._named.update(self._names_in(graph))
         if kind == GraphKind.BACKWARD:
-            saved = _bytes_of(saved_tensors(graph)).subs(self._named)
+            saved = size_expr(saved_bytes(graph)).subs(self._named)
             # What remains are sizes of random states, 16 bytes on a GPU, for recomputation.
             others = saved.free_symbols - {*self._symbols.values()}
             self.saved += saved.subs(dict.fromkeys(others, 0))
@@ -328,11 +328,6 @@ class _GraphReader:
                 symbol, name = size_expr(size), self._symbols.get(size_hint(size))
                 if symbol.is_Symbol and name is not None:
                     yield symbol, name
-
-
-def _bytes_of(tensors: Sequence[torch.Tensor]) -> sympy.Expr:
-    by_storage = {storage_of(tensor): tensor for tensor in tensors}
-    return sympy.Add(*(size_expr(num_in_memory(t)) * t.itemsize for t in by_storage.values()))
 
 
 def faster_machines(hardware: Hardware) -> dict[str, Hardware]:
