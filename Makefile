@@ -21,7 +21,7 @@ $(TESTS) coverage: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 # Half of the time of what takes much memory goes to its pages: larger ones.
 $(TESTS) coverage: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Two at a time, but for those that look at times, memory or the death of ranks, or share a GPU.
-TWO_AT_A_TIME := -n 2 --dist loadfile --ignore tests/zoo -m "not alone and not gpu"
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/zoo -m "not alone and not gpu"
 ALONE := -m "alone or gpu"
 # Every stage runs, even after one that failed: the last line names those that did.
 test:

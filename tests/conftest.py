@@ -26,7 +26,9 @@ settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` if there is no CUDA device."""
+    """Put long tests first, and skip those marked `gpu` if there is no CUDA device."""
+    # At the end, a long test would run alone, while the other worker has nothing to do.
+    items.sort(key=lambda item: item.path.name not in ("test_demo.py", "test_documentation.py"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
