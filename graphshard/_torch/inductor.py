@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -260,10 +260,15 @@ def eager_backward() -> AbstractContextManager[None]:
 
 def saving_activations(budget: float | None) -> AbstractContextManager[None]:
     """Limit the fraction of activations that the partitioner saves, unless ``budget`` is None."""
-    if budget is None:
-        return nullcontext()
-    # A budget of 0 would also recompute values that must be saved.
-    return functorch_config.patch(activation_memory_budget=max(budget, 1e-9))
+    changes: dict[str, Any] = {}
+    if budget is not None:
+        # A budget of 0 would also recompute values that must be saved.
+        changes["activation_memory_budget"] = max(budget, 1e-9)
+    # Under a budget, the partitioner adds up the sizes of all inputs of the graph. Among them are
+    # meshes of DTensors, as script objects, whose size it does not know. Torch 2.11 has no option.
+    if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
+        changes["unsafe_treat_script_objects_as_zero_size"] = True
+    return functorch_config.patch(changes)
 
 
 def has_activation_budget() -> bool:

@@ -157,12 +157,12 @@ def _split(rng: Random, blocks: tuple[Block, ...]) -> dict[str, Any]:
         return (rng.choice(tuple(SPLIT)),) if rng.random() < share else block
 
     first, *others = blocks
-    mesh = rng.choice(((2,), (2,), (2,), (1,)))
+    mesh = rng.choice(((2,),) * 5 + ((1,), (2, 1), (2, 2)))
     return {
         "blocks": (replaced(first, 1.0), *(replaced(block, 0.4) for block in others)),
         "mesh": mesh,
         "splits": 2,
-        "reshard": rng.choice((True, True, False, *mesh)),
+        "reshard": rng.choice((True, True, False, mesh[-1])),
     }
 
 
