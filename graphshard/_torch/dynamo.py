@@ -52,6 +52,11 @@ class Retrace(Restart):
         super().__init__(restart_reason=reason)
 
 
+def capture_scalar_outputs() -> None:
+    """Have Dynamo trace values that a graph moves to the host, as ``Tensor.tolist`` does."""
+    torch._dynamo.config.capture_scalar_outputs = True
+
+
 class Trace:
     """The frame that Dynamo is tracing while it calls the backend."""
 

@@ -124,7 +124,7 @@ def _fabric(folder: str) -> Found:
 
 def _torchtitan(whole_loss: bool) -> Callable[[str], Found]:
     def measure(folder: str) -> Found:
-        loss = call(
+        loss, _ = call(
             "test_torchtitan", "experts_against_fsdp2", Path(folder), whole_loss, steps=STEPS
         )
         return Found(loss, None, call("test_torchtitan", "resumes", Path(folder)))

@@ -1,9 +1,10 @@
 """Configure torchtitan's trainer to shard and compile the model with graphshard.
 
     Trainer.__init__                      parallelize()
-    a model on the meta device      ───►  torchtitan's tensor parallelism and activation
+    a model on the meta device      ───►  torchtitan's tensor and expert parallelism and activation
                                           checkpointing
-                                          sharded over the mesh axes "fsdp" (and "dp_replicate")
+                                          sharded over the mesh axes "fsdp" (and "dp_replicate"),
+                                          experts over "efsdp"
     to_empty, init_weights          ◄───  compiled in place; gradients are summed
     each step                             losses are sums divided by the tokens of all ranks
 
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
@@ -29,6 +32,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 from torchtitan.trainer import Trainer
 
+from ..._torch.dynamo import capture_scalar_outputs
 from ...dynamo_backend import backend
 from ...params.grad_sync import set_gradient_divide_factor
 from ..common import shard_and_compile
@@ -53,8 +57,8 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
     Raises:
         ValueError: ``config`` has no model, or an option duplicates a torchtitan setting. When the
-            trainer is created: ``config`` sets context, pipeline or expert parallelism, or
-            graphshard rejects an option.
+            trainer is created: ``config`` sets context or pipeline parallelism, or graphshard
+            rejects an option.
     """
     set_by_torchtitan = {"mesh", "mp_policy", "offload_policy", "reshard_after_forward", "compiler"}
     if taken := sorted(set_by_torchtitan & options.keys()):
@@ -102,11 +106,12 @@ def parallelize(
         ValueError: graphshard does not support a setting, or rejects an option.
     """
     _check(parallel_dims, parallelism)
-    if parallel_dims.tp_enabled:
+    if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         _split(model, parallel_dims)
-    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    if parallel_dims.ep_enabled:
+        capture_scalar_outputs()  # all-to-alls have sizes that depend on data
     options = {
-        "mesh": parallel_dims.get_mesh(names),
+        "mesh": _mesh(parallel_dims, "fsdp"),
         "reshard_after_forward": get_fsdp_reshard_after_forward_policy(
             parallelism.fsdp_reshard_after_forward, pp_enabled=False
         ),
@@ -118,6 +123,7 @@ def parallelize(
         "offload_policy": CPUOffloadPolicy() if training.enable_cpu_offload else None,
         "compiler": compile_config.backend,
         **options,
+        "overrides": {**_expert_overrides(model, parallel_dims), **options.get("overrides", {})},
     }
     dynamo_backend = backend(**options)
     if ac_config is not None:
@@ -137,6 +143,24 @@ def _split(model: Any, parallel_dims: ParallelDims) -> None:
         model.tok_embeddings.weight = model.lm_head.weight
 
 
+def _mesh(parallel_dims: ParallelDims, name: str) -> DeviceMesh:
+    """Return the mesh axis ``name``, preceded by that of replicas if there are any."""
+    names = ["dp_replicate", name] if parallel_dims.dp_replicate_enabled else [name]
+    return parallel_dims.get_mesh(names)
+
+
+def _expert_overrides(model: nn.Module, parallel_dims: ParallelDims) -> dict[str, dict[str, Any]]:
+    """Return ``overrides`` that shard experts over the mesh axes that torchtitan uses for them."""
+    glob, axis = "*.inner_experts", "efsdp" if parallel_dims.ep_enabled else "fsdp"
+    mesh = _mesh(parallel_dims, axis)
+    numbers = [m.num_experts for name, m in model.named_modules() if fnmatchcase(name, glob)]
+    if not numbers:
+        return {}
+    # With more ranks than experts, torchtitan splits each expert, too.
+    dim = int(mesh[axis].size() * parallel_dims.ep > min(numbers))
+    return {glob: {"dim": dim, "mesh": mesh if parallel_dims.ep_enabled else None}}
+
+
 def _count_tokens_once(model: nn.Module) -> None:
     """Keep torchtitan from halving the token counts of experts in checkpointed blocks."""
     # To balance experts, torchtitan compares their token counts with the mean. It first halves the
@@ -153,12 +177,11 @@ def _check(dims: ParallelDims, parallelism: ParallelismConfig) -> None:
     others = {
         "context": dims.cp_enabled,
         "pipeline": dims.pp_enabled,
-        "expert": dims.ep_enabled,
     }
     for name, enabled in others.items():
         if enabled:
             raise ValueError(
-                f"parallelism.{name}_parallel_degree is more than 1: only data and tensor "
+                f"parallelism.{name}_parallel_degree is more than 1: only data, tensor and expert "
                 "parallelism are supported; set it to 1"
             )
     if parallelism.spmd_backend != _SPMD:
