@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run everything that needs a GPU, in 9 minutes at most: the tests marked gpu, then the benchmarks.
+# Run everything that needs a GPU, in 10 minutes at most: the tests marked gpu, then the benchmarks.
 #
 #     benchmarks/gpu.sh          on one GPU
 #     benchmarks/gpu.sh cpu      try this script without a GPU: small sizes, no test marked gpu
@@ -59,12 +59,12 @@ part() {
     rows+=("| $name | ${result//|/ } | $((SECONDS - start)) |")
 }
 
-# tests SECONDS OPTION...: run tests as a part. -v prints each result at once, so results are not
-# lost if the part times out.
+# tests NAME SECONDS OPTION...: run tests as a part. -v prints each result at once, so results are
+# not lost if the part times out.
 tests() {
-    local seconds=$1
-    shift
-    fence='```' part tests "$seconds" "$python" -m pytest -v -p no:cacheprovider --tb=short \
+    local name=$1 seconds=$2
+    shift 2
+    fence='```' part "$name" "$seconds" "$python" -m pytest -v -p no:cacheprovider --tb=short \
         --disable-warnings --durations=5 "$@"
 }
 
@@ -78,14 +78,16 @@ print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, {name
 sys.exit(sys.argv[1] == "cuda" and not torch.cuda.is_available())
 EOF
     # Tests come first, because benchmarks of failing code are worthless. Test files run in
-    # parallel, because none measures time. The limits on a GPU add up to 540 seconds.
-    local small=(--layers 2) flat=() race=()
+    # parallel, because none measures time. The limits on a GPU add up to 590 seconds.
+    local small=(--layers 2) flat=() race=() split=tensor_parallelism
     if [[ $device == cpu ]]; then
         small=(--layers 1 --steps 3) flat=(--layers 1 --dim 64)
         race=(--layers 1 --dim 64 --hidden 128 --vocab 256 --tokens 64)
-        tests 260 tests/gpu/test_training.py
+        tests tests 260 tests/gpu/test_training.py -k "not $split"
+        tests '2 x 2 ranks' 60 tests/gpu/test_training.py -k "$split"
     else
-        tests 280 tests/gpu -m gpu -n 3 --dist loadfile --timeout 90
+        tests tests 280 tests/gpu -m gpu -k "not $split" -n 3 --dist loadfile --timeout 90
+        tests '2 x 2 ranks' 50 tests/gpu/test_shared_gpu.py -k "$split"
     fi
     # Its four processes (2 variants, 2 links) fit on an 80 GB GPU.
     part race 95 "$python" -m benchmarks.race --device "$device" --out "$out" "${race[@]}" \

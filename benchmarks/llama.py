@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
@@ -138,6 +145,29 @@ class Llama(nn.Module):
             torch.arange(length, device=like.device), (-half * math.log(ROTARY_BASE)).exp()
         )
         return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def parallelize(model: Llama, tp: DeviceMesh) -> None:
+    """Apply tensor and sequence parallelism, in place; logits are gathered.
+
+    Args:
+        tp: 1D mesh; its size divides the numbers of heads, ``hidden``, ``vocab`` and the length of
+            sequences.
+    """
+    whole, sequence = Replicate(), Shard(1)
+    gather = PrepareModuleOutput(output_layouts=sequence, desired_output_layouts=whole)
+    for block in model.blocks:
+        plan = dict.fromkeys(("q", "k", "v", "gate", "up"), ColwiseParallel())
+        plan |= dict.fromkeys(("out", "down"), RowwiseParallel(output_layouts=sequence))
+        plan |= dict.fromkeys(("norm1", "norm2"), SequenceParallel())
+        parallelize_module(block, tp, plan)
+        parallelize_module(block, tp, {"norm1": gather, "norm2": gather})
+    plan = {
+        "tokens": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=sequence, output_layouts=whole),
+    }
+    parallelize_module(model, tp, plan)
 
 
 # --- training ------------------------------------------------------------------------------------

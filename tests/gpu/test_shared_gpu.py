@@ -1,4 +1,4 @@
-"""Training on several ranks that share one GPU agrees with DDP.
+"""Training on several ranks that share one GPU agrees with DDP, or with FSDP2 if split.
 
 Ranks communicate over NCCL or, if NCCL refuses to share a GPU, over gloo with CUDA tensors.
 """
@@ -10,7 +10,7 @@ import functools
 import pytest
 
 from tests.gpu import shared
-from tests.gpu.training import agree, by_ddp
+from tests.gpu.training import agree, agree_under_tensor_parallelism, by_ddp
 
 pytestmark = pytest.mark.gpu
 
@@ -42,3 +42,9 @@ def test_nccl_takes_several_ranks_on_one_gpu() -> None:
 def test_agrees_with_ddp(backend: str, world_size: int, compiler: str) -> None:
     losses = shared.run(world_size, backend, agree, by_ddp, "cuda", compiler)
     assert len({tuple(of_rank) for of_rank in losses}) == world_size  # batches differ by rank
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_tensor_parallelism_agrees_with_fsdp2(backend: str, compiler: str) -> None:
+    losses = shared.run(4, backend, agree_under_tensor_parallelism, "cuda", compiler)
+    assert losses[0] == losses[1] != losses[2]  # ranks along tp share batches

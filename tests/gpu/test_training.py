@@ -12,7 +12,15 @@ from benchmarks.models import DeepMLP
 from tests import ranks
 from tests.gpu import claims
 from tests.gpu.shared import collectives
-from tests.gpu.training import Trainer, agree, by_ddp, by_torch_compile, cosines_in_fp8, on_one_rank
+from tests.gpu.training import (
+    Trainer,
+    agree,
+    agree_under_tensor_parallelism,
+    by_ddp,
+    by_torch_compile,
+    cosines_in_fp8,
+    on_one_rank,
+)
 from tests.numerics.compare import NEEDS_FP8, whole
 from tests.numerics.test_float8 import MIN_COSINE
 from tests.ranks import on_ranks
@@ -26,6 +34,11 @@ def test_one_rank_agrees_with_torch_compile() -> None:
 def test_several_ranks_agree_with_ddp() -> None:
     losses = ranks.run(2, agree, by_ddp, "cpu", "aot_eager")
     assert losses[0] != losses[1]  # batches differ by rank
+
+
+def test_tensor_parallelism_agrees_with_fsdp2() -> None:
+    losses = ranks.run(4, agree_under_tensor_parallelism, "cpu", "aot_eager")
+    assert losses[0] == losses[1] != losses[2]  # ranks along tp share batches
 
 
 @NEEDS_FP8

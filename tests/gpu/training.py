@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
+from benchmarks.llama import Llama, LlamaSizes, parallelize
 from benchmarks.models import DeepMLP
 from graphshard.passes import single_rank
 from graphshard.planning.plan import Plan
@@ -27,6 +28,7 @@ from graphshard.tools.demo_model import GPT as DemoGPT
 from graphshard.tools.demo_model import Size
 from tests import ranks
 from tests.models import DeepGPT
+from tests.numerics import parallel
 from tests.numerics.compare import (
     History,
     assert_close,
@@ -35,6 +37,13 @@ from tests.numerics.compare import (
     generator,
     train_steps,
     whole,
+)
+from tests.numerics.parallel import (
+    assert_like_fsdp2,
+    batches,
+    mesh_2d,
+    under_fsdp2,
+    under_graphshard,
 )
 
 STEPS = 5
@@ -92,6 +101,41 @@ def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
     losses = [loss.item() for loss in history.losses]
     assert losses[-1] != losses[0]  # training changes the loss
     return losses
+
+
+class SplitLlama(Llama):
+    """A small Llama for `tests.numerics.parallel`."""
+
+    VOCAB = 130
+
+    def __init__(self) -> None:
+        super().__init__(LlamaSizes(64, 2, 4, 2, 96, recompute=False, vocab=self.VOCAB))
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the mean cross entropy of tokens `[2, 6]`."""
+        return super().forward(ids, ids)
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        """Return tokens `[2, 6]`."""
+        return torch.randint(SplitLlama.VOCAB, (2, 6), generator=rng)
+
+    def parallelize(self, tp: DeviceMesh) -> SplitLlama:
+        """Split the model over `tp`, along the sequence as well."""
+        parallelize(self, tp)
+        return self
+
+
+def agree_under_tensor_parallelism(device: str, compiler: str) -> list[float]:
+    """Assert that graphshard agrees with FSDP2 on 2 x 2 ranks (dp, tp); return its losses."""
+    mesh = mesh_2d(device=device)
+    data = batches(SplitLlama, mesh)
+    model, compiled = under_graphshard(SplitLlama, mesh, compiler=compiler)
+    eager = under_fsdp2(SplitLlama, mesh)
+    ours = parallel.train(compiled, model, data)
+    for mine, theirs in zip(ours, parallel.train(eager, eager, data), strict=True):
+        assert_like_fsdp2(mine, theirs, TOLERANCE[device])
+    return [step["loss"].item() for step in ours]
 
 
 def cosines_in_fp8(device: str, compiler: str, recipe: str) -> list[float]:

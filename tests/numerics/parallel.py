@@ -103,15 +103,15 @@ class Llama(nn.Module):
         return self
 
 
-def mesh_2d(dp: int = 2, tp: int = 2) -> DeviceMesh:
-    """Return a CPU mesh with the axes dp and tp."""
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+def mesh_2d(dp: int = 2, tp: int = 2, device: str = "cpu") -> DeviceMesh:
+    """Return a mesh with the axes dp and tp."""
+    return init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def split(kind: Any, mesh: DeviceMesh) -> Any:
     """Return a model of this kind, parallelized over `mesh["tp"]`; same values at each call."""
     torch.manual_seed(0)
-    return kind().parallelize(mesh["tp"])
+    return kind().to(mesh.device_type).parallelize(mesh["tp"])
 
 
 def under_fsdp2(kind: Any, mesh: DeviceMesh, **options: Any) -> Any:
@@ -133,7 +133,8 @@ def under_graphshard(
 def batches(kind: Any, mesh: DeviceMesh, steps: int = 3) -> list[Any]:
     """Return the batches of this rank, the same for all ranks along tp."""
     dp_rank = mesh["dp"].get_local_rank()
-    return [kind.batch(generator(step, dp_rank)) for step in range(steps)]
+    data = [kind.batch(generator(step, dp_rank)) for step in range(steps)]
+    return [batch.to(mesh.device_type) for batch in data]
 
 
 def train(
