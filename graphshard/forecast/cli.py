@@ -68,9 +68,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add(
         "--tp",
         type=int,
-        default=1,
         help="number of neighboring GPUs that tensor and sequence parallelism split the model over "
-        "(%(default)s): see below; they share a batch",
+        "(1; with --search, all powers of two within a node): see below; they share a batch",
     )
     add(
         "--tp-plan",
@@ -97,8 +96,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add(
         "--search",
         action="store_true",
-        help="compare strategies, precisions, microbatch sizes, recomputation and offload at the "
-        "same batch size per GPU and step",
+        help="compare strategies, precisions, microbatch sizes, recomputation, offload and tensor "
+        "parallelism at the same batch size per GPU and step",
     )
     add(
         "--largest",
@@ -122,8 +121,6 @@ def _plan(args: argparse.Namespace) -> int:
             return _print_largest(args, batch, recipe, machine)
         tables, traced = [], None
         if args.search:
-            if recipe.tp > 1:
-                raise ValueError(f"--search with --tp {recipe.tp}: drop one of the two options")
             if args.model.rpartition(":")[0].endswith(".py"):
                 raise ValueError(
                     f"--search: cannot vary the batch size of {args.model}: pass a config, not a "
@@ -133,7 +130,8 @@ def _plan(args: argparse.Namespace) -> int:
             def make_workload(size: int) -> Workload:
                 return _workload(args, batch._replace(size=size))
 
-            result = search(make_workload, batch.size, recipe, machine, _show_progress)
+            split = args.tp is None
+            result = search(make_workload, batch.size, recipe, machine, _show_progress, split=split)
             print(f"{result}\n")
             best = result.best
             batch, recipe = batch._replace(size=best.microbatch), best.recipe
@@ -151,10 +149,13 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _workload(args: argparse.Namespace, batch: BatchShape) -> Workload:
-    workload = find_workload(args.model, batch)
+    return _with_plan(args, find_workload(args.model, batch))
+
+
+def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:
     if args.tp_plan is None:
         return workload
-    if args.tp == 1:
+    if args.tp is None and not args.search:
         raise ValueError(f"--tp-plan {args.tp_plan}: set --tp as well")
     script, _, function = args.tp_plan.rpartition(":")
     return dataclasses.replace(workload, parallelize=load_function(script, function))
@@ -177,8 +178,6 @@ def _saved(args: argparse.Namespace, batch: BatchShape, recipe: Recipe, machine:
 def _print_largest(
     args: argparse.Namespace, batch: BatchShape, recipe: Recipe, machine: Cluster
 ) -> int:
-    if recipe.tp > 1:
-        raise ValueError(f"--largest with --tp {recipe.tp}: drop one of the two options")
     if not is_config(args.model):
         raise ValueError(f"--largest: cannot scale {args.model}: pass a config, not a function")
     if args.json is not None:
@@ -186,8 +185,9 @@ def _print_largest(
     config = find_config(args.model)
 
     def make_workload(factor: float, size: int) -> Workload:
-        sized = scale_config(config, factor)
-        return config_workload(sized, f"{sized.hidden_size} wide", batch._replace(size=size))
+        sized = scale_config(config, factor, recipe.tp)
+        name = f"{sized.hidden_size} wide"
+        return _with_plan(args, config_workload(sized, name, batch._replace(size=size)))
 
     result = largest(make_workload, recipe, machine, batch.size, _show_progress)
     title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
@@ -216,7 +216,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         args.accumulate,
         budget,
         args.offload,
-        args.tp,
+        1 if args.tp is None else args.tp,
     )
 
 

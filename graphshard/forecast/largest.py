@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -81,11 +80,20 @@ class LargestResult:
         return page(page_data(title, [], tables=tables, charts=charts))
 
 
-def strategies(cluster: Cluster) -> list[str]:
+def strategies(cluster: Cluster, tp: int = 1) -> list[str]:
     """Return the strategies that can be planned from one trace; HSDP shards within a node."""
-    node = cluster.hardware.ranks_per_node
-    hybrid = [f"hsdp:{node}"] if node < cluster.num_gpus and cluster.num_gpus % node == 0 else []
-    return ["zero3", "zero2", *hybrid]
+    return ["zero3", "zero2", *(f"hsdp:{size}" for size in shard_groups(cluster, tp)[:1])]
+
+
+def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
+    """Return the numbers of shards of HSDP within one, two and four nodes, as far as they differ.
+
+    Args:
+        tp: number of ranks that hold one shard.
+    """
+    node, num_groups = cluster.hardware.ranks_per_node // tp, cluster.num_gpus // tp
+    sizes = (node, 2 * node, 4 * node)
+    return [size for size in sizes if 1 < size < num_groups and num_groups % size == 0]
 
 
 def largest_that_fits(memory_at: Callable[[int], int], limit: int, least: int) -> int | None:
@@ -125,7 +133,7 @@ def largest(
 
     Args:
         make_workload: function that takes a scale factor for width and depth and a microbatch
-            size, and returns a workload.
+            size, and returns a workload, named by its width.
         recipe: settings of the training run; its strategy is ignored.
         size: number of samples in a microbatch while the model is scaled.
 
@@ -151,14 +159,13 @@ class _Grower:
     progress: Progress
 
     def __post_init__(self) -> None:
-        # Depth, width and batch grow from the same model, which is traced once.
-        self._steps = functools.cache(self._trace)
+        self._traced: dict[tuple[str, int | None, int], Callable[[int], TracedStep]] = {}
 
     def by_depth(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the deepest model of the same width."""
         # Shallow copies determine any number of layers, so deeper models need no trace.
-        step_at = self._steps(1.0, self.size)
-        for strategy in strategies(self.cluster):
+        step_at = self._steps(self.make_workload(1.0, self.size))
+        for strategy in strategies(self.cluster, self.recipe.tp):
 
             def memory_at(num_layers: int, strategy: str = strategy) -> int:
                 planned = self._plan(step_at(num_layers), strategy)
@@ -194,7 +201,7 @@ class _Grower:
     def _fits(
         self, grown: str, what: str, step: TracedStep, tried: Sequence[str] = ()
     ) -> Iterator[LargestFit]:
-        for strategy in tried or strategies(self.cluster):
+        for strategy in tried or strategies(self.cluster, self.recipe.tp):
             planned = self._plan(step, strategy)
             if planned is not None and planned.memory.fits:
                 num_params, memory = int(step.held.num_params), planned.memory.total
@@ -203,15 +210,22 @@ class _Grower:
     def _scaled(self, factor: float) -> tuple[str, TracedStep]:
         workload = self.make_workload(factor, self.size)
         layers = workload.num_layers or 0
-        return f"{workload.name}, {layers} layers", self._steps(factor, self.size)(layers)
+        return f"{workload.name}, {layers} layers", self._steps(workload)(layers)
 
     def _with_batch(self, size: int) -> tuple[str, TracedStep]:
         workload = self.make_workload(1.0, size)
-        return f"{size} samples", self._steps(1.0, size)(workload.num_layers or 0)
+        return f"{size} samples", self._steps(workload)(workload.num_layers or 0)
 
-    def _trace(self, factor: float, size: int) -> Callable[[int], TracedStep]:
+    def _steps(self, workload: Workload) -> Callable[[int], TracedStep]:
+        """Return a function from a number of layers to the step; trace each model once."""
+        # Depth, width and batch grow from the same model, and several factors may round to one.
+        key = workload.name, workload.num_layers, workload.tokens
+        if key not in self._traced:
+            self._traced[key] = self._trace(workload)
+        return self._traced[key]
+
+    def _trace(self, workload: Workload) -> Callable[[int], TracedStep]:
         """Trace shallow copies; return a function that derives the step of any depth."""
-        workload = self.make_workload(factor, size)
         self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
         deep = Depth.at((LEAST_PERIODS + 2) * workload.period, self.recipe)
         copies = trace_copies(workload, deep, self.recipe, self.cluster)

@@ -3,7 +3,8 @@
 For each precision and microbatch size, with all layers or none recomputed, one trace serves ZeRO-3,
 ZeRO-2, HSDP and offload, which differ only in where shards are held. hpZ on several nodes takes
 another trace, and so does DDP if replicas could fit. Offload and partial recomputation cost time:
-they are planned only where ZeRO-3 does not fit without them.
+they are planned only where ZeRO-3 does not fit without them. Each degree of tensor parallelism
+takes its own traces, of which there are few: only the largest microbatch that fits is planned.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .derive import (
     trace_step,
 )
 from .forecast import GB
-from .largest import largest_that_fits
+from .largest import largest_that_fits, shard_groups
 from .planned_step import plan_step
 from .recipe import OPTIMIZERS, Recipe
 from .report import text_table
@@ -42,7 +43,7 @@ from .workload import MakeWorkload, Workload
 # 70B on 8 GPUs). Too small: the fastest candidate may not fit. Too large: needless recomputation.
 RESERVED = 0.03
 
-HEADERS = ["strategy", "dtype", "recompute", "offload", "microbatches", "step ms", "GB"]
+HEADERS = ["strategy", "tp", "dtype", "recompute", "offload", "microbatches", "step ms", "GB"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class PlannedRecipe:
     """A recipe, planned with one microbatch size.
 
     Attributes:
-        microbatch: number of samples in a microbatch of a rank.
+        microbatch: number of samples in a microbatch of a rank, or of ``recipe.tp`` ranks.
         step_us: time of a whole step.
         memory_bytes: peak memory of a rank, including the margin.
         fits: whether the step fits on a device.
@@ -69,6 +70,7 @@ class PlannedRecipe:
         recipe = self.recipe
         return [
             recipe.strategy,
+            recipe.tp,
             recipe.dtype,
             {0.0: "none", 1.0: "all"}.get(recipe.recompute, f"{recipe.recompute:.0%}"),
             "yes" if recipe.offload else "no",
@@ -147,20 +149,28 @@ def search(
     recipe: Recipe,
     cluster: Cluster,
     progress: Progress = lambda text: None,
+    *,
+    split: bool = False,
 ) -> SearchResult:
     """Plan recipes for a training step; return the candidates and the refused recipes.
 
     Args:
-        size: number of samples of a rank in a step, over all microbatches.
-        recipe: recipe with the optimizer and the memory budget; its other fields are ignored.
+        size: number of samples of a rank, or of ``recipe.tp`` ranks, in a step, over all
+            microbatches.
+        recipe: recipe with the optimizer, the memory budget and ``tp``; its other fields are
+            ignored.
+        split: whether to plan tensor parallelism over more ranks of a node, too. They get as many
+            samples in a step as without it.
     """
     searching = _Search(make_workload, size, recipe, cluster, progress)
     for base in searching.bases():
         for microbatch in microbatches(size):
-            if not searching.add(base, microbatch):
+            if not _any_fits(searching.add(base, microbatch)):
                 break  # more samples need more memory
     for dtype in searching.dtypes:
         searching.add_partial_recomputation(dtype)
+    for tp in searching.degrees() if split else ():
+        searching.add_split(tp)
     candidates = sorted(searching.candidates, key=lambda c: (not c.fits, c.step_us))
     refused = tuple(dict.fromkeys(searching.refused))
     return SearchResult(tuple(candidates), refused, searching.num_traces)
@@ -179,25 +189,49 @@ class _Search:
 
     @property
     def dtypes(self) -> list[str]:
-        return ["bf16", "fp8"] if "float8" in self.cluster.hardware.flops else ["bf16"]
+        has_fp8 = "float8" in self.cluster.hardware.flops and self.recipe.tp == 1
+        return ["bf16", "fp8"] if has_fp8 else ["bf16"]
 
     def bases(self) -> Iterator[Recipe]:
         """Yield ZeRO-3 recipes for each precision, with no and with all layers recomputed."""
-        if "fp8" not in self.dtypes:
+        if "float8" not in self.cluster.hardware.flops:
             self.refused.append(f"fp8: {self.cluster.hardware.name} has no fp8 matrix products")
+        elif self.recipe.tp > 1:
+            self.refused.append(_NO_FP8)
         for dtype in self.dtypes:
             for recompute in (0.0, 1.0):
-                yield dataclasses.replace(
-                    self.recipe, strategy="zero3", dtype=dtype, recompute=recompute, offload=False
-                )
+                yield self._base(dtype, recompute, self.recipe.tp)
 
-    def add(self, base: Recipe, microbatch: int) -> bool:
-        """Plan a recipe with all strategies; return whether any candidate fits."""
+    def _base(self, dtype: str, recompute: float, tp: int) -> Recipe:
+        return dataclasses.replace(
+            self.recipe, strategy="zero3", dtype=dtype, recompute=recompute, offload=False, tp=tp
+        )
+
+    def add(self, base: Recipe, microbatch: int) -> list[PlannedRecipe]:
+        """Plan a recipe with all strategies, and return the candidates."""
+        num_before = len(self.candidates)
         recipe = dataclasses.replace(base, accumulate=self.size // microbatch)
         workload = self.make_workload(microbatch)
-        num_before = len(self.candidates)
+        traced = self._add_derived(recipe, workload, microbatch)
+        node = self.cluster.hardware.ranks_per_node // recipe.tp
+        if node in shard_groups(self.cluster, recipe.tp):
+            self._add_traced(f"hpz:{node}", recipe, workload, microbatch)
+        # With DDP each rank holds all parameters, gradients and optimizer state.
+        replica_bytes = traced.held.params_bytes * (2 + OPTIMIZERS[recipe.optimizer].states)
+        can_replicate = recipe.dtype != "fp8" and recipe.tp == 1
+        if can_replicate and replica_bytes < self.cluster.memory_bytes:
+            self._add_traced("ddp", recipe, workload, microbatch)
+        elif can_replicate:
+            self.refused.append(
+                f"ddp: parameters, gradients and optimizer need {replica_bytes / GB:.0f} GB"
+            )
+        return self.candidates[num_before:]
+
+    def _add_derived(self, recipe: Recipe, workload: Workload, microbatch: int) -> TracedStep:
+        """Trace ZeRO-3, and plan it with the strategies that rarely need a trace of their own."""
         traced = self._trace(recipe, workload)
-        for strategy in ("zero3", "zero2", *(f"hsdp:{n}" for n in self._shard_groups())):
+        groups = shard_groups(self.cluster, recipe.tp)
+        for strategy in ("zero3", "zero2", *(f"hsdp:{size}" for size in groups)):
             variant = dataclasses.replace(recipe, strategy=strategy)
             candidate = self._derive(traced, variant, microbatch)
             if candidate is None:
@@ -206,22 +240,35 @@ class _Search:
             self.candidates.append(candidate)
             if strategy == "zero3" and not candidate.fits:
                 self._add_offloaded(traced, variant, microbatch)
-        if self.cluster.num_gpus > (node := self.cluster.hardware.ranks_per_node):
-            self._add_traced(f"hpz:{node}", recipe, workload, microbatch)
-        # With DDP each rank holds all parameters, gradients and optimizer state.
-        replica_bytes = traced.held.params_bytes * (2 + OPTIMIZERS[recipe.optimizer].states)
-        if recipe.dtype != "fp8" and replica_bytes < self.cluster.memory_bytes:
-            self._add_traced("ddp", recipe, workload, microbatch)
-        elif recipe.dtype != "fp8":
-            self.refused.append(
-                f"ddp: parameters, gradients and optimizer need {replica_bytes / GB:.0f} GB"
-            )
-        return any(candidate.fits for candidate in self.candidates[num_before:])
+        return traced
 
-    def _shard_groups(self) -> list[int]:
+    def degrees(self) -> list[int]:
+        """Return the numbers of ranks of a node that tensor parallelism may split a model over."""
         num_gpus, node = self.cluster.num_gpus, self.cluster.hardware.ranks_per_node
-        sizes = [node, 2 * node, 4 * node]  # HSDP within one, two and four nodes
-        return [size for size in sizes if size < num_gpus and num_gpus % size == 0]
+        powers = [1 << i for i in range(1, node.bit_length())]
+        return [tp for tp in powers if node % tp == 0 and tp < num_gpus and num_gpus % tp == 0]
+
+    def add_split(self, tp: int) -> None:
+        """Plan tensor parallelism over ``tp`` ranks, with the largest microbatch that fits."""
+        if "fp8" in self.dtypes:
+            self.refused.append(_NO_FP8)
+        size = self.size * tp
+        try:
+            for recompute in (0.0, 1.0):
+                if self._add_largest(self._base("bf16", recompute, tp), size) == size:
+                    return  # recomputation would save no microbatch
+        except ValueError as error:
+            self.refused.append(f"tensor parallelism: {error}")
+
+    def _add_largest(self, base: Recipe, size: int) -> int | None:
+        """Plan the largest microbatch of ``size`` samples that fits, and return its size."""
+        for microbatch in reversed(microbatches(size)):
+            num_before = len(self.candidates)
+            recipe = dataclasses.replace(base, accumulate=size // microbatch)
+            self._add_derived(recipe, self.make_workload(microbatch), microbatch)
+            if _any_fits([c for c in self.candidates[num_before:] if not c.recipe.offload]):
+                return microbatch
+        return None
 
     def _add_offloaded(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> None:
         if self.cluster.hardware.device_type == "cpu":
@@ -318,6 +365,13 @@ class _Search:
         return PlannedRecipe(
             recipe, microbatch, planned.time.step_us, memory.total, memory.fits, traced
         )
+
+
+_NO_FP8 = "fp8 with tensor parallelism: split parameters cannot use fp8"
+
+
+def _any_fits(candidates: Sequence[PlannedRecipe]) -> bool:
+    return any(candidate.fits for candidate in candidates)
 
 
 def _fit_if_recomputed(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -333,12 +334,19 @@ def _with_layers(config: Any, num_layers: int | None) -> Any:
     return config
 
 
-def scale_config(config: Any, factor: float) -> Any:
-    """Return a configuration about ``factor`` times as wide and as deep."""
+def scale_config(config: Any, factor: float, tp: int = 1) -> Any:
+    """Return a configuration about ``factor`` times as wide and as deep.
+
+    Args:
+        tp: number of ranks over which tensor parallelism splits the model: it divides the scaled
+            numbers of heads and intermediate size.
+    """
+    if factor == 1:
+        return config
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads) or heads
     # The head size stays the same: the width grows by whole heads.
-    new_kv_heads = max(1, round(kv_heads * factor))
+    new_kv_heads = max(1, round(kv_heads * factor / tp)) * tp
     ratio = new_kv_heads / kv_heads
     bigger = _with_layers(config, max(1, round(config.num_hidden_layers * ratio)))
     bigger.hidden_size = round(config.hidden_size * ratio)
@@ -346,7 +354,10 @@ def scale_config(config: Any, factor: float) -> Any:
     if hasattr(config, "num_key_value_heads"):
         bigger.num_key_value_heads = new_kv_heads
     if getattr(config, "intermediate_size", None):
-        bigger.intermediate_size = round(config.intermediate_size * ratio / 128) * 128 or 128
+        multiple = math.lcm(128, tp)
+        bigger.intermediate_size = (
+            max(1, round(config.intermediate_size * ratio / multiple)) * multiple
+        )
     return bigger
 
 

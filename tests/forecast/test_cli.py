@@ -96,8 +96,11 @@ def test_a_model_of_a_script_on_hardware_from_a_file(
         ([LLAMA, "--batch", "1x7", "--tp", "2"], "does not divide the 7 tokens of a sample"),
         (["gpt2", "--batch", "1x8", "--tp", "2"], "gpt2: has no base_model_tp_plan: pass a"),
         ([LLAMA, "--tp", "2", "--dtype", "fp8"], "split parameters cannot use fp8"),
-        ([LLAMA, "--tp", "2", "--largest"], "--largest with --tp 2: drop one of the two"),
-        ([LLAMA, "--tp", "2", "--search"], "--search with --tp 2: drop one of the two"),
+        (
+            [LLAMA, "--batch", "1x8", "--tp", "4", "--largest"],
+            "tp=4: does not divide num_key_value",
+        ),
+        (["gpt2", "--batch", "1x8", "--tp", "2", "--search"], "gpt2: has no base_model_tp_plan: "),
         ([LLAMA, "--batch", "1x8", "--tp-plan", "a.py:f"], "--tp-plan a.py:f: set --tp as well"),
     ],
 )
@@ -110,20 +113,44 @@ def test_errors_are_one_sentence(
     assert error in last and last.startswith("python -m graphshard plan: error:")
 
 
-def test_search_finds_the_fastest_recipe_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [LLAMA, "--gpus", "4", "--batch", "1x32", "--device", "A100-40GB", "--search"]
-    assert _plan(*arguments) == 0
+def test_search_finds_the_fastest_recipe_that_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, options = tmp_path / "search.html", ["--gpus", "8", "--batch", "1x32", "--search"]
+    assert _plan(LLAMA, *options, "--device", "A100-40GB", "--html", str(page)) == 0
     out = capsys.readouterr().out
     assert "Not planned: fp8: A100-40GB has no fp8 matrix products" in out
-    front = re.findall(
-        r"^(zero\d|(?:hsdp|hpz):\d|ddp) +bf16 +(?:all|none) +no +1 of 1 +([\d.]+)", out, re.M
-    )
-    quickest = min(front, key=lambda row: float(row[1]))
-    assert re.search(rf"^recipe +{quickest[0]}, bf16, adamw", out, re.M)
+    assert "Not planned: tensor parallelism: tp=4: does not divide num_key_value_heads=2" in out
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[0])
+    rows = next(t["rows"] for t in data["tables"] if t["title"] == "recipes that fit")
+    times = [float(row[-2]) for row in rows]
+    assert times == sorted(times)
+    strategy, tp = rows[0][:2]
+    split = {"1": "", "2": "tp 2, "}
+    assert re.search(rf"^recipe +{strategy}, {split[tp]}bf16, adamw", out, re.M)
+    # Two GPUs get as many samples together as apart; one microbatch of them fits.
+    microbatches = {tp: {row[-3] for row in rows if row[1] == tp} for tp in split}
+    assert microbatches == {"1": {"1 of 1"}, "2": {"1 of 2"}}
 
 
-def test_largest_lists_models_that_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["--gpus", "2", "--batch", "1x16384", "--device", "A100-40GB"]
+def test_search_with_fixed_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--gpus", "16", "--batch", "1x32", "--device", "A100-40GB", "--search", "--tp", "2"]
+    assert _plan(LLAMA, *options) == 0
+    out = capsys.readouterr().out
+    # The strategies count pairs of GPUs, of which a node has four.
+    rows = set(re.findall(r"^(\w+(?::\d)?) +(\d) +bf16 ", out, re.M))
+    allowed = {(strategy, "2") for strategy in ("zero3", "zero2", "hsdp:4", "hpz:4")}
+    assert rows and rows <= allowed
+    assert re.search(r"^recipe +[\w:]+, tp 2, bf16", out, re.M)
+    assert "for 256 tokens" in out  # 8 pairs of GPUs, 32 tokens each
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_largest_lists_models_that_fit(
+    tp: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["--gpus", f"{2 * tp}", "--batch", "1x16384", "--device", "A100-40GB"]
+    arguments += ["--tp", f"{tp}"]
     assert _plan(_llama(3), *arguments) == 0
     needed = float(re.findall(r"^peak memory +([\d.]+) of", capsys.readouterr().out, re.M)[0])
     page = tmp_path / "largest.html"
