@@ -12,6 +12,12 @@ gather parameters in bfloat16 (or in fp8, where the dtype is fp8). Sources:
     [ibm]    pytorch.org/blog/maximizing-training: the same on 96 H100 with 800 Gb/s per node
     [race]   results/race.md: FSDP2 and graphshard on one H200 as the first of 8 ranks, over
              modelled links
+    [tp]     torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md: Llama 3.1, FSDP2
+             and tensor parallelism, "vanilla TP", on the GPUs of [h100]
+    [eager]  torchtitan pull request 2961: its graph trainer (SimpleFSDP and tensor parallelism) in
+             one graph of eager kernels; the GPUs are assumed to be those of [h100]
+    [graph]  torchtitan pull request 3141: the same, compiled by Inductor
+    [4]      a report of FSDP2 and tensor parallelism without its settings; assumed as in [eager]
 
 The memory table compares allocated bytes (forecast) with reserved bytes (measured), and with the
 formulas of other projects:
@@ -22,6 +28,8 @@ formulas of other projects:
 - Megatron-LM: ``report_theoretical_memory`` with the distributed optimizer, without tensor,
   pipeline or sequence parallelism (megatron/training/theoretical_memory_usage.py): 6 + 12 / n bytes
   per parameter on n ranks, and all activations, none recomputed (arXiv 2205.05198).
+
+Rows with tensor parallelism are not in the memory table, and the intervals are not fitted to them.
 """
 
 from __future__ import annotations
@@ -37,6 +45,15 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -71,6 +88,7 @@ class Published:
         tokens_per_s: throughput of each GPU.
         memory_gib: reserved memory of each GPU, if published.
         link: network between nodes, as in ``cluster`` (default: the device's).
+        tp: number of GPUs over which tensor parallelism splits the model; they share a batch.
     """
 
     source: str
@@ -87,6 +105,7 @@ class Published:
     memory_gib: float | None = None
     strategy: str = "zero3"
     link: str | None = None
+    tp: int = 1
 
 
 _H100, _A100 = "H100-96GB", "A100-80GB"
@@ -120,20 +139,29 @@ PUBLISHED = (
     Published(*("[ibm]", *_2_70B, "H100", 96, 2, 4096, "full", "bf16", False, 800), link="100Gb/s"),
     Published("[race]", *_8B, "H200", 8, 1, 8192, "none", "bf16", True, 10116, 58.0),
     Published("[race]", *_8B, "H200", 8, 1, 8192, "none", "bf16", True, 10239, 55.6),
+    Published("[tp]", *_8B, _H100, 64, 12, 8192, "op", "bf16", True, 4378, tp=8),
+    Published("[tp]", *_70B, _H100, 256, 16, 8192, "full", "bf16", True, 597.3, tp=8),
+    Published("[graph]", *_8B, _H100, 8, 1, 8192, "op", "bf16", True, 7522, 38.4, tp=2),
+    Published("[eager]", *_8B, _H100, 8, 1, 8192, "op", "bf16", False, 7214, tp=2),
+    Published("[4]", *_8B, "H200", 4, 1, 8192, "op", "bf16", None, 6495, tp=2),
 )
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.graphshard.float8_mm.default)
 
 
 def _policy(counts: dict[str, int], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save attention and every other matrix product, like torchtitan's selective option "op"."""
+    """Save as torchtitan's option "op" does.
+
+    It saves attention, every other matrix product, and reduce-scatters of tensor parallelism.
+    """
     if op in _PRODUCTS:
         name = "recomputed" if context.is_recompute else "forward"
         counts[name] = counts.get(name, 0) + 1
         saves = counts[name] % 2 == 1
     else:
-        saves = op == _ATTENTION
+        saves = op in (_ATTENTION, _REDUCE_SCATTER)
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -155,12 +183,32 @@ def _workload(published: Published) -> Workload:
         return model, (ids, ids)
 
     tokens = published.batch * published.length
-    return Workload(published.name, make, tokens, num_layers=published.sizes.layers)
+    layers = published.sizes.layers
+    return Workload(published.name, make, tokens, num_layers=layers, parallelize=_split)
+
+
+def _split(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a Llama over ``mesh``, in place, as torchtitan does except that logits are gathered."""
+    split, whole = Shard(1), Replicate()  # layouts of activations [batch, length, features]
+    gathered = PrepareModuleOutput(output_layouts=split, desired_output_layouts=whole)
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tokens": RowwiseParallel(input_layouts=whole, output_layouts=split),
+            **dict.fromkeys(("norm", "blocks.*.norm1", "blocks.*.norm2"), SequenceParallel()),
+            **{f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "gate", "up")},
+            "blocks.*.out": RowwiseParallel(output_layouts=split),
+            "blocks.*.down": RowwiseParallel(output_layouts=split),
+            "head": ColwiseParallel(input_layouts=split, output_layouts=whole),
+        },
+    )
+    parallelize_module(model, mesh, {"blocks.*.norm1": gathered, "blocks.*.norm2": gathered})
 
 
 def predict(published: Published) -> Forecast:
     machine = cluster(published.device, published.gpus, link=published.link)
-    recipe = Recipe(published.strategy, published.dtype)
+    recipe = Recipe(published.strategy, published.dtype, tp=published.tp)
     return forecast(_workload(published), recipe, machine)
 
 
@@ -176,7 +224,7 @@ def time_row(published: Published, found: Forecast) -> list[Any]:
     tokens_per_s = found.tokens_per_s / found.cluster.num_gpus
     return [
         f"{published.name} {published.source}",
-        f"{published.gpus} {published.device}",
+        f"{published.gpus} {published.device}{f', tp {published.tp}' * (published.tp > 1)}",
         f"{published.batch} x {published.length}",
         published.dtype,
         published.recompute,
@@ -223,11 +271,13 @@ def megatron_bytes(num_params: int, num_gpus: int, published: Published) -> floa
 def memory_table(found: Iterable[tuple[Published, Forecast]]) -> str:
     """Return a table in GiB with one row per setting.
 
-    Of runs with equal settings, the last one is shown. Uncompiled runs with measured memory are
-    left out.
+    Of runs with equal settings, the last one is shown. Uncompiled runs with measured memory, and
+    those with tensor parallelism, are left out.
     """
     lines = {}
     for published, result in found:
+        if published.tp > 1:
+            continue
         num_params, num_gpus = result.num_params, published.gpus
         memory, held = result.memory, result.held
         states = held.parameters + held.trained + memory.optimizer
@@ -259,7 +309,7 @@ def main() -> None:
     headers = ["model", "GPUs", "batch", "dtype", "recomputed", "compiled", "tokens/s"]
     headers += ["forecast", "error"]
     print(tabulate([time_row(*each) for each in found], headers, tablefmt="github"))
-    ratios = [ratio(*each) for each in found if each[0].compiled is not False]
+    ratios = [ratio(*each) for each in found if each[0].compiled is not False and each[0].tp == 1]
     if len(ratios) > 1:
         print(f"\n{interval(ratios)}")
     print(f"\n{memory_table(found)}")
