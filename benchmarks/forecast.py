@@ -12,12 +12,11 @@ gather parameters in bfloat16 (or in fp8, where the dtype is fp8). Sources:
     [ibm]    pytorch.org/blog/maximizing-training: the same on 96 H100 with 800 Gb/s per node
     [race]   results/race.md: FSDP2 and graphshard on one H200 as the first of 8 ranks, over
              modelled links
-    [tp]     torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md: Llama 3.1, FSDP2
-             and tensor parallelism, "vanilla TP", on the GPUs of [h100]
     [eager]  torchtitan pull request 2961: its graph trainer (SimpleFSDP and tensor parallelism) in
-             one graph of eager kernels; the GPUs are assumed to be those of [h100]
+             one graph of eager kernels; 8192 tokens for each data rank, and option "op", are the
+             defaults of its configuration
     [graph]  torchtitan pull request 3141: the same, compiled by Inductor
-    [4]      a report of FSDP2 and tensor parallelism without its settings; assumed as in [eager]
+    [4]      a reported figure for which no source was found; all settings are assumed
 
 The memory table compares allocated bytes (forecast) with reserved bytes (measured), and with the
 formulas of other projects:
@@ -139,10 +138,8 @@ PUBLISHED = (
     Published(*("[ibm]", *_2_70B, "H100", 96, 2, 4096, "full", "bf16", False, 800), link="100Gb/s"),
     Published("[race]", *_8B, "H200", 8, 1, 8192, "none", "bf16", True, 10116, 58.0),
     Published("[race]", *_8B, "H200", 8, 1, 8192, "none", "bf16", True, 10239, 55.6),
-    Published("[tp]", *_8B, _H100, 64, 12, 8192, "op", "bf16", True, 4378, tp=8),
-    Published("[tp]", *_70B, _H100, 256, 16, 8192, "full", "bf16", True, 597.3, tp=8),
-    Published("[graph]", *_8B, _H100, 8, 1, 8192, "op", "bf16", True, 7522, 38.4, tp=2),
-    Published("[eager]", *_8B, _H100, 8, 1, 8192, "op", "bf16", False, 7214, tp=2),
+    Published("[graph]", *_8B, "H100", 8, 1, 8192, "op", "bf16", True, 7522, 38.4, tp=2),
+    Published("[eager]", *_8B, "H100", 8, 1, 8192, "op", "bf16", False, 7214, tp=2),
     Published("[4]", *_8B, "H200", 4, 1, 8192, "op", "bf16", None, 6495, tp=2),
 )
 
