@@ -149,7 +149,7 @@ def test_search_with_fixed_tensor_parallelism(capsys: pytest.CaptureFixture[str]
 def test_largest_lists_models_that_fit(
     tp: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    arguments = ["--gpus", f"{2 * tp}", "--batch", "1x16384", "--device", "A100-40GB"]
+    arguments = ["--gpus", f"{2 * tp}", "--batch", f"1x{16384 * tp}", "--device", "A100-40GB"]
     arguments += ["--tp", f"{tp}"]
     assert _plan(_llama(3), *arguments) == 0
     needed = float(re.findall(r"^peak memory +([\d.]+) of", capsys.readouterr().out, re.M)[0])
