@@ -82,14 +82,17 @@ def _compile(model: Any, mesh: DeviceMesh) -> Any:
 
 
 def _train_both(model: Any, eager: Any, mesh: DeviceMesh) -> None:
-    """Train under graphshard and FSDP2; compare bitwise."""
+    """Train under graphshard and FSDP2, and compare.
+
+    Not bitwise: on some CPUs a matrix product adds in another order if an operand is transposed.
+    """
     fully_shard(eager, mesh=mesh["dp"])
     compiled, data = _compile(model, mesh), _batches(mesh)
     ours = train(lambda batch: model_loss(compiled, batch), model, data)
     theirs = train(lambda batch: model_loss(eager, batch), eager, data)
     for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other)
-    assert_like_fsdp2(model.state_dict(), eager.state_dict())
+        assert_like_fsdp2(mine, other, tolerance=1e-6)
+    assert_like_fsdp2(model.state_dict(), eager.state_dict(), tolerance=1e-6)
 
 
 @on_ranks(4)
