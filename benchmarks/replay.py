@@ -13,6 +13,10 @@ profiled step:
 
 "predicted" is the prediction that the plan was based on. "exposed" is the time in which compute
 waits.
+
+A second table has each graph with reductions planned and simulated again with measured steps and
+predicted transfers, for each ``SchedulePolicy.reduce``. "link" is the time in which the link is
+busy.
 """
 
 from __future__ import annotations
@@ -23,14 +27,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile, zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from benchmarks import common
 from benchmarks.gpu_trace import Kernel, parse, streams
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.model import CostModel
-from graphshard.planning.plan import Plan, next_in_chain
-from graphshard.planning.simulate import BucketCost, Clock, clock, start_times_us, sweep
+from graphshard.kinds import TransferKind
+from graphshard.planning.memory_budget import Reduce, ScheduleLimits
+from graphshard.planning.plan import Plan, Problem, next_in_chain
+from graphshard.planning.search import find_schedule
+from graphshard.planning.simulate import (
+    COMMUNICATION,
+    COPY_IN,
+    COPY_OUT,
+    BucketCost,
+    Clock,
+    Timeline,
+    clock,
+    simulate,
+    start_times_us,
+    sweep,
+)
 
 RECORDED = Path(__file__).parent / "results" / "race.tar.gz"
 COPIES_IN = ("multi_tensor_apply", "chunk_cat")
@@ -46,12 +64,17 @@ class Times(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """Times of one graph of an entry of the race."""
+    """Times of one graph of an entry of the race.
+
+    Attributes:
+        reduced: the graph planned again, keyed by ``SchedulePolicy.reduce``, if it reduces.
+    """
 
     name: str
     measured: Times
     simulated: Times
     predicted: Times
+    reduced: Mapping[str, Timeline]
 
 
 @dataclass
@@ -70,13 +93,19 @@ class Stretch:
 def main() -> None:
     parser = common.new_parser(__doc__)
     parser.add_argument("race", nargs="?", type=Path, default=RECORDED)
-    rows = []
-    for name, *times in replay(parser.parse_args().race):
+    rows, reduced_rows = [], []
+    for name, *times, reduced in replay(parser.parse_args().race):
         named = dict(zip(("measured", "simulated", "predicted"), times))
+        for reduce, timeline in reduced.items():
+            link_ms = timeline.busy_us(COMMUNICATION) / 1e3
+            cells = {"ms": timeline.total_us / 1e3, "exposed": sum(timeline.exposed_us) / 1e3}
+            cells |= {"copies": _copies_us(timeline) / 1e3, "link": link_ms}
+            texts = {key: f"{value:.2f}" for key, value in cells.items()}
+            reduced_rows.append({"graph": name, "reduce": reduce, **texts})
         totals = {f"ms, {part}": f"{each.total_ms:.2f}" for part, each in named.items()}
         exposed = {f"exposed, {part}": f"{each.exposed_ms:.2f}" for part, each in named.items()}
         rows.append({"graph": name, **totals, **exposed})
-    common.show(common.table(rows))
+    common.show(common.table(rows), common.table(reduced_rows))
 
 
 def replay(path: Path) -> Iterator[Replayed]:
@@ -110,9 +139,35 @@ def _replay(
         sent, collectives = collectives[: len(plan.buckets)], collectives[len(plan.buckets) :]
         end_us = stretches[0].copies[0].start_us if stretches else sent[-1].end_us
         predicted = clock(plan.problem, plan.buckets, cost_model)
-        simulated = _simulate(plan, dict(zip(launches, own, strict=True)), sent)
+        by_launch = dict(zip(launches, own, strict=True))
+        problem = _with_measured_steps(plan, by_launch)
+        simulated = _simulate(plan, problem, by_launch, sent)
         times = (_times(simulated), _times(predicted))
-        yield Replayed(f"{name} {plan.graph}", _measured(own, end_us), *times)
+        reduced = _reduced(problem, cost_model)
+        yield Replayed(f"{name} {plan.graph}", _measured(own, end_us), *times, reduced)
+
+
+def _reduced(problem: Problem, cost_model: CostModel) -> dict[str, Timeline]:
+    # Gradients were bfloat16, which older plans do not say.
+    transfers = [
+        dataclasses.replace(t, exchange_dtype="torch.bfloat16", copied_in=False)
+        if t.kind == TransferKind.REDUCE_SCATTER and t.num_bytes == 2 * t.grad_bytes
+        else t
+        for t in problem.transfers
+    ]
+    problem = dataclasses.replace(problem, transfers=tuple(transfers))
+    if not any(t.exchange_dtype for t in transfers):
+        return {}
+    schedules = {
+        reduce: find_schedule(problem, cost_model, ScheduleLimits(reduce=reduce))
+        for reduce in get_args(Reduce)
+    }
+    return {reduce: simulate(problem, s, cost_model) for reduce, s in schedules.items()}
+
+
+def _copies_us(timeline: Timeline) -> float:
+    copies = (COPY_IN, COPY_OUT)
+    return sum(slot.duration_us for slot in timeline.slots if slot.kind in copies)
 
 
 def _last_step(compute: Sequence[Kernel], start_us: float, end_us: float) -> list[Stretch]:
@@ -152,19 +207,11 @@ def _waits_us(kernels: Sequence[Kernel], end_us: float) -> float:
     return sum(pause for pause in pauses if pause > WAIT_US)
 
 
-def _simulate(plan: Plan, stretches: Mapping[int, Stretch], sent: Sequence[Kernel]) -> Clock:
-    """Simulate a plan with the measured durations of compute, copy-ins and collectives."""
+def _with_measured_steps(plan: Plan, stretches: Mapping[int, Stretch]) -> Problem:
+    """Return the problem of ``plan`` with the measured durations of compute."""
     compute_us = list(plan.problem.compute_us)
     borders = [*stretches, len(compute_us)]
-    copy_us: dict[int, float] = {}
-    ready_us: dict[int, float] = {}
     for (first, stretch), last in zip(stretches.items(), borders[1:]):
-        launched = [
-            i for i, b in enumerate(plan.buckets) if first <= b.launch < max(last, first + 1)
-        ]
-        copies_us = sum(kernel.us for kernel in stretch.copies)
-        copy_us |= dict.fromkeys(launched, copies_us / len(launched))
-        ready_us |= dict.fromkeys(launched, stretch.copies[-1].end_us)
         predicted_us = sum(compute_us[first:last])
         if predicted_us:
             end_us = stretch.others[-1].end_us
@@ -174,10 +221,31 @@ def _simulate(plan: Plan, stretches: Mapping[int, Stretch], sent: Sequence[Kerne
             )
             for step in range(first, last):
                 compute_us[step] *= measured_us / predicted_us
+    return dataclasses.replace(plan.problem, compute_us=tuple(compute_us))
+
+
+def _simulate(
+    plan: Plan, problem: Problem, stretches: Mapping[int, Stretch], sent: Sequence[Kernel]
+) -> Clock:
+    """Simulate a plan with the measured durations of compute, copy-ins and collectives.
+
+    Args:
+        problem: result of ``_with_measured_steps``.
+    """
+    borders = [*stretches, problem.num_steps]
+    copy_us: dict[int, float] = {}
+    ready_us: dict[int, float] = {}
+    for (first, stretch), last in zip(stretches.items(), borders[1:]):
+        launched = [
+            i for i, b in enumerate(plan.buckets) if first <= b.launch < max(last, first + 1)
+        ]
+        copies_us = sum(kernel.us for kernel in stretch.copies)
+        copy_us |= dict.fromkeys(launched, copies_us / len(launched))
+        ready_us |= dict.fromkeys(launched, stretch.copies[-1].end_us)
     free_us = [0.0, *(kernel.end_us for kernel in sent)]
     lane_us = [k.end_us - max(free_us[i], min(ready_us[i], k.start_us)) for i, k in enumerate(sent)]
     return sweep(
-        start_times_us(dataclasses.replace(plan.problem, compute_us=tuple(compute_us))),
+        start_times_us(problem),
         launches=[bucket.launch for bucket in plan.buckets],
         waits=[bucket.wait for bucket in plan.buckets],
         costs=[BucketCost(copy_us[i], us, 0.0) for i, us in enumerate(lane_us)],

@@ -9,7 +9,6 @@ from __future__ import annotations
 from graphshard.passes.casts import cast_before_gather
 from graphshard.passes.contract import Fact, Pass, PassContext, Stage, ordered
 from graphshard.passes.dedup import merge_markers
-from graphshard.passes.exchange import exchange_gradients
 from graphshard.passes.float8 import gather_float8, use_float8
 from graphshard.passes.lower import lower
 from graphshard.passes.normalize import normalize
@@ -53,12 +52,6 @@ PIPELINE = ordered(
     Pass(bypass_sync_nodes, Stage.JOINT),
     Pass(merge_markers, Stage.JOINT, provides=(Fact.ONE_MARKER,)),
     Pass(cast_before_gather, Stage.JOINT, requires=(Fact.ONE_MARKER,)),
-    Pass(
-        exchange_gradients,
-        Stage.JOINT,
-        requires=(Fact.ONE_MARKER,),
-        when=lambda context: context.exchanges_gradients,
-    ),
     Pass(gather_float8, Stage.JOINT, requires=(Fact.ONE_MARKER,), provides=(Fact.WIRE_DTYPES,)),
     Pass(
         fix_backward_gathers,

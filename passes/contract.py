@@ -54,8 +54,6 @@ class PassContext:
         kind: kind of the graph, from ``Stage.FINAL`` on.
         backward: backward graph, in ``Stage.PARTITIONED``.
         num_outputs: number of user outputs of the forward graph; its other outputs are saved.
-        exchanges_gradients: whether gradients are sent in their own dtype if it is narrower than
-            that of the reduction (``SchedulePolicy.reduce``).
         ranks_differ: whether only some ranks may have an activation budget.
         choose_kept: chooses parameters to keep unsharded (``planning.keep_unsharded``).
         choose_offloaded: chooses activations to offload (``planning.offload``).
@@ -71,7 +69,6 @@ class PassContext:
     kind: GraphKind | None = None
     backward: fx.GraphModule | None = None
     num_outputs: int = 0
-    exchanges_gradients: bool = False
     ranks_differ: bool = False
     choose_kept: (
         Callable[[Problem, Problem, Mapping[int, Transfer], CostModel], Sequence[int]] | None

@@ -125,20 +125,28 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         stride=span.stride,
         grad_bytes=0 if gathers else memory_bytes(source),
         copied_in=needs_own_copy(kind, sent, span.world),
-        summed_in="" if sent.summed_in is None else str(sent.summed_in),
+        summed_in=_name(sent.summed_in),
     )
     if isinstance(spec, UnshardSpec):
         return dataclasses.replace(transfer, host=spec.device is not None)
     if not isinstance(spec, ReduceGradSpec):
         return transfer
     replicas = span_of(spec.replica_group) if spec.replica_group else GroupSpan(1, 1)
+    if spec.exchange_dtype is not None:
+        sent = spec.collective_input(exchanges=True)  # which is not cast
     return dataclasses.replace(
         transfer,
+        copied_in=needs_own_copy(kind, sent, span.world),
+        exchange_dtype=_name(spec.exchange_dtype),
         replicas=spec.replica_group or "",
         num_replicas=replicas.world,
         replica_stride=replicas.stride,
         host=spec.host_memory is not None,
     )
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype)
 
 
 def describe_user_collective(node: fx.Node, launch: int, wait: int) -> UserCollective:

@@ -156,7 +156,7 @@ def _launch(
                 force_realize(root_of(source))
         memory = to_host.host_memory
         return collectives.launch_host_copies(emit, sources, memory, host_reads=host_reads)
-    buffers = _inputs_of(nodes)
+    buffers = _inputs_of(bucket, nodes)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
         assert received is not None
         return collectives.launch_replica_reduce(
@@ -168,8 +168,15 @@ def _launch(
     return collectives.launch_bucket(emit, bucket.kind, buffers, bucket.group, bucket.world)
 
 
-def _inputs_of(nodes: Sequence[BufferMarkers]) -> list[list[CollectiveInput]]:
-    return [[markers.read(marker).collective_input() for marker in buffer] for buffer in nodes]
+def _inputs_of(bucket: Bucket, nodes: Sequence[BufferMarkers]) -> list[list[CollectiveInput]]:
+    return [[_input_of(bucket, marker) for marker in buffer] for buffer in nodes]
+
+
+def _input_of(bucket: Bucket, marker: fx.Node) -> CollectiveInput:
+    spec = markers.read(marker)
+    if isinstance(spec, ReduceGradSpec):
+        return spec.collective_input(exchanges=bucket.exchanges)
+    return spec.collective_input()
 
 
 def _wait(
@@ -178,7 +185,7 @@ def _wait(
     if bucket.kind in HOST_COPIES:
         return [collectives.wait_tensor(emit, copy) for copy in launched]
     reduces = bucket.kind == TransferKind.REDUCE_SCATTER
-    summed_in = markers.read(nodes[0][0]).collective_input().summed_in if reduces else None
+    summed_in = _input_of(bucket, nodes[0][0]).summed_in if reduces else None
     return [
         collectives.wait_buffer(emit, bucket.kind, buffer, bucket.group, bucket.world, summed_in)
         for buffer in launched
@@ -194,7 +201,7 @@ def _copy_out(
         kind = TransferKind.REDUCE_SCATTER
     return [
         result
-        for inputs, buffer in zip(_inputs_of(nodes), buffers, strict=True)
+        for inputs, buffer in zip(_inputs_of(bucket, nodes), buffers, strict=True)
         for result in collectives.results_in_buffer(emit, kind, inputs, buffer, bucket.world)
     ]
 

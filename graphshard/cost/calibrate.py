@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 -m graphshard calibrate --out machine.json   and its interconnects
 
 This measures matrix products by dtype and size; copies by size on the device, from the host, and
-within host memory; exponentials; an empty kernel; and, with several ranks, the three collectives by
-size, launched as graphs launch them. The file holds the medians of rank 0, measured while the other
+within host memory; exponentials; an empty kernel; and, with several ranks, collectives by size,
+launched as graphs launch them. The file holds the medians of rank 0, measured while the other
 ranks measure the same. Operands rotate through more memory than caches hold, as in training. Rates
 of fp8, of interconnects that these ranks do not span, and the compute time lost to hidden
 collectives are taken from the device table.
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..files import write_whole
-from .hardware import COLLECTIVE_KINDS, Hardware
+from .hardware import Hardware
 from .measure import Effort, measure
 
 
@@ -105,7 +105,7 @@ def summary(hardware: Hardware) -> str:
         f"{hardware.host_memory.largest / 1e9:.3g} GB/s, launch: {hardware.launch_us:.3g} us",
     ]
     for name, link in (("in a node", hardware.intra), ("between nodes", hardware.inter)):
-        bus = [f"{kind} {link.bus[kind].largest / 1e9:.3g}" for kind in COLLECTIVE_KINDS]
+        bus = [f"{kind} {rate.largest / 1e9:.3g}" for kind, rate in link.bus.items()]
         latency = f"latency {link.latency_us:.3g} us, {link.buffer_us:.3g} per further tensor"
         lines.append(f"{name}: {latency}, bus GB/s: {', '.join(bus)}")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..kinds import TransferKind
-from .hardware import COLLECTIVE_KINDS, HOST_MEMORY, Hardware, Interconnect, Rate
+from .hardware import ALL_TO_ALL, COLLECTIVE_KINDS, HOST_MEMORY, Hardware, Interconnect, Rate
 
 TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("devices.toml").read_text())
 
@@ -33,11 +33,16 @@ def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
     # A collective that spans nodes runs a ring over each rank's network card: the bandwidths of a
     # node's cards add up, to at most the bandwidth within the node.
     line = hardware.ranks_per_node * gbit_per_s / 8 * 1e9
-    bus = {}
+    bus: dict[str, Rate] = {}
     for kind in COLLECTIVE_KINDS:
         in_node_fraction = hardware.intra.bus[kind].largest / line
         fraction = min(_COLLECTIVES["network_efficiency"], in_node_fraction)
         bus[kind] = _bus_rate(line, fraction, _COLLECTIVES["between_nodes"])
+    # In an all-to-all, each rank sends through its own card alone. Assumed: a card achieves as much
+    # as in a ring that sends as many bytes through it.
+    cards = hardware.ranks_per_node
+    fractions = [(mib / cards, share) for mib, share in _COLLECTIVES["between_nodes"]]
+    bus[ALL_TO_ALL] = _bus_rate(line / cards, _COLLECTIVES["network_efficiency"], fractions)
     return dataclasses.replace(hardware, inter=dataclasses.replace(hardware.inter, bus=bus))
 
 
@@ -63,8 +68,8 @@ def _flops(tflops: Mapping[str, Sequence[float]]) -> dict[str, Rate]:
 
 def _link(name: str) -> Interconnect:
     link = TABLE["link"][name]
-    achieved = dict.fromkeys(COLLECTIVE_KINDS, link["ring"])
-    achieved[TransferKind.ALL_REDUCE] = link["all_reduce"]
+    achieved: dict[str, float] = dict.fromkeys(COLLECTIVE_KINDS, link["ring"])
+    achieved |= {name: link[name] for name in (TransferKind.ALL_REDUCE, ALL_TO_ALL)}
     line, in_node = link["line"], _COLLECTIVES["in_node"]
     return Interconnect(
         latency_us=_COLLECTIVES["start_us"],
@@ -96,7 +101,7 @@ def _gpu(name: str, entry: Mapping[str, Any]) -> Hardware:
 
 
 def _cpu(entry: Mapping[str, Any]) -> Hardware:
-    bus = {TransferKind(kind): _rate(rate) for kind, rate in entry["bus"].items()}
+    bus: dict[str, Rate] = {TransferKind(kind): _rate(rate) for kind, rate in entry["bus"].items()}
     loopback = Interconnect(**entry["loopback"], bus=bus)
     numbers = ("special_per_s", "launch_us", "issue_us", "contention", "ranks_per_node")
     return Hardware(

@@ -23,6 +23,7 @@ DATASHEET, CALIBRATED = "datasheet", "calibrated"
 
 # Collectives for which an interconnect has a rate; others run at one of these rates.
 COLLECTIVE_KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE)
+ALL_TO_ALL = "all_to_all"  # a key of ``Interconnect.bus`` that may be missing
 
 # Pairs of an amount of work and the fraction of a peak rate that it achieves.
 Points = tuple[tuple[float, float], ...]
@@ -96,6 +97,8 @@ class Interconnect:
         buffer_us: added time per tensor after the first in a coalesced collective.
         bus: bus bandwidth in bytes/s of each kind of collective, by size of the full buffer. Both
             are defined as in nccl-tests (doc/PERFORMANCE.md), but the time excludes ``latency_us``.
+            That of ``ALL_TO_ALL`` counts only the bytes that travel over this kind of link; if
+            missing, it is derived from that of a reduce-scatter.
 
     Raises:
         ValueError: a number is negative, or ``bus`` lacks one of ``COLLECTIVE_KINDS``.
@@ -104,7 +107,7 @@ class Interconnect:
     latency_us: float
     hop_us: float
     buffer_us: float
-    bus: Mapping[TransferKind, Rate]
+    bus: Mapping[str, Rate]
 
     def __post_init__(self) -> None:
         _check_positive("latency_us", self.latency_us, zero=True)

@@ -23,7 +23,7 @@ from ..ops import collectives
 from ..ops.groups import uses_all_to_all
 from ..ops.nodes import run
 from .devices import DeviceMatch, find_hardware_or_default
-from .hardware import CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
+from .hardware import ALL_TO_ALL, CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 
 _KiB, _MiB = 1 << 10, 1 << 20
 _NUM_BUFFERS = 8  # buffers of a coalesced collective, which is compared with a single buffer
@@ -268,14 +268,14 @@ def _with_interconnects(hardware: Hardware, sizes: Sequence[int], timer: Timer) 
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     # All ranks together measure the interconnect of a single node, or the network between nodes. In
     # the latter case, the ranks of each node then measure the interconnect within the node.
-    everyone = _interconnect(_default_group(), sizes, timer)
+    everyone = _interconnect(_default_group(), sizes, timer, ranks_per_node)
     if ranks_per_node == world:
         at_least = max(world, hardware.ranks_per_node)
         return dataclasses.replace(hardware, intra=everyone, ranks_per_node=at_least)
     intra = hardware.intra
     if ranks_per_node > 1:
         own_node, _ = dist.new_subgroups(ranks_per_node)
-        intra = _interconnect(own_node, sizes, timer)
+        intra = _interconnect(own_node, sizes, timer, ranks_per_node)
     return dataclasses.replace(hardware, ranks_per_node=ranks_per_node, intra=intra, inter=everyone)
 
 
@@ -285,17 +285,20 @@ def _default_group() -> dist.ProcessGroup:
     return group
 
 
-def _interconnect(group: dist.ProcessGroup, sizes: Sequence[int], timer: Timer) -> Interconnect:
+def _interconnect(
+    group: dist.ProcessGroup, sizes: Sequence[int], timer: Timer, ranks_per_node: int
+) -> Interconnect:
+    kinds: list[str] = [*COLLECTIVE_KINDS]
+    if not uses_all_to_all(group.group_name, torch.float32):  # otherwise its reduce-scatter is one
+        kinds.append(ALL_TO_ALL)
     samples = {
         kind: [Sample(size, _collective_us(kind, size, group, timer)) for size in sizes]
-        for kind in COLLECTIVE_KINDS
+        for kind in kinds
     }
-    return fit_interconnect(samples, group.size(), _buffer_us(group, timer))
+    return fit_interconnect(samples, group.size(), _buffer_us(group, timer), ranks_per_node)
 
 
-def _collective_us(
-    kind: TransferKind, num_bytes: int, group: dist.ProcessGroup, timer: Timer
-) -> float:
+def _collective_us(kind: str, num_bytes: int, group: dist.ProcessGroup, timer: Timer) -> float:
     # ``num_bytes``: size of the full buffer
     world = group.size()
     shard_elements = max(num_bytes // 4 // world, 1)
@@ -321,15 +324,17 @@ def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
 
 
 def _launch_to_wait_us(
-    kind: TransferKind, buffers: list[Tensor], group: dist.ProcessGroup, timer: Timer
+    kind: str, buffers: list[Tensor], group: dist.ProcessGroup, timer: Timer
 ) -> float:
-    exchanges = kind == TransferKind.REDUCE_SCATTER and uses_all_to_all(
-        group.group_name, buffers[0].dtype
+    name = group.group_name
+    exchanges = kind == ALL_TO_ALL or (
+        kind == TransferKind.REDUCE_SCATTER and uses_all_to_all(name, buffers[0].dtype)
     )
+    launched = TransferKind.REDUCE_SCATTER if exchanges else TransferKind(kind)
 
     def launch_and_wait() -> None:
         for buffer in collectives.launch_collective(
-            run, kind, buffers, group.group_name, group.size(), exchanges=exchanges
+            run, launched, buffers, name, group.size(), exchanges=exchanges
         ):
             collectives.wait_tensor(run, buffer)
 
@@ -351,7 +356,7 @@ def fit_rate(samples: Iterable[Sample]) -> Rate:
 
 
 def fit_interconnect(
-    samples: Mapping[TransferKind, Sequence[Sample]], world: int, buffer_us: float
+    samples: Mapping[str, Sequence[Sample]], world: int, buffer_us: float, ranks_per_node: int
 ) -> Interconnect:
     """Fit an interconnect to ``samples`` of each kind of collective on ``world`` ranks.
 
@@ -359,9 +364,11 @@ def fit_interconnect(
     """
     # Estimate the latency by the shortest time of all collectives.
     latency_us = min(us for points in samples.values() for _, us in points)
-    bus = {}
+    bus: dict[str, Rate] = {}
     for kind, points in samples.items():
         rounds = (2 if kind == TransferKind.ALL_REDUCE else 1) * (world - 1) / world
+        if kind == ALL_TO_ALL and world > ranks_per_node:  # only what travels between nodes
+            rounds = (world - ranks_per_node) / world
         # Attribute at least 2 % of the time to the bytes; otherwise their rate would be unbounded.
         bus[kind] = fit_rate(
             Sample(num_bytes, max(us - latency_us, us / 50) / rounds) for num_bytes, us in points

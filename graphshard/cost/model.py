@@ -22,7 +22,7 @@ from .fusion import (
     UnmaterializedValues,
     unmaterialized_values,
 )
-from .hardware import COLLECTIVE_KINDS, Hardware, Interconnect
+from .hardware import ALL_TO_ALL, COLLECTIVE_KINDS, Hardware, Interconnect
 
 # Highest rate of kernels that pack and unpack buffers, in bytes read and written per second.
 # Measured for Llama-3 8B on 8 ranks: ``chunk_cat`` 2.4e12 on an H100 and 2.6e12 on an H200,
@@ -120,14 +120,32 @@ class CostModel:
         # If the ring spans m nodes, m - 1 of its steps cross the network, which then also
         # determines latency and bandwidth.
         rounds = 2 if kind == TransferKind.ALL_REDUCE else 1
-        num_nodes = self._num_nodes(world, stride)
-        intra, inter = self.hardware.intra, self.hardware.inter
-        hops_us = (world - num_nodes) * intra.hop_us + (num_nodes - 1) * inter.hop_us
         slowest = self._interconnect(world, stride)
         # Groups that share nodes communicate at the same time; each uses its own ranks' network.
-        shared = 1.0 if num_nodes == 1 else min(stride, self.hardware.ranks_per_node)
+        crosses = self.crosses_nodes(world, stride)
+        shared = min(stride, self.hardware.ranks_per_node) if crosses else 1.0
         moved_us = slowest.bus[kind].us(num_bytes * shared) * (world - 1) / world
-        return slowest.latency_us + rounds * (hops_us + moved_us)
+        return slowest.latency_us + rounds * (self._hops_us(world, stride) + moved_us)
+
+    def exchange_us(self, num_bytes: float, world: int, stride: int = 1) -> float:
+        """Return the time of an all-to-all in which each rank sends equal parts to all ranks.
+
+        Args:
+            num_bytes: bytes that each rank sends, including the part that it keeps.
+            world: number of ranks.
+            stride: difference between the global ranks of neighbors.
+        """
+        if world == 1:
+            return self.copy_us(num_bytes)
+        hardware, num_nodes = self.hardware, self._num_nodes(world, stride)
+        in_node = world / num_nodes  # ranks of the group in each node
+        inside_us = _all_to_all_us(hardware.intra, num_bytes, 1)
+        outside_us = _all_to_all_us(hardware.inter, num_bytes, hardware.ranks_per_node)
+        # Parts for the same node and for other nodes travel at the same time.
+        moved_us = max(inside_us * (in_node - 1), outside_us * (world - in_node)) / world
+        # Assumed: the messages to all ranks take as long to start as the steps of a ring.
+        latency_us = self._interconnect(world, stride).latency_us + self._hops_us(world, stride)
+        return latency_us + moved_us
 
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
         """Return whether a group uses the interconnect between nodes."""
@@ -144,6 +162,12 @@ class CostModel:
         """Return the time to copy ``num_bytes`` on the device in one kernel, as a copy-in does."""
         moved_us = max(self.hardware.memory.us(2 * num_bytes), 2 * num_bytes / _PACKING_RATE * 1e6)
         return moved_us + self.hardware.launch_us
+
+    def _hops_us(self, world: int, stride: int) -> float:
+        """Return the time that the ``world - 1`` steps of a ring take apart from bytes."""
+        num_nodes = self._num_nodes(world, stride)
+        intra, inter = self.hardware.intra, self.hardware.inter
+        return (world - num_nodes) * intra.hop_us + (num_nodes - 1) * inter.hop_us
 
     def _interconnect(self, world: int, stride: int) -> Interconnect:
         return self.hardware.inter if self.crosses_nodes(world, stride) else self.hardware.intra
@@ -166,6 +190,17 @@ class CostModel:
         moved_us = self.hardware.memory.us(kernel.num_bytes)
         special_us = kernel.num_special / self.hardware.special_per_s * 1e6
         return max(moved_us, special_us) + self.hardware.launch_us
+
+
+def _all_to_all_us(link: Interconnect, num_bytes: float, num_sharing: int) -> float:
+    """Return the time in which ranks send ``num_bytes`` each.
+
+    Args:
+        num_sharing: number of ranks that share the bandwidth of a ring.
+    """
+    if ALL_TO_ALL in link.bus:
+        return link.bus[ALL_TO_ALL].us(num_bytes)
+    return link.bus[TransferKind.REDUCE_SCATTER].us(num_bytes) * num_sharing
 
 
 def _overrides(

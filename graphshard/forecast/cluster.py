@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from ..cost.devices import MEMORY_BYTES, load_hardware, with_network
-from ..cost.hardware import Hardware
+from ..cost.hardware import ALL_TO_ALL, Hardware
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _with_node_size(hardware: Hardware, num_gpus: int) -> Hardware:
     # Peaks are per node: scale them so that the network bandwidth per GPU stays the same.
     ratio = num_gpus / hardware.ranks_per_node
     bus = {
-        kind: dataclasses.replace(rate, peak=rate.peak * ratio)
+        kind: rate if kind == ALL_TO_ALL else dataclasses.replace(rate, peak=rate.peak * ratio)
         for kind, rate in hardware.inter.bus.items()
     }
     inter = dataclasses.replace(hardware.inter, bus=bus)

@@ -206,7 +206,6 @@ class ReduceGradSpec(MarkerSpec):
         partial: key of an accumulator whose total is added before the mean over replicas.
         result_dtype: dtype of the shard, or None for the dtype of ``grad``.
         host_memory: kind of host memory that the shard is copied to, or None for no copy.
-        exchange: whether ranks exchange rows and each sums its own, whatever the backend.
     """
 
     name: ClassVar[str] = "reduce_grad"
@@ -219,23 +218,33 @@ class ReduceGradSpec(MarkerSpec):
     reduce_dtype: torch.dtype | None = None
     result_dtype: torch.dtype | None = None
     host_memory: str | None = None
-    exchange: bool = False
 
     @property
-    def is_narrow(self) -> bool:
+    def exchange_dtype(self) -> torch.dtype | None:
+        """Dtype in which ranks may exchange rows, if smaller than that of the collective."""
+        always = uses_all_to_all(self.group, used_dtype(value_of(self.grad), self.reduce_dtype))
+        return value_of(self.grad).dtype if self._is_narrow and not always else None
+
+    @property
+    def _is_narrow(self) -> bool:
         """Whether the gradient takes fewer bytes than in the dtype of its reduction."""
         grad = value_of(self.grad)
         return grad.dtype.itemsize < used_dtype(grad, self.reduce_dtype).itemsize
 
-    def collective_input(self) -> CollectiveInput:
+    def collective_input(self, *, exchanges: bool = False) -> CollectiveInput:
+        """Return what the collective sends.
+
+        Args:
+            exchanges: whether ranks exchange rows and each sums its own, whatever the backend.
+        """
         grad = value_of(self.grad)
         reduced = used_dtype(grad, self.reduce_dtype)
-        exchanges = self.exchange or uses_all_to_all(self.group, reduced)
+        exchanges = exchanges or uses_all_to_all(self.group, reduced)
         return CollectiveInput(
             source=self.grad,
             rows=self.padded_rows,
             # Each rank sums the rows that it receives, and casts them to a wider dtype only then.
-            wire_dtype=grad.dtype if exchanges and self.is_narrow else reduced,
+            wire_dtype=grad.dtype if exchanges and self._is_narrow else reduced,
             result_dtype=self.result_dtype or grad.dtype,
             partial=self.partial,
             summed_in=reduced if exchanges else None,

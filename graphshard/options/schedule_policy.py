@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import fx
 
 from ..cost.devices import find_hardware, find_hardware_or_default, load_hardware
 from ..cost.model import CostModel
-from ..planning.memory_budget import ScheduleLimits
+from ..planning.memory_budget import Reduce, ScheduleLimits
 from ..planning.plan import Bucket, Problem
 from ..planning.search import find_schedule, schedule_without_overlap
 
@@ -43,8 +43,10 @@ class SchedulePolicy:
         reduce: how gradients narrower than ``mp_policy.reduce_dtype`` are reduced, except by gloo,
             which always exchanges. "ring" casts them, and a reduce-scatter sums them. "exchange"
             sends them as they are in an all-to-all, half the bytes for bf16 gradients summed in
-            float32; each rank sums its rows in ``reduce_dtype``, in a fixed order. Between nodes
-            with several GPUs, an exchange sends more through each network card than a ring.
+            float32; each rank sums its rows in ``reduce_dtype``, in a fixed order. "auto" exchanges
+            the buckets for which that is predicted to be faster: large ones within a node. Between
+            nodes with several GPUs, an exchange sends more through each network card than a ring.
+            Without ``overlap``, "auto" is "ring".
         regions: whether to compile repeated layers only once, between the same launches and waits.
             "auto" does so only where it saves Inductor more time than the calls cost over a
             thousand steps.
@@ -69,7 +71,7 @@ class SchedulePolicy:
     activation_memory_budget: float | None = None
     hardware: str = "auto"
     overlap: bool = True
-    reduce: Literal["ring", "exchange"] = "ring"
+    reduce: Reduce = "ring"
     regions: bool | Literal["auto"] = False
     auto: bool = False
     node_cost: Callable[[fx.Node], float | None] | None = field(default=None, repr=False)
@@ -77,8 +79,10 @@ class SchedulePolicy:
     def __post_init__(self) -> None:
         if not isinstance(self.overlap, bool):
             raise ValueError(f"schedule.overlap={self.overlap!r}: must be True or False")
-        if self.reduce not in ("ring", "exchange"):
-            raise ValueError(f'schedule.reduce={self.reduce!r}: must be "ring" or "exchange"')
+        if self.reduce not in get_args(Reduce):
+            raise ValueError(
+                f'schedule.reduce={self.reduce!r}: must be "ring", "exchange" or "auto"'
+            )
         if self.regions not in (True, False, "auto"):
             raise ValueError(f'schedule.regions={self.regions!r}: must be True, False or "auto"')
         if self.bucket_cap_mb != "auto":
@@ -99,7 +103,7 @@ class SchedulePolicy:
                 "schedule.auto=True with overlap=False: auto compares schedules that overlap; set "
                 "schedule.overlap=True, or omit auto"
             )
-        if not self.overlap and self.limits() != ScheduleLimits():
+        if not self.overlap and self.limits() != ScheduleLimits(reduce=self.reduce):
             raise ValueError(
                 "schedule.bucket_cap_mb, max_in_flight_gb and memory_budget_gb limit overlapping "
                 "collectives: set schedule.overlap=True, or omit them"
@@ -117,14 +121,15 @@ class SchedulePolicy:
         """Return the buckets of a graph, with the steps of their launches and waits."""
         if self.overlap:
             return find_schedule(problem, cost_model, self.limits(), refine=refine)
-        return schedule_without_overlap(problem)
+        return schedule_without_overlap(problem, exchanges=self.reduce == "exchange")
 
     def limits(self) -> ScheduleLimits:
-        """Return the limits of the schedule, in bytes."""
+        """Return the limits of the schedule, sizes in bytes."""
         return ScheduleLimits(
             cap=None if self.bucket_cap_mb == "auto" else _bytes(self.bucket_cap_mb, 1e6),
             in_flight=_bytes(self.max_in_flight_gb, 1e9),
             peak=_bytes(self.memory_budget_gb, 1e9),
+            reduce=self.reduce,
         )
 
     def cost_model(self, device: torch.device) -> CostModel:

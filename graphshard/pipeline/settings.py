@@ -158,7 +158,6 @@ class CompileSettings:
         return PassContext(
             cost_model=self.cost_model(),
             kind=kind,
-            exchanges_gradients=self.schedule.reduce == "exchange",
             ranks_differ=self.saving is not None,  # see ``choose_saving``
             choose_kept=self.choose_kept if self.schedule.overlap else None,
             choose_offloaded=self._choose_offloaded if self.may_offload_activations else None,

@@ -18,7 +18,7 @@ from ..ops import collectives, host_copy, markers
 from ..ops.nodes import PLANNED, WAIT, is_user_launch, num_bytes
 from ..passes.describe import describe_user_collective
 from ..passes.saving import saved_nodes
-from ..planning.plan import Bucket, Plan, events_by_step
+from ..planning.plan import Bucket, Plan, events_by_step, sent_buffers
 
 _c10d = torch.ops._c10d_functional
 _KIND_OF_LAUNCH: dict[object, TransferKind] = {
@@ -109,9 +109,9 @@ def _num_waits(bucket: Bucket) -> int:
 
 
 def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
-    transfers = plan.problem.transfers
     if plan.exchanges(bucket):
-        return [sum(transfers[i].num_bytes for i in buffer) for buffer in bucket.buffers]
+        sent = sent_buffers(plan.problem.transfers, bucket)
+        return [sum(t.num_bytes for t in buffer) for buffer in sent]
     return [bucket.num_bytes]
 
 

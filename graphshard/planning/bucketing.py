@@ -1,16 +1,32 @@
-"""Split queues of transfers into candidate buckets of neighboring transfers."""
+"""Split queues of transfers into candidate buckets of neighboring transfers.
+
+A bucket of gradients that are narrower than their reduction may be reduced by a ring in the wider
+dtype, or exchanged in the gradients' dtype:
+
+    ring       cast and pack on every rank   reduce-scatter, all bytes wide
+    exchange   (pack small gradients)        all-to-all, all bytes narrow     sum this rank's rows
+
+Within a node an exchange sends half the bytes at the same rate. Between nodes, each rank's bytes
+pass its own network card, whereas a ring uses all cards of a node.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..kinds import TransferKind
 from .live_bytes import Footprint, footprint
+from .memory_budget import Reduce
 from .plan import Bucket, Problem, Transfer, bucket_of, replica_bucket
 from .simulate import BucketCost, TransferCostModel, bucket_cost
+
+# An exchange must win even if its all-to-all takes this many times as long as predicted. Judgement
+# call: the rates of rings have been measured more often, and how long a small all-to-all takes to
+# start is assumed.
+EXCHANGE_MARGIN = 1.25
 
 
 class CostedBucket(NamedTuple):
@@ -54,6 +70,7 @@ class Queue:
         order: positions in ``Problem.transfers``.
         yields: whether to delay a bucket that is ready just before a user collective until just
             after it. For a reduction, this can take more memory.
+        reduce: see ``ScheduleLimits``.
     """
 
     def __init__(
@@ -64,11 +81,13 @@ class Queue:
         order: Sequence[int],
         *,
         yields: bool = True,
+        reduce: Reduce = "ring",
     ) -> None:
         self._problem, self._cost_model, self._yields = problem, cost_model, yields
+        self._reduce: Reduce = reduce
         runs: dict[tuple[str, ...], list[int]] = {}
         for rank, i in enumerate(order):
-            runs.setdefault(_key(problem, i), []).append(rank)
+            runs.setdefault(_key(problem, i, reduce), []).append(rank)
         # Index in ``order``, by position.
         self._rank = [rank for run in runs.values() for rank in run]
         self._order = [order[rank] for rank in self._rank]
@@ -153,7 +172,7 @@ class Queue:
         wait = min(transfer.due for transfer in transfers)
         if self._yields and launch < wait:
             launch = self._problem.after_user_launch(launch)
-        bucket = bucket_of(self._problem, self._buffers(members), launch=launch, wait=wait)
+        bucket = self._bucket(members, launch, wait)
         average = replica_bucket(bucket, self._problem.transfers)
         return CandidateBucket(
             begin,
@@ -167,33 +186,78 @@ class Queue:
         cost = bucket_cost(self._problem, bucket, self._cost_model)
         return CostedBucket(bucket, cost, footprint(self._problem, bucket))
 
-    def _buffers(self, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Return shared buffers for the small transfers, then one buffer per other transfer."""
-        transfers = self._problem.transfers
-        float8: list[int] = []
-        others: list[int] = []
-        alone: list[tuple[int, ...]] = []
-        for i in members:
-            if not _is_small(transfers[i], self._cost_model):
-                alone.append((i,))
-            else:
-                # fp8 has a separate shared buffer, because the kernel that casts to fp8 also packs.
-                (float8 if "float8" in transfers[i].dtype else others).append(i)
-        return (*filter(None, (tuple(float8), *self._packed(others))), *alone)
+    def _bucket(self, members: Sequence[int], launch: int, wait: int) -> Bucket:
+        problem, cost_model = self._problem, self._cost_model
+        ring = packed_bucket(problem, members, cost_model, launch, wait)
+        if self._reduce == "ring" or not may_exchange(problem, members):
+            return ring
+        exchange = packed_bucket(problem, members, cost_model, launch, wait, exchanges=True)
+        if self._reduce == "exchange":
+            return exchange
+        ring_cost, cost = (bucket_cost(problem, each, cost_model) for each in (ring, exchange))
+        return ring if why_ring(ring_cost, cost, cost_model) else exchange
 
-    def _packed(self, members: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return one shared buffer, or two if packing mixed dtypes costs more than a buffer."""
-        # One kernel packs gradients for all ranks if their dtypes are equal (``chunk_cat_`` in
-        # ``graphshard._torch.tensors``); otherwise packing takes one kernel per gradient.
-        transfers = [self._problem.transfers[i] for i in members]
-        cast = tuple(i for i, t in zip(members, transfers) if t.casts)
-        uncast = tuple(i for i, t in zip(members, transfers) if not t.casts)
-        if transfers and transfers[0].kind == TransferKind.REDUCE_SCATTER and cast and uncast:
-            first = transfers[0]
-            launches_us = self._cost_model.copy_us(0) * len(members)
-            if launches_us > self._cost_model.buffer_us(first.world, first.stride):
-                return [cast, uncast]
-        return [tuple(members)]
+
+def may_exchange(problem: Problem, members: Sequence[int]) -> bool:
+    """Return whether an exchange may reduce the transfers at positions ``members``."""
+    return all(problem.transfers[i].exchange_dtype for i in members)
+
+
+def why_ring(ring: BucketCost, exchange: BucketCost, cost_model: TransferCostModel) -> str:
+    """Return the reason not to exchange a bucket, given its costs with both, or "".
+
+    An exchange must win on the link, and take no more compute. Then it wins whether or not compute
+    hides it, and also if all links or all kernels are slower than predicted.
+    """
+    lane_us = EXCHANGE_MARGIN * exchange.lane_us
+    if lane_us >= ring.lane_us:
+        return "not clearly faster on the link"
+    ring_us, exchange_us = (
+        cost.copy_in_us + cost.copy_out_us + cost_model.slowdown_us(us)
+        for cost, us in ((ring, ring.lane_us), (exchange, lane_us))
+    )
+    return "takes more compute" if exchange_us > ring_us else ""
+
+
+def packed_bucket(
+    problem: Problem,
+    members: Sequence[int],
+    cost_model: TransferCostModel,
+    launch: int,
+    wait: int,
+    *,
+    exchanges: bool = False,
+) -> Bucket:
+    """Return a bucket of ``members``, with one shared buffer for its small transfers."""
+    sent = {
+        i: problem.transfers[i].exchanged() if exchanges else problem.transfers[i] for i in members
+    }
+    float8: list[int] = []
+    others: list[int] = []
+    alone: list[tuple[int, ...]] = []
+    for i, transfer in sent.items():
+        if not _is_small(transfer, cost_model):
+            alone.append((i,))
+        else:
+            # fp8 has a separate shared buffer, because the kernel that casts to fp8 also packs.
+            (float8 if "float8" in transfer.dtype else others).append(i)
+    packed = _packed({i: sent[i] for i in others}, cost_model)
+    buffers = (*filter(None, (tuple(float8), *packed)), *alone)
+    return bucket_of(problem, buffers, launch=launch, wait=wait, exchanges=exchanges)
+
+
+def _packed(sent: Mapping[int, Transfer], cost_model: TransferCostModel) -> list[tuple[int, ...]]:
+    """Return one shared buffer, or two if packing mixed dtypes costs more than a buffer."""
+    # One kernel packs gradients for all ranks if their dtypes are equal (``chunk_cat_`` in
+    # ``graphshard._torch.tensors``); otherwise packing takes one kernel per gradient.
+    cast = tuple(i for i, t in sent.items() if t.casts)
+    uncast = tuple(i for i, t in sent.items() if not t.casts)
+    first = next(iter(sent.values()), None)
+    if first and first.kind == TransferKind.REDUCE_SCATTER and cast and uncast:
+        launches_us = cost_model.copy_us(0) * len(sent)
+        if launches_us > cost_model.buffer_us(first.world, first.stride):
+            return [cast, uncast]
+    return [tuple(sent)]
 
 
 def gathers_by_due(problem: Problem) -> list[int]:
@@ -208,15 +272,16 @@ def _powers_of_two(stop: int) -> list[int]:
     return [1 << k for k in range((stop - 1).bit_length())]
 
 
-def _key(problem: Problem, i: int) -> tuple[str, ...]:
+def _key(problem: Problem, i: int, reduce: Reduce) -> tuple[str, ...]:
     """Return a key that is equal for transfers that may share a bucket."""
     transfer = problem.transfers[i]
     if not transfer.kind.is_reduction:
         return transfer.kind, transfer.group, str(transfer.host)
     if transfer.due < problem.num_steps:  # used in the graph: must not wait for other transfers
         return (f"{i}",)
-    # A reduction has one dtype.
-    dtypes = transfer.dtype, transfer.summed_in
+    # A reduction has one dtype, and an exchange too.
+    exchange_dtype = "" if reduce == "ring" else transfer.exchange_dtype
+    dtypes = transfer.dtype, transfer.summed_in, exchange_dtype
     return transfer.kind, transfer.group, transfer.replicas, *dtypes, str(transfer.host)
 
 

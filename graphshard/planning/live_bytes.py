@@ -22,7 +22,7 @@ from operator import add
 from typing import NamedTuple
 
 from ..kinds import TransferKind
-from .plan import Bucket, Problem, Transfer, bucket_of, is_copied_in, replica_bucket
+from .plan import Bucket, Problem, Transfer, bucket_of, is_copied_in, replica_bucket, sent_buffers
 
 
 def launches(step: int) -> int:
@@ -152,7 +152,7 @@ def footprint(problem: Problem, bucket: Bucket) -> Footprint:
         TransferKind.ALL_REDUCE_MAX: _reduction_footprint,
         TransferKind.ALL_REDUCE_SHARDS: _average_footprint,
     }[bucket.kind]
-    buffers = [[problem.transfers[i] for i in buffer] for buffer in bucket.buffers]
+    buffers = sent_buffers(problem.transfers, bucket)
     return Footprint(*map(sum, zip(*map(part_of, buffers))))
 
 
@@ -273,16 +273,24 @@ def in_flight_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
     return sum_spans(spans, problem.num_steps)
 
 
-def least_by_point(problem: Problem) -> list[int]:
-    """Return the bytes at each point in time with the smallest, shortest-lived buckets."""
+def least_by_point(problem: Problem, *, exchanges: bool = False) -> list[int]:
+    """Return the bytes at each point in time with the smallest, shortest-lived buckets.
+
+    Args:
+        exchanges: whether gradients with an ``exchange_dtype`` are exchanged, which takes less.
+    """
     buckets = []
     for i, t in enumerate(problem.transfers):
         step = t.due if t.kind.is_fetch else t.ready
-        buckets.append(bucket_of(problem, ((i,),), launch=step, wait=step))
+        exchanged = exchanges and bool(t.exchange_dtype)
+        buckets.append(bucket_of(problem, ((i,),), launch=step, wait=step, exchanges=exchanged))
     averages = filter(None, (replica_bucket(bucket, problem.transfers) for bucket in buckets))
     return alive_by_point(problem, [*buckets, *averages])
 
 
-def smallest_peak(problem: Problem) -> int:
-    """Return the smallest peak memory of any schedule of ``problem``, in bytes."""
-    return max(least_by_point(problem), default=0)
+def smallest_peak(problem: Problem, *, exchanges: bool = False) -> int:
+    """Return the smallest peak memory of any schedule of ``problem``, in bytes.
+
+    For ``exchanges``, see ``least_by_point``.
+    """
+    return max(least_by_point(problem, exchanges=exchanges), default=0)

@@ -6,9 +6,11 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .live_bytes import Footprint, LiveBytes, Span, launches, running, waits
+
+Reduce = Literal["ring", "exchange", "auto"]
 
 MEMORY_BUDGET, IN_FLIGHT_LIMIT = "memory budget", "in-flight limit"  # as shown in tables
 
@@ -22,11 +24,14 @@ class ScheduleLimits:
             search finds a size.
         in_flight: maximum size of all buckets between launch and wait; a lone bucket may exceed it.
         peak: maximum total of bytes alive at any point in time.
+        reduce: collectives that may reduce gradients with a ``Transfer.exchange_dtype``: "ring",
+            "exchange", or "auto" for whichever is faster for each bucket.
     """
 
     cap: int | None = None
     in_flight: int | None = None
     peak: int | None = None
+    reduce: Reduce = "ring"
 
 
 class FreeMemory:

@@ -146,5 +146,12 @@ def _waited_before_replicas(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket
 def _without_steps(transfer: Transfer) -> Transfer:
     """Return ``transfer`` with constants for the fields that may differ between ranks."""
     return dataclasses.replace(
-        transfer, ready=0, due=0, last=0, stride=1, replica_stride=1, grad_bytes=0
+        transfer,
+        ready=0,
+        due=0,
+        last=0,
+        stride=1,
+        replica_stride=1,
+        grad_bytes=0,
+        copied_in=False,
     )

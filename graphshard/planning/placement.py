@@ -146,7 +146,8 @@ class Placer:
         # The modest peak is the smallest peak of any schedule plus ``MODEST_BUCKETS`` modest
         # buckets; memory up to it costs nothing.
         self._room = int(MODEST_BUCKETS * modest_bytes)
-        self._modest_peak = max(1, smallest_peak(problem) + self._room)
+        least = smallest_peak(problem, exchanges=limits.reduce == "exchange")
+        self._modest_peak = max(1, least + self._room)
         # Memory that every schedule allocates and frees is counted once, here. A candidate schedule
         # then adds only its buckets: O(b) instead of O(transfers).
         self._fixed_bytes = fixed_by_point(problem)

@@ -18,7 +18,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
@@ -86,9 +86,12 @@ class Transfer:
         replica_stride: ``stride`` within ``replicas``.
         host: whether the shard and its reduced gradient live in host memory.
         grad_bytes: size of the full gradient before it is cast and padded, or 0 for a gather.
-        copied_in: whether copy-in is needed even if it is alone in its buffer.
+        copied_in: whether it is padded or not contiguous, which takes a copy-in even if it is alone
+            in its buffer.
         summed_in: dtype in which each rank sums its rows after an all-to-all, or "" if the
             collective itself reduces.
+        exchange_dtype: smaller wire dtype if ranks exchange rows in an all-to-all instead, and each
+            sums its own in ``dtype``; "" if the gradient is not narrower.
     """
 
     param: int | None
@@ -110,6 +113,19 @@ class Transfer:
     grad_bytes: int = 0
     copied_in: bool = False
     summed_in: str = ""
+    exchange_dtype: str = ""
+
+    def exchanged(self) -> Transfer:
+        """Return the transfer as an exchange sends it, in ``exchange_dtype``."""
+        narrow_bytes = self.num_bytes * _num_bits(self.exchange_dtype) // _num_bits(self.dtype)
+        return dataclasses.replace(
+            self,
+            num_bytes=narrow_bytes,
+            dtype=self.exchange_dtype,
+            casts=False,
+            summed_in=self.dtype,
+            exchange_dtype="",
+        )
 
     @property
     def reduced_bytes(self) -> int:
@@ -202,6 +218,8 @@ class Bucket:
         group, world, stride: same as in ``Transfer``.
         launch: step before which it is launched.
         wait: step before which it is waited for.
+        exchanges: whether an all-to-all for each buffer replaces the reduction (see
+            ``Transfer.exchange_dtype``).
     """
 
     kind: TransferKind
@@ -212,6 +230,7 @@ class Bucket:
     launch: int
     wait: int
     stride: int = 1
+    exchanges: bool = False
 
     @property
     def transfers(self) -> tuple[int, ...]:
@@ -219,25 +238,41 @@ class Bucket:
 
 
 def bucket_of(
-    problem: Problem, buffers: tuple[tuple[int, ...], ...], *, launch: int, wait: int
+    problem: Problem,
+    buffers: tuple[tuple[int, ...], ...],
+    *,
+    launch: int,
+    wait: int,
+    exchanges: bool = False,
 ) -> Bucket:
     """Return the bucket for ``buffers``, whose transfers have the same kind and group."""
     first = problem.transfers[buffers[0][0]]
-    return Bucket(
+    bucket = Bucket(
         kind=first.kind,
         buffers=buffers,
-        num_bytes=sum(problem.transfers[i].num_bytes for buffer in buffers for i in buffer),
+        num_bytes=0,
         group=first.group,
         world=first.world,
         launch=launch,
         wait=wait,
         stride=first.stride,
+        exchanges=exchanges,
     )
+    sent = sent_buffers(problem.transfers, bucket)
+    return dataclasses.replace(bucket, num_bytes=sum(t.num_bytes for buf in sent for t in buf))
+
+
+def sent_buffers(transfers: Sequence[Transfer], bucket: Bucket) -> list[list[Transfer]]:
+    """Return the transfers in each buffer of ``bucket``, as the bucket sends them."""
+    return [
+        [transfers[i].exchanged() if bucket.exchanges else transfers[i] for i in buffer]
+        for buffer in bucket.buffers
+    ]
 
 
 def is_copied_in(buffer: Sequence[Transfer]) -> bool:
     """Return whether the transfers of a buffer must be copied into it."""
-    return len(buffer) > 1 or buffer[0].copied_in
+    return len(buffer) > 1 or buffer[0].copied_in or buffer[0].casts
 
 
 def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:
@@ -257,6 +292,7 @@ def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | No
         world=first.num_replicas,
         stride=first.replica_stride,
         launch=bucket.wait,
+        exchanges=False,
     )
 
 
@@ -338,8 +374,8 @@ def next_in_chain(buckets: Sequence[Bucket]) -> dict[int, int]:
     for i, bucket in enumerate(buckets):
         chains.setdefault(bucket.buffers, []).append(i)
     successors: dict[int, int] = {}
-    for chain in chains.values():
-        successors.update(pairwise(sorted(chain, key=lambda i: _CHAIN.index(buckets[i].kind))))
+    for stages in chains.values():
+        successors.update(pairwise(sorted(stages, key=lambda i: _CHAIN.index(buckets[i].kind))))
     return successors
 
 
@@ -400,8 +436,9 @@ class Plan:
 
     def exchanges(self, bucket: Bucket) -> bool:
         """Return whether a bucket's ranks exchange rows: one all-to-all for each buffer."""
-        first = self.problem.transfers[bucket.transfers[0]]
-        return bucket.kind == TransferKind.REDUCE_SCATTER and bool(first.summed_in)
+        # Over gloo, the transfers themselves are described as exchanged.
+        sums = bool(self.problem.transfers[bucket.transfers[0]].summed_in)
+        return bucket.exchanges or (bucket.kind == TransferKind.REDUCE_SCATTER and sums)
 
     def num_launches(self, bucket: Bucket) -> int:
         """Return the number of collectives, or host copies, that send a bucket."""
@@ -411,7 +448,7 @@ class Plan:
         """Return the distinct wire dtypes in ``bucket``, such as "bfloat16"."""
         # Transfers of one gather may differ. A buffer with mixed dtypes, or with a dtype that a
         # backend may refuse (fp8), is sent as bytes.
-        transfers = (self.problem.transfers[i] for i in bucket.transfers)
+        transfers = chain.from_iterable(sent_buffers(self.problem.transfers, bucket))
         dtypes = (
             self.params[t.param].dtype  # host copies of shards keep the dtype of the shards
             if bucket.kind in HOST_COPIES and t.param is not None
@@ -443,11 +480,10 @@ class Plan:
         return "\n".join([*lines, *users[num_done:]])
 
     def _bucket_text(self, bucket: Bucket) -> str:
-        def names(buffer: Sequence[int]) -> str:
-            transfers = [self.problem.transfers[i] for i in buffer]
-            return " ".join(f"{self.fqn_of(t)}:{t.dtype}" for t in transfers)
+        def names(buffer: Sequence[Transfer]) -> str:
+            return " ".join(f"{self.fqn_of(t)}:{t.dtype}" for t in buffer)
 
-        buffers = " | ".join(map(names, bucket.buffers))
+        buffers = " | ".join(map(names, sent_buffers(self.problem.transfers, bucket)))
         return f"{bucket.kind} of {bucket.num_bytes} bytes in group {bucket.group}: {buffers}"
 
     def to_json(self) -> str:

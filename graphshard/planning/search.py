@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..errors import BackendError
-from .bucketing import Queue, gathers_by_due
+from .bucketing import Queue, gathers_by_due, may_exchange
 from .live_bytes import smallest_peak
 from .memory_budget import ScheduleLimits
 from .placement import BucketSizes, CandidateSchedule, Placer, Score, Splits
@@ -60,7 +60,9 @@ def find_schedule(
     Raises:
         BudgetError: no schedule fits ``limits.peak``.
     """
-    if limits.peak is not None and limits.peak < (needed := smallest_peak(problem)):
+    exchanges = limits.reduce == "exchange"
+    needed = 0 if limits.peak is None else smallest_peak(problem, exchanges=exchanges)
+    if limits.peak is not None and limits.peak < needed:
         raise BudgetError(problem.graph, limits.peak, needed)
     search = _Search(problem, cost_model, limits)
     schedule = search.descend()
@@ -79,7 +81,12 @@ class _Search:
         self._gathers = Queue(problem, cost_model, self._cap, gathers_by_due(problem))
         last_first = _reductions_by_ready(problem)[::-1]
         self._reductions = Queue(
-            problem, cost_model, self._cap, last_first, yields=limits.peak is None
+            problem,
+            cost_model,
+            self._cap,
+            last_first,
+            yields=limits.peak is None,
+            reduce=limits.reduce,
         )
         self._placer = Placer(problem, cost_model, limits, modest)
 
@@ -177,13 +184,17 @@ def _modest_bytes(problem: Problem, cost_model: TransferCostModel) -> float:
 SMALL_BYTES, SMALL_CAP_BYTES = 1 << 20, 4 << 20
 
 
-def schedule_without_overlap(problem: Problem) -> tuple[Bucket, ...]:
-    """Return buckets that are waited for at their launch; small transfers share buckets."""
+def schedule_without_overlap(problem: Problem, *, exchanges: bool = False) -> tuple[Bucket, ...]:
+    """Return buckets that are waited for at their launch; small transfers share buckets.
+
+    Args:
+        exchanges: whether gradients with an ``exchange_dtype`` are exchanged.
+    """
     # The result depends only on the transfers, not on predicted times.
     members: list[list[int]] = []
     filling: dict[tuple[str, ...], list[int]] = {}  # bucket being filled, keyed by _small_key
     for i, transfer in enumerate(problem.transfers):
-        key = _small_key(problem, transfer)
+        key = _small_key(problem, transfer, exchanges)
         if key is None:
             members.append([i])
             continue
@@ -193,7 +204,7 @@ def schedule_without_overlap(problem: Problem) -> tuple[Bucket, ...]:
         else:
             filling[key] = [i]
             members.append(filling[key])
-    buckets = [_bucket(problem, bucket) for bucket in members]
+    buckets = [_bucket(problem, bucket, exchanges) for bucket in members]
     averages = [replica_bucket(bucket, problem.transfers) for bucket in buckets]
     return in_launch_order([*buckets, *filter(None, averages)])
 
@@ -204,18 +215,20 @@ def _fits(transfers: Sequence[Transfer]) -> bool:
     return in_time and sum(t.num_bytes for t in transfers) <= SMALL_CAP_BYTES
 
 
-def _small_key(problem: Problem, transfer: Transfer) -> tuple[str, ...] | None:
+def _small_key(problem: Problem, transfer: Transfer, exchanges: bool) -> tuple[str, ...] | None:
     """Return a key that is equal for transfers that may share a bucket, or None for no sharing."""
     used_in_graph = transfer.kind.is_reduction and transfer.due < problem.num_steps
     if used_in_graph or transfer.num_bytes > SMALL_BYTES:
         return None
-    return transfer.kind, transfer.group, transfer.replicas, transfer.dtype, str(transfer.host)
+    dtypes = transfer.dtype, transfer.exchange_dtype if exchanges else ""
+    return transfer.kind, transfer.group, transfer.replicas, *dtypes, str(transfer.host)
 
 
-def _bucket(problem: Problem, members: list[int]) -> Bucket:
+def _bucket(problem: Problem, members: list[int], exchanges: bool) -> Bucket:
     transfers = [problem.transfers[i] for i in members]
     if transfers[0].kind.is_fetch:
         step = min(t.due for t in transfers)
     else:
         step = max(t.ready for t in transfers)
-    return bucket_of(problem, (tuple(members),), launch=step, wait=step)
+    exchanged = exchanges and may_exchange(problem, members)
+    return bucket_of(problem, (tuple(members),), launch=step, wait=step, exchanges=exchanged)

@@ -31,6 +31,7 @@ from .plan import (
     events_by_step,
     is_copied_in,
     next_in_chain,
+    sent_buffers,
     sorted_events,
 )
 
@@ -65,6 +66,9 @@ class TransferCostModel(Protocol):
         self, kind: TransferKind, num_bytes: int, world: int, stride: int = 1
     ) -> float:
         """Return the time of a collective, or of a host copy, with one buffer."""
+
+    def exchange_us(self, num_bytes: int, world: int, stride: int = 1) -> float:
+        """Return the time of an all-to-all in which each rank sends rows of ``num_bytes``."""
 
     def copy_us(self, num_bytes: int) -> float:
         """Return the time of a copy on the device."""
@@ -331,30 +335,40 @@ def sweep(
 
 def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel) -> BucketCost:
     """Return the time of ``bucket`` and of the copies around it."""
-    lane_us = cost_model.collective_us(bucket.kind, bucket.num_bytes, bucket.world, bucket.stride)
+    sent = sent_buffers(problem.transfers, bucket)
+    # All-to-alls are not coalesced.
+    sizes = [sum(t.num_bytes for t in buffer) for buffer in sent if bucket.exchanges]
+    lane_us = _lane_us(bucket, sizes or [bucket.num_bytes], cost_model)
     if bucket.kind in HOST_COPIES:
         return BucketCost(0.0, lane_us, 0.0, bucket.kind)
-    latency_us = cost_model.collective_us(bucket.kind, 1, bucket.world, bucket.stride)
+    latency_us = _lane_us(bucket, [1] * max(1, len(sizes)), cost_model)
     buffers_us = cost_model.buffer_us(bucket.world, bucket.stride) * (len(bucket.buffers) - 1)
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
         return BucketCost(buffers_us, lane_us, 0.0, latency_us=latency_us)  # nothing to copy
     gathers = bucket.kind == TransferKind.ALL_GATHER
     num_shards = bucket.world if gathers else 1  # a rank packs only its own shard for a gather
     copy_in_us, copy_out_us = buffers_us, 0.0
-    for buffer in bucket.buffers:
-        transfers = [problem.transfers[i] for i in buffer]
+    for transfers in sent:
         num_bytes = sum(t.num_bytes for t in transfers)
         # Packs the shards of a gather, or full gradients; tensors that are cast or padded are
         # copied in any case.
         if is_copied_in(transfers):
             copy_in_us += cost_model.copy_us(num_bytes // num_shards)
         # Copies full parameters out of a shared buffer; reduced shards are slices of the buffer.
-        if gathers and len(buffer) > 1:
+        if gathers and len(transfers) > 1:
             copy_out_us += cost_model.copy_us(num_bytes)
         if transfers[0].summed_in:  # reads all ranks' rows, and writes their sum
             copied = (num_bytes + sum(t.reduced_bytes for t in transfers)) // 2
             copy_out_us += cost_model.copy_us(copied)
     return BucketCost(copy_in_us, lane_us, copy_out_us, latency_us=latency_us)
+
+
+def _lane_us(bucket: Bucket, sizes: Sequence[int], cost_model: TransferCostModel) -> float:
+    """Return the time of the collectives of ``bucket``, one for each size in bytes."""
+    group = bucket.world, bucket.stride
+    if bucket.exchanges:
+        return sum(cost_model.exchange_us(num_bytes, *group) for num_bytes in sizes)
+    return sum(cost_model.collective_us(bucket.kind, num_bytes, *group) for num_bytes in sizes)
 
 
 def user_costs(problem: Problem, cost_model: TransferCostModel) -> list[BucketCost]:

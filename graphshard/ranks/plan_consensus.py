@@ -35,8 +35,12 @@ from .calls import CHOICE_AGAIN, INFERENCE, TRAINING
 R = TypeVar("R")
 
 # Fields omitted from the text of a transfer: it starts with them anyway, or they may differ between
-# ranks. The gradient of a batch of one sample, for example, may be an expanded tensor.
-_NOT_COMMON = {"param", "kind", "ready", "due", "last", "stride", "replica_stride", "grad_bytes"}
+# ranks. The gradient of a batch of one sample, for example, may be an expanded tensor, which takes
+# less memory and must be copied in.
+_NOT_COMMON = {
+    *("param", "kind", "ready", "due", "last", "stride", "replica_stride", "grad_bytes"),
+    "copied_in",
+}
 
 
 class PlanConsensus:

@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
+from ..cost.model import CostModel
 from ..kinds import HOST_COPIES, TransferKind
+from ..planning.bucketing import may_exchange, packed_bucket, why_ring
 from ..planning.live_bytes import footprint
 from ..planning.plan import Bucket
 from ..planning.saving import SavingChoice, TriedSaving
-from ..planning.simulate import COLLECTIVE, COPY_IN
+from ..planning.simulate import COLLECTIVE, COPY_IN, bucket_cost
 from .dump import TRANSFER_SLOWDOWN, Dump, Totals, param_name
 
 _KIND_ORDER = (
@@ -214,6 +216,9 @@ def _exposed_table(dump: Dump) -> str:
 def _buckets_table(dump: Dump, all_buckets: bool) -> str:
     positions = range(len(dump.plan.buckets))
     rows = [_bucket_row(dump, i) for i in positions]
+    reduced_by = [_reduced_by(dump, i) for i in positions]
+    if any(reduced_by):
+        rows = [{**row, "reduced by": text} for row, text in zip(rows, reduced_by)]
     if len(rows) > MAX_LISTED_BUCKETS and not all_buckets:
         half = MAX_LISTED_BUCKETS // 2
         omitted = positions[half:-half]  # summarized in one row
@@ -239,6 +244,25 @@ def _bucket_row(dump: Dump, i: int) -> _Row:
         "launch before": dump.step_label(bucket.launch),
         "wait before": dump.step_label(bucket.wait),
     }
+
+
+def _reduced_by(dump: Dump, i: int) -> str:
+    """Return how a bucket is reduced, and the time of the alternative; "" if there is none."""
+    problem, bucket, cost_model = dump.plan.problem, dump.plan.buckets[i], CostModel(dump.hardware)
+    members = sorted(bucket.transfers)
+    if bucket.kind != TransferKind.REDUCE_SCATTER or not may_exchange(problem, members):
+        return ""
+    span = bucket.launch, bucket.wait
+    ring, exchange = (
+        bucket_cost(
+            problem, packed_bucket(problem, members, cost_model, *span, exchanges=flag), cost_model
+        )
+        for flag in (False, True)
+    )
+    if bucket.exchanges:
+        return f"exchange (ring {ring.lane_us / 1e3:.3f} ms)"
+    why = why_ring(ring, exchange, cost_model) if dump.limits.reduce == "auto" else ""
+    return f"ring (exchange {exchange.lane_us / 1e3:.3f} ms{why and ', '}{why})"
 
 
 def _tabulate(rows: Sequence[_Row]) -> str:

@@ -38,6 +38,7 @@ _KERNEL_NAMES = {
     TransferKind.ALL_REDUCE: "ncclDevKernel_AllReduce",
     TransferKind.ALL_REDUCE_MAX: "ncclDevKernel_AllReduce_Max",
 }
+_EXCHANGE = "ncclDevKernel_SendRecv"
 
 
 class TraceEvent(TypedDict, total=False):
@@ -137,7 +138,9 @@ def _slice_name(dump: Dump, slot: Slot) -> str:
     if slot.lane == USER:
         return f"ncclDevKernel_{dump.user_collective(slot).op}(user collective)"
     bucket = dump.plan.buckets[slot.index]
-    name = _KERNEL_NAMES[bucket.kind] if slot.kind == COLLECTIVE else slot.kind
+    name = slot.kind
+    if slot.kind == COLLECTIVE:
+        name = _EXCHANGE if dump.plan.exchanges(bucket) else _KERNEL_NAMES[bucket.kind]
     return f"{name}({dump.bucket_label(bucket)})"
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from graphshard.__main__ import main
 from graphshard.cost.devices import HARDWARE
-from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect
+from graphshard.cost.hardware import ALL_TO_ALL, COLLECTIVE_KINDS, Hardware, Interconnect
 from graphshard.cost.measure import Effort, Sample, fit_interconnect, fit_rate, measure
 from graphshard.cost.model import CostModel
 from graphshard.kinds import TransferKind
@@ -84,18 +84,25 @@ def test_fitted_interconnect_predicts_measured_times() -> None:
         TransferKind.ALL_GATHER: [100.0, 150.0, 900.0],
         TransferKind.REDUCE_SCATTER: [120.0, 300.0, 1700.0],
         TransferKind.ALL_REDUCE: [110.0, 200.0, 2000.0],
+        ALL_TO_ALL: [105.0, 140.0, 850.0],
     }
     samples = {
         kind: [Sample(1000, small), Sample(10_000, medium), Sample(100_000, large)]
         for kind, (small, medium, large) in times.items()
     }
     for world in (2, 4):
-        intra = fit_interconnect(samples, world, buffer_us=0.0)
-        cost_model = CostModel(dataclasses.replace(BASE, ranks_per_node=4, intra=intra))
-        for kind, of_kind in samples.items():
-            for num_bytes, time_us in of_kind:
-                predicted = cost_model.collective_us(kind, num_bytes, world)
-                assert predicted == pytest.approx(time_us, rel=0.03)
+        for ranks_per_node in (4, 1):
+            link = fit_interconnect(samples, world, 0.0, ranks_per_node)
+            cost_model = CostModel(
+                dataclasses.replace(BASE, ranks_per_node=ranks_per_node, intra=link, inter=link)
+            )
+            for kind, of_kind in samples.items():
+                for num_bytes, time_us in of_kind:
+                    if kind == ALL_TO_ALL:
+                        predicted = cost_model.exchange_us(num_bytes, world)
+                    else:
+                        predicted = cost_model.collective_us(kind, num_bytes, world)
+                    assert predicted == pytest.approx(time_us, rel=0.03)
 
 
 def test_rates_ignore_samples_slower_than_larger_ones() -> None:

@@ -37,6 +37,10 @@ class Line:
         """Return the time of a collective, the same for all kinds and groups."""
         return self.latency_us + num_bytes * self.us_per_byte
 
+    def exchange_us(self, num_bytes: int, world: int, stride: int = 1) -> float:
+        """Return the time of an all-to-all: that of any collective."""
+        return self.latency_us + num_bytes * self.us_per_byte
+
     def copy_us(self, num_bytes: int) -> float:
         """Return the time of a copy on the device."""
         return num_bytes * self.copy_us_per_byte
