@@ -77,6 +77,10 @@ class _Gathered:
     """Parameters gathered together in one call; changing one in place is an error."""
 
     def __init__(self, sharded_params: Sequence[ShardedParam]) -> None:
+        # For ``__del__``, which also runs if the gather raises.
+        self.full: dict[ShardedParam, torch.Tensor] = {}
+        self._tensors: Sequence[torch.Tensor] = ()
+        self._states: list[tuple[int, int]] = []
         shards = [param.shard for param in sharded_params]
         with torch.enable_grad():  # a tensor read under no_grad may be used outside of it
             tensors = _Unshard.apply(sharded_params, *shards)
