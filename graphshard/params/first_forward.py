@@ -52,9 +52,9 @@ from .._torch.frames import CompiledCall, CompileRequest, compiled_call
 from .._torch.nn import forward_pre_hooks, uncompiled
 from ..errors import BackendError
 from ..options.options import Options
-from .checks import find_reduced_by_ddp
 from .compare_traces import ForwardCheck
 from .mixed_precision import cast_inputs
+from .plain_params import find_reduced_by_ddp
 from .sharded_param import sharded_model_of, sharded_param_of
 
 

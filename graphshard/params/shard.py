@@ -4,7 +4,7 @@ Before anything changes, one reduction compares the modules and options of all r
 whether any rank has an error. Then, one parameter at a time, values are broadcast and split, and
 the full copy is freed: peak memory is the full model plus one parameter.
 
-    find_plain_params ─► PlainParam of each parameter       checks.py
+    find_plain_params ─► PlainParam of each parameter       plain_params.py
     find_error        ─► its ParamSpec, or an error         checks.py, param_spec.py
     full parameter    ─► ParamSpec.padded_shard ─► ShardedParam.attach: the shard that graphs take,
                          and a DTensor whose local tensor is a view of it       sharded_param.py
@@ -39,7 +39,7 @@ from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
 from ..ranks.agree import first_text, raise_if_different
-from .checks import PlainParam, find_error, find_groups, find_plain_params, instances_of
+from .checks import find_error, find_groups
 from .full_tensor import as_bytes, without_expanded_dims
 from .loading import check_optimizer_state
 from .mesh import MeshGroups, agreed_exchange, call_log_of_mesh, eager_reduction
@@ -47,6 +47,7 @@ from .mixed_precision import cast_at_boundary, find_cast_boundaries
 from .module_class import had_sharded, install, reattach
 from .param_spec import ParamSpec, padding_advice
 from .pickling import require_collective_save
+from .plain_params import PlainParam, find_plain_params, instances_of
 from .save_pretrained import has_save_pretrained
 from .sharded_param import (
     ShardedModel,

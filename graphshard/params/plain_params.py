@@ -1,0 +1,90 @@
+"""The parameters of a model before they are sharded, and the modules that hold them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .._torch.instances import live_instances
+from .._torch.nn import ddp_parameters, parameters_if_initialized, parameters_of
+from .param_spec import ParamSpec
+from .sharded_param import sharded_param_of
+
+_T = TypeVar("_T")
+
+
+class Holder(NamedTuple):
+    """A module that holds a parameter, and the parameter's name in it."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(eq=False)
+class PlainParam:
+    """A parameter to be sharded.
+
+    Attributes:
+        fqns: names in the model; more than one if the parameter is tied.
+        holders: modules that hold the parameter, including those outside the model.
+        in_ddp: whether a live ``DistributedDataParallel`` reduces its gradient.
+        spec: how to shard the parameter; set by ``find_error``.
+    """
+
+    param: nn.Parameter
+    fqns: list[str] = field(default_factory=list)
+    holders: list[Holder] = field(default_factory=list)
+    in_ddp: bool = False
+    spec: ParamSpec = field(init=False)
+
+    @property
+    def fqn(self) -> str:
+        return self.fqns[0]
+
+
+def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[PlainParam]:
+    """Return the unique parameters of ``root`` that are neither ignored nor already sharded."""
+    plain_params: dict[nn.Parameter, PlainParam] = {}
+    for prefix, module in root.named_modules():
+        for name, param in parameters_of(module).items():
+            if param is None or param in ignored or sharded_param_of(param) is not None:
+                continue
+            plain = plain_params.setdefault(param, PlainParam(param))
+            plain.fqns.append(f"{prefix}.{name}" if prefix else name)
+            plain.holders.append(Holder(module, name))
+    inside = set(root.modules())
+    for module in instances_of(nn.Module):
+        if module in inside:
+            continue
+        for name, param in parameters_if_initialized(module).items():
+            if param in plain_params:  # tied to a module outside the model, such as a loss
+                plain_params[param].holders.append(Holder(module, name))
+        if isinstance(module, DistributedDataParallel):
+            for param in plain_params.keys() & ddp_parameters(module):
+                plain_params[param].in_ddp = True
+    return list(plain_params.values())
+
+
+def instances_of(kind: type[_T]) -> Iterator[_T]:
+    """Yield all live instances of ``kind`` and its subclasses."""
+    # Filter types, not objects: there are few types, and isinstance may run a proxy's code.
+    objects = gc.get_objects()
+    kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, kind)}
+    # get_objects() omits objects frozen by gc.freeze(), which are found only if registered.
+    # gc.get_freeze_count() cannot rule them out cheaply: it visits each frozen object.
+    frozen = live_instances(kind)
+    for instance in objects if kinds else ():
+        if type(instance) in kinds:
+            frozen.pop(id(instance), None)
+            yield instance
+    yield from frozen.values()
+
+
+def find_reduced_by_ddp() -> set[nn.Parameter]:
+    """Return the parameters whose gradients a live ``DistributedDataParallel`` reduces."""
+    return {param for ddp in instances_of(DistributedDataParallel) for param in ddp_parameters(ddp)}
