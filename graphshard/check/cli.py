@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from ..failures import format_failure
 from .gpus import GPUS
-from .process import CheckError, Failure, call
+from .process import CheckError, call
 from .report import Report, Target
 
 _EXAMPLE = """
@@ -77,20 +78,12 @@ def _check(args: argparse.Namespace) -> int:
             "graphshard.check.report:check", args.device, target, timeout_s=args.timeout
         )
     except CheckError as error:
-        print(_format_failure(error.failure, args.verbose))
+        print(format_failure(error.failure, args.verbose))
         return 1
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     print(report.text)
     return int(bool(report.errors))
-
-
-def _format_failure(failure: Failure, verbose: bool) -> str:
-    lines = [f"error  {failure.cause}"]
-    lines += [f"at     {failure.where}"] if failure.where else []
-    if failure.details:
-        lines = [failure.details, *lines] if verbose else [*lines, "more   with --verbose"]
-    return "\n".join(lines)
 
 
 def _validate(args: argparse.Namespace) -> tuple[str, str]:

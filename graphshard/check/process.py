@@ -16,9 +16,7 @@ import pickle
 import re
 import subprocess
 import sys
-import sysconfig
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,10 +27,9 @@ from typing import Any
 
 import torch
 
-from .._torch.dynamo import describe_error, frames_of
-from .._torch.inductor import cache_dir
 from .._torch.no_gpu.build import build, torch_library
 from .._torch.no_gpu.stand_ins import DeviceProperties, check_versions, install, listen, replace
+from ..failures import Failure, describe_failure
 from ..ops import host_copy
 from ..params import checks
 from .gpus import GPUS, has_float8
@@ -45,21 +42,6 @@ for path in sys.argv[1:3]:
 from graphshard.check.process import main
 main(*sys.argv[2:5])
 """
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error that ended a function.
-
-    Attributes:
-        cause: type and message of the error, on one line.
-        where: file, number and text of the line that failed, in the user's code or in a library.
-        details: traceback, or the last lines that the process wrote.
-    """
-
-    cause: str
-    where: str = ""
-    details: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,37 +177,3 @@ def _float8_error(device: DeviceProperties) -> Callable[[str, str], str | None]:
     # Replaces a check that would run fp8 matrix products on the device.
     reason = None if has_float8(device) else f"{device.name} has no fp8 matrix products"
     return lambda device_type, recipe: reason
-
-
-# Path prefixes of torch, of graphshard, and of code without a file or from a frozen module.
-_TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-
-
-def describe_failure(error: BaseException) -> Failure:
-    """Describe an error for the user."""
-    cause = describe_error(error)
-    if isinstance(error, SystemExit):
-        cause = f"the script ended the process: sys.exit({error.code!r}); return the model instead"
-    details = "".join(traceback.format_exception(error))
-    return Failure(cause, _where(error), details)
-
-
-def _where(error: BaseException) -> str:
-    """Return the innermost line of the user's code, or of a library if no user code is involved."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
-    frames = [f for f in reversed(frames_of(error)) if not _is_torch_or_ours(f.filename)]
-    users = [frame for frame in frames if not _is_installed(frame.filename)]
-    for frame in users or frames:
-        return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
-
-
-def _is_torch_or_ours(file: str) -> bool:
-    """Return whether a file is from torch, graphshard, Inductor or the standard library."""
-    is_pythons = file.startswith(sysconfig.get_path("stdlib")) and not _is_installed(file)
-    return file.startswith((*_TORCH_AND_OURS, cache_dir())) or is_pythons
-
-
-def _is_installed(file: str) -> bool:
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)

@@ -14,8 +14,9 @@ import torch
 
 from graphshard.__main__ import main
 from graphshard.check import cli
-from graphshard.check.process import CheckError, Failure, call, describe_failure
+from graphshard.check.process import CheckError, call
 from graphshard.check.report import Report, Target, check
+from graphshard.failures import Failure, describe_failure
 from tests.cuda.test_cases import skip_without_stand_ins
 
 pytestmark = [skip_without_stand_ins, pytest.mark.timeout(300)]

@@ -1,0 +1,71 @@
+"""Describe an error for the user of a command: its cause, and the line of the user's code."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ._torch.dynamo import describe_error, frames_of
+from ._torch.inductor import cache_dir
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that ended a function.
+
+    Attributes:
+        cause: type and message of the error, on one line.
+        where: file, number and text of the line that failed, in the user's code or in a library.
+        details: traceback, or the last lines that the process wrote.
+    """
+
+    cause: str
+    where: str = ""
+    details: str = ""
+
+
+# Path prefixes of torch, of graphshard, and of code without a file or from a frozen module.
+_TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+
+
+def describe_failure(error: BaseException) -> Failure:
+    """Describe an error for the user."""
+    cause = describe_error(error)
+    if isinstance(error, SystemExit):
+        cause = f"the script ended the process: sys.exit({error.code!r}); return the model instead"
+    details = "".join(traceback.format_exception(error))
+    return Failure(cause, _where(error), details)
+
+
+def _where(error: BaseException) -> str:
+    """Return the innermost line of the user's code, or of a library if no user code is involved."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    frames = [f for f in reversed(frames_of(error)) if not _is_torch_or_ours(f.filename)]
+    users = [frame for frame in frames if not _is_installed(frame.filename)]
+    for frame in users or frames:
+        return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return ""
+
+
+def _is_torch_or_ours(file: str) -> bool:
+    """Return whether a file is from torch, graphshard, Inductor or the standard library."""
+    is_pythons = file.startswith(sysconfig.get_path("stdlib")) and not _is_installed(file)
+    return file.startswith((*_TORCH_AND_OURS, cache_dir())) or is_pythons
+
+
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def format_failure(failure: Failure, verbose: bool) -> str:
+    """Return the lines that a command prints for a failure."""
+    lines = [f"error  {failure.cause}"]
+    lines += [f"at     {failure.where}"] if failure.where else []
+    if failure.details:
+        lines = [failure.details, *lines] if verbose else [*lines, "more   with --verbose"]
+    return "\n".join(lines)
