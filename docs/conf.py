@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import graphshard
-from graphshard.__main__ import arguments
+from graphshard.__main__ import parser
 
 project = "graphshard"
 release = graphshard.__version__
@@ -56,9 +56,7 @@ class CommandHelp(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         (command,) = self.arguments
         (commands,) = (
-            action
-            for action in arguments()._actions
-            if isinstance(action, argparse._SubParsersAction)
+            action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)
         )
         text = commands.choices[command].format_help()
         return [nodes.literal_block(text, text, language="none")]

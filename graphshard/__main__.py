@@ -1,39 +1,86 @@
-"""The command line: ``python -m graphshard COMMAND``.
+"""The command line: ``graphshard COMMAND``, or ``python -m graphshard COMMAND``.
 
-Each command is a module with ``add_parser``, which declares its arguments and the function to run.
+A command has a function that declares its arguments, and a module that is imported to run it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
 
-from . import __version__
-from .check import cli as check
-from .cost import calibrate
-from .forecast import cli as forecast
-from .show import cli as show
-from .tools import consolidate, demo, strategies
+from . import __version__, arguments
 
-COMMANDS = (demo, show, strategies, consolidate, calibrate, check, forecast)
+# Name of a command: function of its arguments, "module:function" that runs it, and help text.
+COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] = {
+    "plan": (
+        arguments.add_plan,
+        "forecast.command:plan",
+        "forecast a training step on a cluster: time, memory, bottleneck and what would help",
+    ),
+    "check": (
+        arguments.add_check,
+        "check.cli:check",
+        "compile a training step for a simulated GPU, and report what would fail on it",
+    ),
+    "demo": (
+        arguments.add_demo,
+        "tools.demo:launch",
+        "train a small GPT with graphshard, DDP and FSDP2 in turn, and compare the three",
+    ),
+    "show": (arguments.add_show, "show.cli:show", "show plans as tables"),
+    "diff": (
+        arguments.add_diff,
+        "show.cli:compare",
+        "show the changes from one plan to another; exit status 1 if there are any",
+    ),
+    "strategies": (
+        arguments.add_strategies,
+        "tools.strategies:print_strategies",
+        "show the names of strategies and features in FSDP, TorchAcc, DeepSpeed and graphshard",
+    ),
+    "consolidate": (
+        arguments.add_consolidate,
+        "tools.consolidate:convert",
+        "convert a checkpoint of torch.distributed.checkpoint to one file, or back",
+    ),
+    "calibrate": (
+        arguments.add_calibrate,
+        "cost.calibrate:calibrate",
+        "measure this machine, for schedule.hardware",
+    ),
+}
 
 
-def arguments() -> argparse.ArgumentParser:
-    """Return the parser for all commands."""
-    parser = argparse.ArgumentParser("python -m graphshard", description="Tools of graphshard.")
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # The usage of a command with many options would hide the message.
+        self.exit(2, f"error  {message}\nmore   {self.prog} --help\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    script = Path(sys.argv[0]).stem
+    prog = script if script == "graphshard" else "python -m graphshard"
+    parser = _Parser(prog, description="Tools of graphshard.")
     parser.add_argument("--version", action="version", version=f"graphshard {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add_parser(commands)
+    for name, (add_arguments, run, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        add_arguments(command)
+        command.set_defaults(run=run, parser=command)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv``, or in ``sys.argv``, and return its exit status."""
-    args = arguments().parse_args(argv)
+    args = parser().parse_args(argv)
+    module, _, function = args.run.partition(":")
     try:
-        return int(args.run(args))
+        return int(getattr(import_module(f"graphshard.{module}"), function)(args))
     except argparse.ArgumentTypeError as error:  # incompatible arguments
         args.parser.error(str(error))
     except KeyboardInterrupt:

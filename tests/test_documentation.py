@@ -18,7 +18,7 @@ import pytest
 import graphshard
 import graphshard.passes
 import graphshard.show
-from graphshard.__main__ import COMMANDS, arguments
+from graphshard.__main__ import COMMANDS, parser
 from graphshard.__main__ import main as graphshard_command
 from graphshard.tools.strategies import TABLE
 
@@ -52,7 +52,7 @@ def check_command(words: list[str], place: str) -> None:
         case ["make", target]:
             assert f"\n{target}:" in (ROOT / "Makefile").read_text(), f"{place}: {target}"
         case ["python", "-m", "graphshard", *rest]:
-            arguments().parse_args(rest)
+            parser().parse_args(rest)
         case ["cp", "-r", "folder", "old"]:
             pass
         case ["python", script] if script in FILES:
@@ -116,7 +116,7 @@ def test_reference_lists_all_public_names_and_commands() -> None:
     names = {*graphshard.__all__, *graphshard.show.__all__} - {"__version__"}
     missing = [name for name in names if not re.search(rf":: {name}(\(\))?$", api, re.MULTILINE)]
     assert not missing
-    help_text = arguments().format_help()
+    help_text = parser().format_help()
     known = re.findall(r"^    (\w+)\b", help_text, re.MULTILINE)
     assert len(known) >= len(COMMANDS)
     assert not [name for name in known if f"{{command-help}} {name}\n" not in pages]

@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "show",
     },
     "integrations": {"_torch", "dynamo_backend", "options", "params", "ranks", "tools"},
-    "tools": {"_torch", "dynamo_backend", "files", "kinds", "options", "params"},
+    "tools": {"_torch", "dynamo_backend", "files", "kinds", "params"},
     "check": {
         "_torch",
         "cost",
@@ -86,6 +86,7 @@ ALLOWED: dict[str, set[str]] = {
         "_torch",
         "dynamo_backend",
         "cost",
+        "failures",
         "files",
         "kinds",
         "options",
@@ -97,7 +98,8 @@ ALLOWED: dict[str, set[str]] = {
         "show",
         "tensor_parallel",
     },
-    "__main__": {"__init__", "check", "cost", "forecast", "show", "tools"},
+    "arguments": {"forecast", "tools"},
+    "__main__": {"__init__", "arguments"},
 }
 """Packages that each package may import."""
 

@@ -50,6 +50,7 @@ print(json.dumps({
     "files": [str(f) for f in dist.files],
     "entry": entry.value,
     "entry_loads": callable(entry.load()),
+    "script": [e.value for e in dist.entry_points if e.group == "console_scripts"],
 }))
 """
 
@@ -157,18 +158,23 @@ def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: P
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in seen["files"])
     assert seen["entry"] == "graphshard.dynamo_backend:from_string"
     assert seen["entry_loads"]
+    assert seen["script"] == ["graphshard.__main__:main"]
 
 
-def test_import_loads_neither_dynamo_nor_commands() -> None:
+def test_neither_import_nor_help_loads_dynamo() -> None:
     look = """
 import json, sys, torch
 before = set(sys.modules)
 import graphshard
-print(json.dumps(sorted(set(sys.modules) - before)))
+loaded = sorted(set(sys.modules) - before)
+from graphshard.__main__ import parser
+parser().parse_args(["plan", "gpt2"])
+print(json.dumps([loaded, "torch._dynamo" in sys.modules]))
 """
-    loaded = json.loads(run(sys.executable, "-c", look, cwd=ROOT))
+    loaded, help_loads_dynamo = json.loads(run(sys.executable, "-c", look, cwd=ROOT))
     light = {"_torch", "_torch.instances", "_torch.patches"}
     assert set(loaded) <= {"graphshard", *(f"graphshard.{name}" for name in light)}
+    assert not help_loads_dynamo
 
 
 def test_lazy_names_match_typed_names() -> None:

@@ -1,15 +1,4 @@
-"""Measure this machine, and write its rates to a file for ``schedule.hardware``.
-
-    python -m graphshard calibrate --out machine.json                        one device
-    torchrun --nproc-per-node 8 -m graphshard calibrate --out machine.json   and its interconnects
-
-This measures matrix products by dtype and size; copies by size on the device, from the host, and
-within host memory; exponentials; an empty kernel; and, with several ranks, collectives by size,
-launched as graphs launch them. The file holds the medians of rank 0, measured while the other
-ranks measure the same. Operands rotate through more memory than caches hold, as in training. Rates
-of fp8, of interconnects that these ranks do not span, and the compute time lost to hidden
-collectives are taken from the device table.
-"""
+"""Run the command ``graphshard calibrate``."""
 
 from __future__ import annotations
 
@@ -18,7 +7,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,38 +16,8 @@ from .hardware import Hardware
 from .measure import Effort, measure
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``calibrate`` to ``python -m graphshard``."""
-    parser = commands.add_parser(
-        "calibrate",
-        help="measure this machine, for schedule.hardware",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--out", type=_file, required=True, help="the JSON file to write")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    parser.add_argument(
-        "--sizes", type=_sizes, help="collective buffer sizes in bytes, as in 65536,16777216"
-    )
-    parser.set_defaults(run=_calibrate, parser=parser)
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a file in a folder that exists")
-    return path
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be sizes in bytes, as in 65536,1048576")
-    return tuple(sorted({int(part) for part in parts}))
-
-
-def _calibrate(args: argparse.Namespace) -> int:
+def calibrate(args: argparse.Namespace) -> int:
+    """Run the command on one of the ranks, and return its exit status."""
     # All ranks measure; rank 0 writes the file.
     device = _pick_device(args.device)
     effort = Effort.for_device(device, quick=args.quick)

@@ -1,4 +1,4 @@
-"""The commands ``show`` and ``diff`` of ``python -m graphshard``, which read dumped plans."""
+"""Run the commands ``show`` and ``diff`` of ``graphshard``, which read dumped plans."""
 
 from __future__ import annotations
 
@@ -12,29 +12,8 @@ from .dump_folder import dump_paths, folder_page, saving_choices
 from .table import saving_table, summary
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands ``show`` and ``diff`` to ``python -m graphshard``."""
-    text = "show plans as tables"
-    parser = commands.add_parser("show", help=text, description=text)
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="dump, or folder of dumps"
-    )
-    parser.add_argument("--all", action="store_true", help="list all buckets, even of large plans")
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="OUT",
-        help="write the HTML page of a folder to this file, instead of printing tables",
-    )
-    parser.set_defaults(run=_show, parser=parser)
-    text = "show the changes from one plan to another; exit status 1 if there are any"
-    parser = commands.add_parser("diff", help=text, description=text)
-    parser.add_argument("before", type=Path, metavar="A", help="a dump")
-    parser.add_argument("after", type=Path, metavar="B", help="a dump")
-    parser.set_defaults(run=_diff, parser=parser)
-
-
-def _show(args: argparse.Namespace) -> int:
+def show(args: argparse.Namespace) -> int:
+    """Run the command ``show`` and return its exit status."""
     if args.html is not None:
         return _write_page(args)
     dumps = [_load(path) for argument in args.files for path in _files(argument)]
@@ -63,7 +42,8 @@ def _files(path: Path) -> list[Path]:
     return paths
 
 
-def _diff(args: argparse.Namespace) -> int:
+def compare(args: argparse.Namespace) -> int:
+    """Run the command ``diff`` and return its exit status."""
     report = diff(_load(args.before), _load(args.after))
     print(report or "no difference")
     return 1 if report else 0

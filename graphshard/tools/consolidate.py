@@ -144,22 +144,8 @@ def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, obj
     return inner
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the ``consolidate`` command to ``python -m graphshard``."""
-    text = "convert a checkpoint of torch.distributed.checkpoint to one file, or back"
-    parser = commands.add_parser("consolidate", help=text, description=text)
-    parser.add_argument("source", help="folder of a checkpoint, or a file")
-    parser.add_argument("target", help="file (.pt or .safetensors), or a folder")
-    parser.add_argument("--key", help="convert only this top-level key, such as model")
-    parser.add_argument(
-        "--strip-prefix",
-        metavar="PREFIX",
-        help="remove this prefix from the names that have it, such as net. for a LightningModule",
-    )
-    parser.set_defaults(run=_run, parser=parser)
-
-
-def _run(args: argparse.Namespace) -> int:
+def convert(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     try:
         consolidate(args.source, args.target, args.key, strip_prefix=args.strip_prefix)
     except ValueError as error:

@@ -16,7 +16,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..dynamo_backend import Backend, backend
 from ..kinds import TransferKind
-from ..options.options import COMPILERS
 from ..params.memory_report import memory_report
 from .demo_model import SIZES, batches, load_text
 from .demo_training import Settings, Training, new_trainings
@@ -36,29 +35,6 @@ FINAL_STEPS = 10  # last steps over which the final loss is averaged
 
 
 # --- the launcher -------------------------------------------------------------------------------
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the ``demo`` command to ``python -m graphshard``."""
-    text = "train a small GPT with graphshard, DDP and FSDP2 in turn, and compare the three"
-    steps = ", ".join(f"{size.steps} on {device}" for device, size in SIZES.items())
-    parser = commands.add_parser("demo", help=text, description=text)
-    add = parser.add_argument
-    add("--ranks", type=_at_least(1), metavar="N", help="default: all GPUs; 2 without a GPU")
-    add("--steps", type=_at_least(2), metavar="N", help=f"default: {steps}")
-    add("--compiler", choices=COMPILERS, default=COMPILERS[0], help="default: %(default)s")
-    add("--device", choices=list(SIZES), help="default: cuda if there is a GPU, else cpu")
-    add("--plot", type=Path, metavar="FILE", help="write a chart to this file; needs matplotlib")
-    parser.set_defaults(run=launch, parser=parser)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: must be an integer of at least {least}")
-        return int(text)
-
-    return parse
 
 
 def _settings(args: argparse.Namespace) -> Settings:

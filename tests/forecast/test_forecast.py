@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.cost.devices import HARDWARE
-from graphshard.forecast.cli import gigabytes
 from graphshard.forecast.cluster import cluster
+from graphshard.forecast.command import gigabytes
 from graphshard.forecast.deepen import Layers
 from graphshard.forecast.estimate import PlannedGraph, bytes_by_kind
 from graphshard.forecast.largest import largest_that_fits

@@ -201,12 +201,12 @@ def test_help_of_calibrate_and_of_all_commands(capsys: pytest.CaptureFixture[str
         main(["--help"])
     listed = capsys.readouterr().out
     assert re.findall(r"^    (\w+)(?:  |$)", listed, re.M) == [
+        "plan",
+        "check",
         "demo",
         "show",
         "diff",
         "strategies",
         "consolidate",
         "calibrate",
-        "check",
-        "plan",
     ]

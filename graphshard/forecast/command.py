@@ -1,4 +1,4 @@
-"""Command ``python -m graphshard plan MODEL --device H100 --gpus 64 --nodes 8 --batch 1x8192``."""
+"""Run the command ``graphshard plan``; ``arguments`` declares its arguments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from .cluster import Cluster, cluster
 from .formula import formula_text, saved_bytes
 from .largest import largest
 from .plan import forecast
-from .public_models import PUBLIC_MODELS
-from .recipe import OPTIMIZERS, STRATEGIES, Recipe
+from .recipe import Recipe
 from .report import forecast_page
 from .search import search
 from .workload import (
@@ -29,92 +28,9 @@ from .workload import (
     scale_config,
 )
 
-_MODELS = f"""
-MODEL is one of
-  FILE.py:FUNCTION     a function that returns a model and the inputs of a step on one rank
-  FOLDER               with the config.json of a transformers model
-  FAMILY:key=value,..  a transformers configuration: llama:hidden_size=8192,num_hidden_layers=80
-  NAME                 a public model: {", ".join(PUBLIC_MODELS)}
 
---tp splits configurations with graphshard.tensor_parallel.parallelize, much as torchtitan does:
-attention and feed-forward by the configuration's base_model_tp_plan, embedding and head along the
-vocabulary, norms and residual along the sequence (SequenceParallel). Logits are gathered. Models
-with experts, and models without a base_model_tp_plan, need --tp-plan.
-"""
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``plan`` to ``python -m graphshard``."""
-    text = "forecast a training step on a cluster: time, memory, bottleneck and what would help"
-    parser = commands.add_parser(
-        "plan",
-        help=text,
-        description=text,
-        epilog=_MODELS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="see below")
-    add(
-        "--device", default="H100", metavar="GPU", help="name, or file from calibrate (%(default)s)"
-    )
-    add("--gpus", type=int, default=8, help="total number of GPUs (%(default)s)")
-    add("--nodes", type=int, help="number of nodes (as few as the device's usual node size allows)")
-    add(
-        "--batch",
-        default="1x4096",
-        help="samples x tokens per GPU (or --tp GPUs), or samples (%(default)s)",
-    )
-    add(
-        "--tp",
-        type=int,
-        help="number of neighboring GPUs that tensor and sequence parallelism split the model over "
-        "(1; with --search, all powers of two within a node): see below; they share a batch",
-    )
-    add(
-        "--tp-plan",
-        metavar="FILE.py:FUNCTION",
-        help="function FUNCTION(model, mesh) to split the model with instead",
-    )
-    add("--strategy", default="zero3", help=f"{STRATEGIES} (%(default)s)")
-    add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)} (%(default)s)")
-    add("--dtype", default="bf16", help="float32, bf16 or fp8 (%(default)s)")
-    add(
-        "--recompute",
-        type=_fraction,
-        nargs="?",
-        const=1.0,
-        default=0.0,
-        metavar="FRACTION",
-        help="recompute the first FRACTION of the layers in backward (without FRACTION: all)",
-    )
-    add("--offload", action="store_true", help="keep shards, gradients and optimizer on the host")
-    add("--accumulate", type=int, default=1, help="microbatches in a step (%(default)s)")
-    add("--budget", metavar="72GB", help="GPU memory that the schedule may use")
-    add("--memory", metavar="80GB", help="memory of each GPU, if the device table lacks the GPU")
-    add("--link", metavar="100Gb/s,5us", help="bandwidth per GPU and latency between nodes")
-    add(
-        "--search",
-        action="store_true",
-        help="compare strategies, precisions, microbatch sizes, recomputation, offload and tensor "
-        "parallelism at the same batch size per GPU and step",
-    )
-    add(
-        "--largest",
-        action="store_true",
-        help="print the largest model of the family and the largest batch that fit",
-    )
-    add(
-        "--formula",
-        action="store_true",
-        help="print what forward saves for backward as a formula of samples and tokens",
-    )
-    add("--html", type=Path, metavar="OUT", help="write an HTML page to this file")
-    add("--json", type=Path, metavar="OUT", help="write all numbers to this JSON file")
-    parser.set_defaults(run=_plan, parser=parser)
-
-
-def _plan(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
+    """Forecast what the arguments say, and return the exit status."""
     try:
         batch, recipe, machine = BatchShape.parse(args.batch), _recipe(args), _cluster(args)
         if args.largest:
@@ -235,15 +151,6 @@ def gigabytes(name: str, text: str) -> float:
     if match is None or not float(match[1]):
         raise ValueError(f'{name} {text}: must be a size in GB (1e9 bytes), as in "72GB"')
     return float(match[1])
-
-
-def _fraction(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: must be a number from 0 to 1 or omitted; put MODEL before the options"
-        ) from None
 
 
 def _show_progress(text: str) -> None:

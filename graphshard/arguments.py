@@ -1,0 +1,259 @@
+"""Arguments of the commands of ``graphshard``.
+
+Modules that run a command import Dynamo, which takes seconds. This one does not, so that ``--help``
+and errors in arguments are quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from .forecast.public_models import PUBLIC_MODELS
+from .tools.demo_model import SIZES
+
+_MODELS = f"""
+MODEL is one of
+  FILE.py:FUNCTION     a function that returns a model and the inputs of a step on one rank
+  FOLDER               with the config.json of a transformers model
+  FAMILY:key=value,..  a transformers configuration: llama:hidden_size=8192,num_hidden_layers=80
+  NAME                 a public model: {", ".join(PUBLIC_MODELS)}
+
+--tp splits configurations with graphshard.tensor_parallel.parallelize, much as torchtitan does:
+attention and feed-forward by the configuration's base_model_tp_plan, embedding and head along the
+vocabulary, norms and residual along the sequence (SequenceParallel). Logits are gathered. Models
+with experts, and models without a base_model_tp_plan, need --tp-plan.
+"""
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``graphshard plan``."""
+    parser.epilog = _MODELS
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="see below")
+    add(
+        "--device", default="H100", metavar="GPU", help="name, or file from calibrate (%(default)s)"
+    )
+    add("--gpus", type=int, default=8, help="total number of GPUs (%(default)s)")
+    add("--nodes", type=int, help="number of nodes (as few as the device's usual node size allows)")
+    add(
+        "--batch",
+        default="1x4096",
+        help="samples x tokens per GPU (or --tp GPUs), or samples (%(default)s)",
+    )
+    add(
+        "--tp",
+        type=int,
+        help="number of neighboring GPUs that tensor and sequence parallelism split the model over "
+        "(1; with --search, all powers of two within a node): see below; they share a batch",
+    )
+    add(
+        "--tp-plan",
+        metavar="FILE.py:FUNCTION",
+        help="function FUNCTION(model, mesh) to split the model with instead",
+    )
+    add(
+        "--strategy",
+        default="zero3",
+        help="zero3, zero2, hsdp:N (shards over N ranks), hpz:N (backward gathers from N ranks) or "
+        "ddp (%(default)s)",
+    )
+    add("--optimizer", default="adamw", help="adamw, adam, momentum or sgd (%(default)s)")
+    add("--dtype", default="bf16", help="float32, bf16 or fp8 (%(default)s)")
+    add(
+        "--recompute",
+        type=_fraction,
+        nargs="?",
+        const=1.0,
+        default=0.0,
+        metavar="FRACTION",
+        help="recompute the first FRACTION of the layers in backward (without FRACTION: all)",
+    )
+    add("--offload", action="store_true", help="keep shards, gradients and optimizer on the host")
+    add("--accumulate", type=int, default=1, help="microbatches in a step (%(default)s)")
+    add("--budget", metavar="72GB", help="GPU memory that the schedule may use")
+    add("--memory", metavar="80GB", help="memory of each GPU, if the device table lacks the GPU")
+    add("--link", metavar="100Gb/s,5us", help="bandwidth per GPU and latency between nodes")
+    add(
+        "--search",
+        action="store_true",
+        help="compare strategies, precisions, microbatch sizes, recomputation, offload and tensor "
+        "parallelism at the same batch size per GPU and step",
+    )
+    add(
+        "--largest",
+        action="store_true",
+        help="print the largest model of the family and the largest batch that fit",
+    )
+    add(
+        "--formula",
+        action="store_true",
+        help="print what forward saves for backward as a formula of samples and tokens",
+    )
+    add("--html", type=Path, metavar="OUT", help="write an HTML page to this file")
+    add("--json", type=Path, metavar="OUT", help="write all numbers to this JSON file")
+
+
+def _fraction(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be a number from 0 to 1 or omitted; put MODEL before the options"
+        ) from None
+
+
+_EXAMPLE = """
+Example script:
+
+    def make_model():
+        model = Llama(sizes)                      # on the default device, which is the GPU
+        tokens = torch.zeros(2, 4096, dtype=torch.int64)
+        return model, (tokens,), {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+
+Nothing is allocated and no other rank exists: a laptop can check a model of any size. The loss is
+the output's `loss`, or the sum of its first tensor; the optimizer is SGD with momentum.
+
+Exit status: 0 if no error was found, 1 if one was found or the check itself failed, 2 if an
+argument is invalid.
+"""
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``graphshard check``."""
+    parser.epilog = _EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "model",
+        metavar="SCRIPT:FUNCTION",
+        help="function that returns a model, the inputs of a step and, optionally, options of "
+        "graphshard.backend",
+    )
+    parser.add_argument("--device", default="H100", metavar="GPU", help="default: %(default)s")
+    parser.add_argument("--world", type=int, default=8, help="number of ranks (%(default)s)")
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="number of replicas, as in HSDP (%(default)s)"
+    )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        help="number of neighboring ranks that tensor parallelism splits the model over "
+        "(%(default)s)",
+    )
+    parser.add_argument(
+        "--tp-plan",
+        metavar="SCRIPT:FUNCTION",
+        help="function FUNCTION(model, mesh) that splits the model with parallelize_module "
+        "(default: graphshard.tensor_parallel.parallelize, for transformers models)",
+    )
+    parser.add_argument(
+        "--rank", type=int, default=0, help="rank whose step is checked (%(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600, metavar="SECONDS", help="time limit (%(default)s)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print tracebacks of errors")
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``graphshard demo``."""
+    steps = ", ".join(f"{size.steps} on {device}" for device, size in SIZES.items())
+    add = parser.add_argument
+    add("--ranks", type=_at_least(1), metavar="N", help="default: all GPUs; 2 without a GPU")
+    add("--steps", type=_at_least(2), metavar="N", help=f"default: {steps}")
+    add(
+        "--compiler",
+        choices=("inductor", "aot_eager"),
+        default="inductor",
+        help="default: %(default)s",
+    )
+    add("--device", choices=list(SIZES), help="default: cuda if there is a GPU, else cpu")
+    add("--plot", type=Path, metavar="FILE", help="write a chart to this file; needs matplotlib")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be an integer of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def add_show(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``graphshard show``."""
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="dump, or folder of dumps"
+    )
+    parser.add_argument("--all", action="store_true", help="list all buckets, even of large plans")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="OUT",
+        help="write the HTML page of a folder to this file, instead of printing tables",
+    )
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``graphshard diff``."""
+    parser.add_argument("before", type=Path, metavar="A", help="a dump")
+    parser.add_argument("after", type=Path, metavar="B", help="a dump")
+
+
+def add_strategies(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: ``graphshard strategies`` has no arguments."""
+
+
+def add_consolidate(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``graphshard consolidate``."""
+    parser.add_argument("source", help="folder of a checkpoint, or a file")
+    parser.add_argument("target", help="file (.pt or .safetensors), or a folder")
+    parser.add_argument("--key", help="convert only this top-level key, such as model")
+    parser.add_argument(
+        "--strip-prefix",
+        metavar="PREFIX",
+        help="remove this prefix from the names that have it, such as net. for a LightningModule",
+    )
+
+
+_CALIBRATE = """Measure this machine, and write its rates to a file for ``schedule.hardware``.
+
+    python -m graphshard calibrate --out machine.json                        one device
+    torchrun --nproc-per-node 8 -m graphshard calibrate --out machine.json   and its interconnects
+
+This measures matrix products by dtype and size; copies by size on the device, from the host, and
+within host memory; exponentials; an empty kernel; and, with several ranks, collectives by size,
+launched as graphs launch them. The file holds the medians of rank 0, measured while the other
+ranks measure the same. Operands rotate through more memory than caches hold, as in training. Rates
+of fp8, of interconnects that these ranks do not span, and the compute time lost to hidden
+collectives are taken from the device table.
+"""
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``graphshard calibrate``."""
+    parser.description = _CALIBRATE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=_file, required=True, help="the JSON file to write")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
+    parser.add_argument(
+        "--sizes", type=_sizes, help="collective buffer sizes in bytes, as in 65536,16777216"
+    )
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a file in a folder that exists")
+    return path
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be sizes in bytes, as in 65536,1048576")
+    return tuple(sorted({int(part) for part in parts}))
