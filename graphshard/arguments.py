@@ -20,10 +20,14 @@ MODEL is one of
   FAMILY:key=value,..  a transformers configuration: llama:hidden_size=8192,num_hidden_layers=80
   NAME                 a public model: {", ".join(PUBLIC_MODELS)}
 
+--search and --largest change the batch size or the model, so they do not take FILE.py:FUNCTION.
+
 --tp splits configurations with graphshard.tensor_parallel.parallelize, much as torchtitan does:
 attention and feed-forward by the configuration's base_model_tp_plan, embedding and head along the
 vocabulary, norms and residual along the sequence (SequenceParallel). Logits are gathered. Models
 with experts, and models without a base_model_tp_plan, need --tp-plan.
+
+Exit status: 0 if the step fits, 1 if it does not, 2 after an error.
 """
 
 
@@ -61,7 +65,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "ddp (%(default)s)",
     )
     add("--optimizer", default="adamw", help="adamw, adam, momentum or sgd (%(default)s)")
-    add("--dtype", default="bf16", help="float32, bf16 or fp8 (%(default)s)")
+    add(
+        "--dtype",
+        "--precision",
+        help="bf16, fp8 or float32 (bf16; --search: bf16 and, where the GPU has it, fp8)",
+    )
     add(
         "--recompute",
         type=_fraction,
@@ -94,6 +102,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     add("--html", type=Path, metavar="OUT", help="write an HTML page to this file")
     add("--json", type=Path, metavar="OUT", help="write all numbers to this JSON file")
+    add("--verbose", action="store_true", help="print tracebacks of errors")
 
 
 def _fraction(text: str) -> float:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ..failures import describe_failure, format_failure
 from ..files import write_whole
 from ..scripts import load_function
 from .cluster import Cluster, cluster
@@ -30,36 +31,54 @@ from .workload import (
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Forecast what the arguments say, and return the exit status."""
+    """Run the command; return 0, 1 if the step does not fit, or 2 after an error."""
     try:
-        batch, recipe, machine = BatchShape.parse(args.batch), _recipe(args), _cluster(args)
-        if args.largest:
-            return _print_largest(args, batch, recipe, machine)
-        tables, traced = [], None
-        if args.search:
-            if args.model.rpartition(":")[0].endswith(".py"):
-                raise ValueError(
-                    f"--search: cannot vary the batch size of {args.model}: pass a config, not a "
-                    "function"
-                )
+        return _plan(args)
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
+        failure = format_failure(describe_failure(error), args.verbose)
+    finally:
+        _show_progress("")
+    print(failure, file=sys.stderr)
+    return 2
 
-            def make_workload(size: int) -> Workload:
-                return _workload(args, batch._replace(size=size))
 
-            split = args.tp is None
-            result = search(make_workload, batch.size, recipe, machine, _show_progress, split=split)
-            print(f"{result}\n")
-            best = result.best
-            batch, recipe = batch._replace(size=best.microbatch), best.recipe
-            tables, traced = [result.table()], best.traced
-        workload = _workload(args, batch)
-        shown = forecast(workload, recipe, machine, _show_progress, traced)
-        if args.formula:
-            shown = dataclasses.replace(shown, saved=_saved(args, batch, recipe, machine))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _plan(args: argparse.Namespace) -> int:
+    batch, recipe, machine = BatchShape.parse(args.batch), _recipe(args), _cluster(args)
+    if args.largest:
+        return _print_largest(args, batch, recipe, machine)
+    tables, traced = [], None
+    if args.search:
+        if args.model.rpartition(":")[0].endswith(".py"):
+            raise ValueError(
+                f"--search: cannot vary the batch size of {args.model}: pass a config, not a "
+                "function"
+            )
+
+        def make_workload(size: int) -> Workload:
+            return _workload(args, batch._replace(size=size))
+
+        dtypes = None if args.dtype is None else (args.dtype,)
+        result = search(
+            make_workload,
+            batch.size,
+            recipe,
+            machine,
+            _show_progress,
+            split=args.tp is None,
+            dtypes=dtypes,
+        )
+        _show_progress("")
+        print(f"{result}\n")
+        best = result.best
+        batch, recipe = batch._replace(size=best.microbatch), best.recipe
+        tables, traced = [result.table()], best.traced
+    workload = _workload(args, batch)
+    shown = forecast(workload, recipe, machine, _show_progress, traced)
+    if args.formula:
+        shown = dataclasses.replace(shown, saved=_saved(args, batch, recipe, machine))
     _write("--json", args.json, shown.to_json)
     _write("--html", args.html, lambda: forecast_page(shown, tables))
+    _show_progress("")
     print(shown)
     return 0 if shown.fits else 1
 
@@ -108,6 +127,7 @@ def _print_largest(
     result = largest(make_workload, recipe, machine, batch.size, _show_progress)
     title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
     _write("--html", args.html, lambda: result.page(title))
+    _show_progress("")
     print(result)
     return 0
 
@@ -119,14 +139,14 @@ def _write(option: str, path: Path | None, make: Callable[[], str]) -> None:
     try:
         write_whole(path, text)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {option} {path}: {error}") from error
+        raise ValueError(f"cannot write {option} {path}: {error}") from error
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
     budget = None if args.budget is None else gigabytes("--budget", args.budget)
     return Recipe(
         args.strategy,
-        args.dtype,
+        args.dtype or "bf16",
         args.optimizer,
         args.recompute,
         args.accumulate,
@@ -155,4 +175,4 @@ def gigabytes(name: str, text: str) -> float:
 
 def _show_progress(text: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r\033[K{text} ..", end="", file=sys.stderr, flush=True)
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -166,7 +166,7 @@ def forecast_text(forecast: Forecast) -> str:
         tabulate(memory_rows(forecast), ["memory", "GB"], floatfmt=".2f"),
         tabulate(exposed, headers, floatfmt=".2f") if exposed else "",
         tabulate(change_rows(forecast), ["what would help", *CHANGE_HEADERS], floatfmt=".1f"),
-        "Code:\n\n" + "\n".join(f"    {line}" for line in forecast.code().splitlines()),
+        f"Code:\n\n{forecast.code()}",
         *(f"Assumed: {note}." for note in forecast.notes),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -257,7 +257,7 @@ def change_rows(forecast: Forecast) -> list[tuple[str, str, float, str]]:
     return [
         (
             change.what,
-            f"{change.gain:+.1%}",
+            f"{change.gain:.1%}",
             change.memory_bytes / GB,
             "" if change.fits else "does not fit",
         )

@@ -169,7 +169,7 @@ class Recipe:
         device_type: str = "cuda",
         recomputed: Sequence[str] = (),
     ) -> str:
-        """Return Python code that sets up training with this recipe.
+        """Return Python code, with its imports, that sets up training of ``model``.
 
         Args:
             memory_budget_gb: memory budget of a graph, if any.
@@ -187,16 +187,34 @@ class Recipe:
             arguments.append(
                 f"schedule=graphshard.SchedulePolicy(memory_budget_gb={memory_budget_gb:.1f})"
             )
-        lines = [f'mesh = init_device_mesh("{device_type}", {tuple(axes.values())}{names})']
+        lines = ["", f'mesh = init_device_mesh("{device_type}", {tuple(axes.values())}{names})']
         if self.recompute == 1:
             lines.append("model.gradient_checkpointing_enable()  # or checkpoint() of each layer")
         for layers in recomputed if self.recompute < 1 else ():
             recomputing = "functools.partial(checkpoint, layer.forward, use_reentrant=False)"
             lines += [f"for layer in {layers}:", f"    layer.forward = {recomputing}"]
         if self.tp > 1:
-            lines.append('parallelize(model, mesh["tp"])  # see --help')
+            lines.append('parallelize(model, mesh["tp"])  # or your own function')
         lines.append(
             f"model = torch.compile(model, backend=graphshard.backend({', '.join(arguments)}))"
         )
         lines.append(f"optimizer = {OPTIMIZERS[self.optimizer].code}")
-        return "\n".join(lines)
+        return "\n".join([*_imports("\n".join(lines)), *lines])
+
+
+def _imports(code: str) -> Iterator[str]:
+    """Yield the lines that import what ``code`` uses."""
+    if "functools." in code:
+        yield "import functools"
+        yield ""
+    yield "import torch"
+    yield "from torch.distributed.device_mesh import init_device_mesh"
+    policies = [name for name in ("CPUOffloadPolicy", "MixedPrecisionPolicy") if name in code]
+    if policies:
+        yield f"from torch.distributed.fsdp import {', '.join(policies)}"
+    if "(checkpoint," in code:
+        yield "from torch.utils.checkpoint import checkpoint"
+    yield ""
+    yield "import graphshard"
+    if "parallelize(" in code:
+        yield "from graphshard.tensor_parallel import parallelize"

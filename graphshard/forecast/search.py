@@ -151,6 +151,7 @@ def search(
     progress: Progress = lambda text: None,
     *,
     split: bool = False,
+    dtypes: Sequence[str] | None = None,
 ) -> SearchResult:
     """Plan recipes for a training step; return the candidates and the refused recipes.
 
@@ -161,12 +162,16 @@ def search(
             ignored.
         split: whether to plan tensor parallelism over more ranks of a node, too. They get as many
             samples in a step as without it.
+        dtypes: precisions to try (default: bf16, and fp8 if the device has it).
     """
-    searching = _Search(make_workload, size, recipe, cluster, progress)
-    for base in searching.bases():
-        for microbatch in microbatches(size):
+    searching = _Search(make_workload, size, recipe, cluster, progress, dtypes)
+    bases, sizes = list(searching.bases()), microbatches(size)
+    for i, base in enumerate(bases):
+        for j, microbatch in enumerate(sizes):
+            searching.done = f"{i * len(sizes) + j} of {len(bases) * len(sizes)}: "
             if not _any_fits(searching.add(base, microbatch)):
                 break  # more samples need more memory
+    searching.done = ""
     for dtype in searching.dtypes:
         searching.add_partial_recomputation(dtype)
     for tp in searching.degrees() if split else ():
@@ -183,20 +188,25 @@ class _Search:
     recipe: Recipe
     cluster: Cluster
     progress: Progress
+    only_dtypes: Sequence[str] | None = None
+    done: str = ""  # count of traced precisions and sizes, for ``progress``
     candidates: list[PlannedRecipe] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     num_traces: int = 0
 
     @property
     def dtypes(self) -> list[str]:
+        if self.only_dtypes is not None:
+            return list(self.only_dtypes)
         has_fp8 = "float8" in self.cluster.hardware.flops and self.recipe.tp == 1
         return ["bf16", "fp8"] if has_fp8 else ["bf16"]
 
     def bases(self) -> Iterator[Recipe]:
         """Yield ZeRO-3 recipes for each precision, with no and with all layers recomputed."""
-        if "float8" not in self.cluster.hardware.flops:
+        refuses_fp8 = self.only_dtypes is None
+        if refuses_fp8 and "float8" not in self.cluster.hardware.flops:
             self.refused.append(f"fp8: {self.cluster.hardware.name} has no fp8 matrix products")
-        elif self.recipe.tp > 1:
+        elif refuses_fp8 and self.recipe.tp > 1:
             self.refused.append(_NO_FP8)
         for dtype in self.dtypes:
             for recompute in (0.0, 1.0):
@@ -252,10 +262,13 @@ class _Search:
         """Plan tensor parallelism over ``tp`` ranks, with the largest microbatch that fits."""
         if "fp8" in self.dtypes:
             self.refused.append(_NO_FP8)
+        dtype = next((dtype for dtype in self.dtypes if dtype != "fp8"), None)
+        if dtype is None:
+            return
         size = self.size * tp
         try:
             for recompute in (0.0, 1.0):
-                if self._add_largest(self._base("bf16", recompute, tp), size) == size:
+                if self._add_largest(self._base(dtype, recompute, tp), size) == size:
                     return  # recomputation would save no microbatch
         except ValueError as error:
             self.refused.append(f"tensor parallelism: {error}")
@@ -345,7 +358,8 @@ class _Search:
         self.candidates.append(self._plan(self._trace(recipe, workload), recipe, microbatch))
 
     def _trace(self, recipe: Recipe, workload: Workload) -> TracedStep:
-        self.progress(f"{recipe.strategy}, {recipe.dtype}, {workload.tokens} {workload.unit}")
+        size = f"{workload.tokens} {workload.unit}"
+        self.progress(f"{self.done}{recipe.strategy}, {recipe.dtype}, {size}")
         self.num_traces += 1
         return trace_step(workload, recipe, self.cluster)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 import functools
 import math
 import re
@@ -84,9 +85,12 @@ def find_workload(model: str, batch: BatchShape) -> Workload:
         return config_workload(find_config(model), model, batch)
     if Path(model).exists():
         raise ValueError(f"{model}: must be a folder with a config.json, or FILE.py:FUNCTION")
+    name = model.lower().rpartition("/")[2]  # without the owner of a name on the Hub
+    close = difflib.get_close_matches(name, PUBLIC_MODELS, n=1)
+    hint = f"did you mean {close[0]}? Otherwise " if close else ""
     raise ValueError(
-        f"unknown model {model!r}: pass FILE.py:FUNCTION, the folder of a transformers config, "
-        f"FAMILY:key=value,.. or one of {', '.join(PUBLIC_MODELS)}"
+        f"unknown model {model!r}: {hint}pass FILE.py:FUNCTION, the folder of a transformers "
+        f"config, FAMILY:key=value,.. or one of {', '.join(PUBLIC_MODELS)}"
     )
 
 

@@ -59,6 +59,8 @@ def test_a_model_of_a_script_on_hardware_from_a_file(
         "def make():\n"
         "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))\n"
         "    return model, (torch.zeros(4, 8),)\n"
+        "def broken():\n"
+        "    raise RuntimeError('no such data')\n"
     )
     from graphshard.cost.devices import HARDWARE
 
@@ -69,12 +71,17 @@ def test_a_model_of_a_script_on_hardware_from_a_file(
     assert "8 samples" in capsys.readouterr().out
     assert _plan(*arguments, "--memory", "0.4GB") == 1  # less than any process needs
     assert "DOES NOT FIT" in capsys.readouterr().out
+    assert _plan(f"{script}:broken") == 2
+    error, at, _more = capsys.readouterr().err.splitlines()
+    assert error == "error  RuntimeError: no such data"
+    assert at == f"at     {script}:6: raise RuntimeError('no such data')"
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["unheard-of"], "unknown model 'unheard-of'"),
+        (["unheard-of"], "unknown model 'unheard-of': pass FILE.py:FUNCTION"),
+        (["meta-llama/Llama-3-8B"], "did you mean llama3-8b?"),
         ([LLAMA + ",num_hidden_layers"], "must be key=value"),
         ([LLAMA, "--batch", "many"], "samples x tokens"),
         ([LLAMA, "--batch", "1x8", "--strategy", "hsdp:3"], "3 does not divide 8 GPUs"),
@@ -107,10 +114,13 @@ def test_a_model_of_a_script_on_hardware_from_a_file(
 def test_errors_are_one_sentence(
     arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        _plan(*arguments)
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error in last and last.startswith("python -m graphshard plan: error:")
+    try:
+        status = _plan(*arguments)
+    except SystemExit as exited:  # an argument that the parser rejects
+        status = int(exited.code or 0)
+    (line, *_, more) = capsys.readouterr().err.strip().splitlines()
+    assert status == 2 and line.startswith("error  ") and error in line
+    assert more.startswith("more   ")
 
 
 def test_search_finds_the_fastest_recipe_that_fits(

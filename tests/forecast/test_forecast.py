@@ -18,9 +18,9 @@ from graphshard.forecast.estimate import PlannedGraph, bytes_by_kind
 from graphshard.forecast.largest import largest_that_fits
 from graphshard.forecast.planned_step import keep_unsharded
 from graphshard.forecast.recipe import Recipe
-from graphshard.forecast.search import PlannedRecipe, microbatches, pareto_front
+from graphshard.forecast.search import PlannedRecipe, _Search, microbatches, pareto_front
 from graphshard.forecast.trace import Ranks
-from graphshard.forecast.workload import BatchShape
+from graphshard.forecast.workload import BatchShape, Workload
 from graphshard.kinds import TransferKind
 from graphshard.planning.live_bytes import alive_by_point
 from graphshard.planning.plan import Problem
@@ -113,12 +113,30 @@ def test_invalid_clusters_are_refused(arguments: dict[str, object], error: str) 
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "hsdp:4", "hpz:2", "ddp"])
-def test_the_code_of_a_recipe_is_valid_python(strategy: str) -> None:
+def test_the_code_of_a_recipe_imports_all_that_it_uses(strategy: str) -> None:
     recipe = Recipe(strategy, "bf16" if strategy == "ddp" else "fp8", recompute=True)
-    ast.parse(recipe.code(16, memory_budget_gb=12.3))
-    part = Recipe(strategy, recompute=0.5, offload=strategy != "ddp")
-    ast.parse(part.code(16, recomputed=["model.layers[:2]", "model[1].layers[:3]"]))
+    part = Recipe(strategy, recompute=0.5, offload=strategy != "ddp", tp=2)
+    recomputed = ["model.layers[:2]", "model[1].layers[:3]"]
+    for code in (recipe.code(16, memory_budget_gb=12.3), part.code(16, recomputed=recomputed)):
+        tree, imported = ast.parse(code), dict[str, object](model=None)
+        lines = [
+            ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        exec("\n".join(lines), imported)
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        assert {node.id for node in names} - stored <= set(imported)
+        assert set(imported) - {"__builtins__"} <= {node.id for node in names}
     assert recipe.ranks(16) == (Ranks(4, 4) if strategy == "hsdp:4" else Ranks(1, 16))
+
+
+@pytest.mark.parametrize(("chosen", "tried"), [(None, {"bf16", "fp8"}), (["bf16"], {"bf16"})])
+def test_search_tries_the_chosen_precisions(chosen: list[str] | None, tried: set[str]) -> None:
+    def make_workload(size: int) -> Workload:
+        raise AssertionError("nothing is traced")
+
+    ask = _Search(make_workload, 1, Recipe(), cluster("H100", 8), print, chosen)
+    assert {recipe.dtype for recipe in ask.bases()} == tried and not ask.refused
 
 
 def test_invalid_recipes_and_batches_are_refused() -> None:
