@@ -65,7 +65,7 @@ class CommandHelp(SphinxDirective):
 def link_from_docs(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
     """Make links of README.md to files outside of docs/ relative to docs/."""
     text = re.sub(r"(!\[.*?\]\()(?=benchmarks/)", r"\1../", content[0])
-    content[0] = re.sub(r"\]\((?=benchmarks/|examples/)", "](path:../", text)
+    content[0] = re.sub(r"\]\((?=benchmarks/|examples/|[A-Z]+\.md)", "](path:../", text)
 
 
 def setup(app: Sphinx) -> None:

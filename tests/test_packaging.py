@@ -7,6 +7,7 @@ interpreter inspects it without access to the source tree.
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,7 @@ print(json.dumps({
     "files": [str(f) for f in dist.files],
     "entry": entry.value,
     "entry_loads": callable(entry.load()),
+    "versions": [dist.version, graphshard.__version__],
     "script": [e.value for e in dist.entry_points if e.group == "console_scripts"],
 }))
 """
@@ -158,6 +160,7 @@ def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: P
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in seen["files"])
     assert seen["entry"] == "graphshard.dynamo_backend:from_string"
     assert seen["entry_loads"]
+    assert seen["versions"] == [graphshard.__version__] * 2
     assert seen["script"] == ["graphshard.__main__:main"]
 
 
@@ -191,3 +194,8 @@ def test_lazy_names_match_typed_names() -> None:
     assert set(graphshard.__all__) <= set(dir(graphshard))
     with pytest.raises(AttributeError, match="no attribute 'bakend'"):
         graphshard.bakend  # noqa: B018
+
+
+def test_pre_commit_has_the_tested_ruff() -> None:
+    (pin,) = re.findall(r"^(ruff==\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert (ROOT / ".pre-commit-config.yaml").read_text().count(f"[{pin}]") == 2

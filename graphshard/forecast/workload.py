@@ -225,7 +225,7 @@ def find_config(model: str) -> Any:
         if (Path(model) / "config.json").is_file():
             from transformers import AutoConfig
 
-            return AutoConfig.from_pretrained(model, local_files_only=True)
+            return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
         family, _, text = model.partition(":")
         return families[family](**_parse_sizes(text))
     except Exception as error:  # configuration classes may raise any error
