@@ -72,6 +72,7 @@ from .planning.plan import Plan
 from .ranks.plan_consensus import PlanConsensus
 from .show.dump import exposure
 from .show.dump_folder import DumpWriter
+from .show.metrics import metrics
 from .show.table import summary
 
 
@@ -209,7 +210,7 @@ class Backend:
         Every forward and backward graph compiled so far counts once; the result is 0 without any.
         The prediction is for ``schedule.hardware``.
         """
-        return exposure([dump for graph in self._graphs for dump in graph.dumps()])
+        return exposure([dump for graph in self._graphs for dump in graph.dumps])
 
     def summary(self) -> str:
         """Return tables of the collectives of every compiled graph, with their times and costs.
@@ -217,9 +218,36 @@ class Backend:
         The candidates of ``SchedulePolicy(auto=True)``, and the models whose padding needs much
         memory, follow the tables.
         """
-        tables = summary([dump for graph in self._graphs for dump in graph.dumps()])
+        tables = summary([dump for graph in self._graphs for dump in graph.dumps])
         tried = dict.fromkeys(graph.tried for graph in self._graphs if graph.tried)
         return "\n\n\n".join([tables, *tried, *filter(None, self._padding)])
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for a logger in a flat dictionary; nothing is measured for it.
+
+        ``compile_s`` is the wall time of all compiles so far, of ``num_compiles`` Dynamo graphs.
+        ``num_recompiles`` of these replaced code whose guards had failed, and ``num_cache_hits``
+        came from Inductor's cache. The other numbers cover every forward and backward graph
+        compiled so far, once: times predicted for ``schedule.hardware`` in microseconds, the
+        largest planned live memory of a graph in bytes, and the bytes of each kind of collective.
+        """
+        graphs = self._graphs
+        frames = {graph.compile_id.rpartition("/")[0] for graph in graphs}  # "0" for "0/1"
+        return {
+            "num_compiles": len(graphs),
+            "num_recompiles": len(graphs) - len(frames),
+            "num_cache_hits": sum(graph.has_loaded for graph in graphs),
+            "compile_s": sum(graph.seconds for graph in graphs),
+            **metrics([dump for graph in graphs for dump in graph.dumps]),
+        }
+
+    def __repr__(self) -> str:
+        mesh = self.options.mesh
+        shape = "all ranks" if mesh is None else f"mesh {' x '.join(map(str, mesh.shape))}"
+        return (
+            f"<graphshard.Backend: {self.options.strategy()} over {shape}, "
+            f"{len(self.plans)} graphs compiled>"
+        )
 
     def _next_dump_writer(self, groups: Sequence[str]) -> DumpWriter:
         # Among the ranks that have the graph, only the first one writes files.

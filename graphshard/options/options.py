@@ -138,6 +138,16 @@ class Options:
         object.__setattr__(self, "ignored_params", _parameter_set(self.ignored_params))
         object.__setattr__(self, "dump", _writable_folder(self.dump))
 
+    def strategy(self) -> str:
+        """Return the usual name of the strategy, apart from ``overrides``: "HSDP of ZeRO-3"."""
+        reshard = self.reshard_after_forward
+        if isinstance(reshard, bool) or reshard == 1:
+            name = "ZeRO-3" if reshard is True else "ZeRO-2"
+        else:
+            name = f"hpZ of {reshard} ranks"
+        is_hybrid = self.mesh is not None and self.mesh.ndim > 1
+        return f"HSDP of {name}" if is_hybrid else name
+
     def fingerprint(self) -> str:
         """Return the options that must be equal on all ranks, as text."""
         names = [f.name for f in fields(self) if f.name not in _MAY_DIFFER_BETWEEN_RANKS]

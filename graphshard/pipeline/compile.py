@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -64,13 +66,17 @@ class CompiledGraph:
     settings: CompileSettings
     compile_id: str  # Dynamo's name for the compilation, such as "0/0", or ""
     tried: str = ""  # table of the candidates of ``SchedulePolicy.auto``
+    seconds: float = 0.0  # wall time of the compile, including waits for other ranks
+    has_loaded: bool = False  # whether Inductor's cache had a graph of it
 
     def max_gathered_bytes(self) -> int:
         """Return the planned peak size of unsharded parameters over all graphs, in bytes."""
         by_step = (gathered_bytes(plan.problem, plan.buckets) for plan in self.plans)
         return max((num_bytes for graph in by_step for num_bytes in graph), default=0)
 
+    @functools.cached_property
     def dumps(self) -> list[Dump]:
+        """Plans with their timelines, which a logger may read at every step."""
         return [_dump_of(plan, self.settings, self.compile_id) for plan in self.plans]
 
 
@@ -86,6 +92,7 @@ def compile_traced(
     Raises:
         BackendError: ranks compile graphs with different communication.
     """
+    start_s = time.perf_counter()
     options = traced.inductor_options if settings.compiler == "inductor" else {}
     facts = baked_in(
         traced.inputs, traced.marker_groups, settings.device, options, traced.tp_groups
@@ -100,13 +107,14 @@ def compile_traced(
         _warn_over_budget(compiled)
     run = wait_in_flight_on_error(compiled.run)
     run = log_every_call(run, compiled.plans, traced.groups)
-    return dataclasses.replace(compiled, run=run, tried=tried)
+    seconds = time.perf_counter() - start_s
+    return dataclasses.replace(compiled, run=run, tried=tried, seconds=seconds)
 
 
 def _warn_over_budget(compiled: CompiledGraph) -> None:
     """Warn if the first rank's buckets, planned for a smaller batch, exceed this rank's budget."""
     budget = compiled.settings.schedule.limits().peak
-    for dump in compiled.dumps():
+    for dump in compiled.dumps:
         needed = dump.totals.peak_bytes
         if budget is not None and needed > budget:
             warnings.warn(
@@ -133,7 +141,7 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
         run = _compile_graphs(traced, lowering, uncached)
         plans = lowering.known_plans()
     named = tuple(plan.named(traced.fqns) for plan in plans)
-    return CompiledGraph(run, named, settings, lowering.compile_id)
+    return CompiledGraph(run, named, settings, lowering.compile_id, has_loaded=lowering.has_loaded)
 
 
 def _half_timeout_s(groups: Sequence[str]) -> float:

@@ -91,7 +91,7 @@ class Dump:
         # The result is cached: callers must not modify it.
         return FreeMemory(alive, self.limits, self.timeline.in_flight_bytes)
 
-    @property
+    @functools.cached_property
     def totals(self) -> Totals:
         problem, buckets = self.plan.problem, self.plan.buckets
         scenario = Scenario(TRANSFER_SLOWDOWN, TRANSFER_SLOWDOWN)

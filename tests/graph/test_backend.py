@@ -127,6 +127,7 @@ def test_no_plans_before_a_compile(mesh: DeviceMesh) -> None:
     backend = _backend(mesh)
     assert backend.plans == []
     assert "no graph" in backend.summary()
+    assert not any(backend.metrics().values())
 
 
 def test_the_summary_counts_parameters_and_bytes(mesh: DeviceMesh) -> None:
@@ -142,6 +143,24 @@ def test_the_summary_counts_parameters_and_bytes(mesh: DeviceMesh) -> None:
         (row,) = (line.split() for line in text.splitlines() if line.startswith(kind))
         assert row[1:4] == [str(num_params), "->", str(plan.count(kind))]
         assert float(row[4]) == pytest.approx(num_bytes / 1e6, abs=1e-3)
+
+
+def test_metrics_are_those_of_the_plans(mesh: DeviceMesh) -> None:
+    backend = _backend(mesh)
+    compiled = torch.compile(MLP(), backend=backend)
+    compiled(torch.ones(5, 7)).backward()
+    once = backend.metrics()
+    for kind in TransferKind:
+        assert once[f"{kind}_bytes"] == sum(plan.num_bytes(kind) for plan in backend.plans)
+    assert once["predicted_exposure"] == backend.predicted_exposure() > 0
+    assert 0 < once["predicted_exposed_us"] < once["predicted_us"]
+    assert once["predicted_peak_bytes"] > 0 and once["compile_s"] > 0
+    assert (once["num_compiles"], once["num_recompiles"]) == (1, 0)
+    compiled(torch.ones(6, 7)).backward()  # another size: Dynamo compiles again, for any size
+    twice = backend.metrics()
+    assert (twice["num_compiles"], twice["num_recompiles"]) == (2, 1)
+    assert twice["compile_s"] > once["compile_s"] and twice["num_cache_hits"] == 0
+    assert repr(backend) == "<graphshard.Backend: ZeRO-3 over mesh 8, 4 graphs compiled>"
 
 
 def test_a_failed_compile_keeps_its_number_and_its_dumps(mesh: DeviceMesh, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def _taken(backend: graphshard.Backend) -> list[str]:
 
 
 def _peak_gb(backend: graphshard.Backend) -> float:
-    dumps = [dump for graph in backend._graphs for dump in graph.dumps()]
+    dumps = [dump for graph in backend._graphs for dump in graph.dumps]
     return max(dump.totals.peak_bytes for dump in dumps) / 1e9
 
 

@@ -38,6 +38,7 @@ class Run:
     plans: list[str]
     summary: str
     losses: list[float]
+    num_cache_hits: float
 
 
 def _train(dump: Path | None) -> Run:
@@ -61,6 +62,7 @@ def _train(dump: Path | None) -> Run:
         [plan.to_json() for plan in backend.plans],
         backend.summary(),
         losses,
+        backend.metrics()["num_cache_hits"],
     )
 
 
@@ -142,6 +144,7 @@ def cold(cache: Path) -> list[Run]:
 def test_one_rank_compiles_for_all(cold: list[Run]) -> None:
     misses = [run.counters.get("fxgraph_cache_miss", 0) for run in cold]
     assert sum(misses) == 3, misses  # one per graph
+    assert sum(run.num_cache_hits for run in cold) == 2  # a training step and an evaluation
 
 
 def test_a_second_run_compiles_nothing(cold: list[Run], cache: Path, tmp_path: Path) -> None:

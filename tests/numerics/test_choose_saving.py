@@ -105,7 +105,7 @@ def _grow(dynamic: bool | None) -> tuple[list[str], str]:
     for step, rows in enumerate([(16, 16), (32, 32), (12, 16), (32, 32)]):
         _train_on(twins, step, rows)
     for graph in twins.backend._graphs:
-        assert max(dump.totals.peak_bytes for dump in graph.dumps()) <= ROWS_GB * 1e9
+        assert max(dump.totals.peak_bytes for dump in graph.dumps) <= ROWS_GB * 1e9
     savings = [str(graph.settings.saving) for graph in twins.backend._graphs]
     return savings, twins.backend.summary()
 
@@ -171,7 +171,7 @@ def _uneven() -> tuple[list[str], str]:
     for step, rows in enumerate([(12, 24), (12, 32), (12, 24)]):
         _train_on(twins, step, rows)
     for graph in twins.backend._graphs:
-        assert max(dump.totals.peak_bytes for dump in graph.dumps()) <= ROWS_GB * 1e9
+        assert max(dump.totals.peak_bytes for dump in graph.dumps) <= ROWS_GB * 1e9
     return [str(g.settings.saving) for g in twins.backend._graphs], str(caught.value)
 
 
