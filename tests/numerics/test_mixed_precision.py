@@ -37,7 +37,7 @@ from tests.plan.dumps import fqns_of
 from tests.ranks import on_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-STEPS = 6
+STEPS = 3
 
 
 Sent = list[tuple[str, torch.dtype | None, int]]
@@ -85,7 +85,7 @@ POLICIES = [
 @pytest.mark.low_precision
 @pytest.mark.parametrize(
     ("kind", "policy"),
-    [(GPT, policy) for policy in POLICIES] + [(MLP, policy) for policy in POLICIES[:2]],
+    [(MLP if policy.cast_forward_inputs else GPT, policy) for policy in POLICIES],
 )
 def test_training_matches_fsdp2(kind: Trainable, policy: MixedPrecisionPolicy) -> None:
     # FSDP2 divides float16 gradients before reducing them; graphshard averages in the reduction.
@@ -116,15 +116,12 @@ def test_bf16_parameters_halve_all_gather_bytes() -> None:
 _KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
 
 
-class FloatLoss(GPT):
-    """GPT whose loss is not rounded to ``param_dtype``."""
+class FloatLoss(MLP):
+    """MLP whose loss is not rounded to ``param_dtype``."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids[:, :-1]) + self.positions.weight[: ids.shape[1] - 1]
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.mid(F.gelu(self.up(x))))
+        return self.down(x).float().square().mean()
 
 
 class Mixed(nn.Module):
