@@ -34,7 +34,7 @@ from tests.numerics.compare import (
 )
 from tests.ranks import on_ranks
 
-STEPS = 4
+STEPS = 3  # DDP rebuilds its buckets in the second
 ALL, FEW = 4, 2
 """Number of ranks; size of the shard groups of HSDP and of the groups of hpZ."""
 
@@ -89,6 +89,7 @@ class Trained:
         backward: collectives of the backward.
         theirs: collectives of the peer's forward and backward.
         evaluated: relative error of the loss in inference mode, before the last step.
+        placements: placements of each parameter, by name.
     """
 
     loss_error: float
@@ -97,6 +98,7 @@ class Trained:
     backward: Sent
     theirs: Sent
     evaluated: float
+    placements: dict[str, tuple[Any, ...]]
 
 
 def _sent() -> Sent:
@@ -133,7 +135,7 @@ def _train(name: str, compiler: str) -> Trained:
     evaluated = 0.0
     for step in range(STEPS):
         batch = draw(DeepGPT.batch, step)[dist.get_rank()]
-        if step == STEPS - 1:
+        if step == STEPS - 1 and compiler == "aot_eager":
             evaluated = _evaluation_error(compiled, theirs, batch)
         recording.clear()
         loss = compiled(batch)
@@ -146,11 +148,13 @@ def _train(name: str, compiler: str) -> Trained:
         grads = zip(ours.parameters(), theirs.parameters(), strict=True)
         worst = max(relative_error(*(whole(p.grad) for p in pair)) for pair in grads)
         errors.append((relative_error(loss, expected), worst))
+        assert all(p.grad.placements == p.placements for p in ours.parameters())
         optimizers = optimizers or [sgd(ours), sgd(theirs)]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return Trained(*map(max, zip(*errors)), forward, backward, other, evaluated)
+    placements = {name: param.placements for name, param in ours.named_parameters()}
+    return Trained(*map(max, zip(*errors)), forward, backward, other, evaluated, placements)
 
 
 def _evaluation_error(compiled: nn.Module, theirs: nn.Module, batch: torch.Tensor) -> float:
@@ -251,19 +255,7 @@ def test_each_parameter_follows_its_own_strategy() -> None:
         assert kinds[TransferKind.ALL_REDUCE, FEW] == kinds[TransferKind.REDUCE_SCATTER, FEW] // FEW
         ((_, _, gathered),) = trained.forward
         assert kinds[TransferKind.ALL_GATHER, FEW] < 0.6 * gathered
-
-
-def _placements(name: str) -> dict[str, tuple[Any, ...]]:
-    ours, compiled, _ = _models(STRATEGIES[name], "aot_eager")
-    compiled(draw(DeepGPT.batch, 0)[dist.get_rank()]).backward()
-    params = dict(ours.named_parameters())
-    assert all(p.grad.placements == p.placements for p in params.values())
-    return {name: param.placements for name, param in params.items()}
-
-
-def test_placements_of_mixed_strategies() -> None:
-    for found in ranks.run(ALL, _placements, "mixed"):
-        for name, placements in found.items():
+        for name, placements in trained.placements.items():
             last = Replicate() if "norm" in name else Shard(0)
             assert placements == (Replicate(), last), name
 
@@ -287,7 +279,7 @@ def _clipped(name: str) -> list[tuple[float, float, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["NO_SHARD", "HYBRID_SHARD", "mixed"])
+@pytest.mark.parametrize("name", ["NO_SHARD", "mixed"])
 def test_clipping_matches_its_peer(name: str) -> None:
     for found in ranks.run(ALL, _clipped, name, backend="recording"):
         for error, norm, num_sent in found:
