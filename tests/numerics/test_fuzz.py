@@ -15,10 +15,9 @@ from tests.numerics.fuzz.case import Case, draw
 from tests.numerics.fuzz.shrink import TIMEOUT_S
 from tests.numerics.fuzz.trial import run_trial
 
-SEEDS = (37, 44, 124, 159, 165, 306, 316, 387, 492, 945, 1380, 1387, 1416, 1442, 1495)
-SEEDS += (1658, 1924, 2070, 2430, 2911)
+SEEDS = (44, 124, 945, 1387, 1416, 1442, 1495, 1658)
+"""With the cases in `FOUND`, they cover all options but Inductor and `Module.compile`."""
 MAX_BLOCKS = 3
-"""Number of blocks per case: small, though the seeds still cover all options of larger cases."""
 FOUND: dict[str, Case] = {
     # Backward recomputed a read of a buffer that forward had overwritten meanwhile.
     "backward reads a buffer that forward wrote": Case(
