@@ -188,7 +188,6 @@ BROKEN = [
     SkippedRoot,
     DataDependent,
     InChild,
-    Held,
     InNoGrad,
     InCheckpoint,
     Printing,
@@ -198,7 +197,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(
     ("kind", "compiler"),
-    [*((kind, "aot_eager") for kind in BROKEN), (DisabledFirst, "inductor"), (Held, "inductor")],
+    [*((kind, "aot_eager") for kind in BROKEN), (Held, "inductor")],
 )
 @on_ranks(2)
 def test_model_with_graph_breaks_trains(kind: Trainable, compiler: str) -> None:
