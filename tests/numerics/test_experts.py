@@ -59,13 +59,13 @@ def _place(param: nn.Parameter) -> Shard | None:
     return PLACEMENTS.get(tuple(param.shape))
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @on_ranks(4)
-def test_shards_are_those_of_fsdp2(compiler: str) -> None:
+def test_shards_are_those_of_fsdp2() -> None:
     model = Dense()
     eager = fully_shard(copy.deepcopy(model), mesh=world_mesh(), shard_placement_fn=_place)
     batches = [Dense.batch(generator(step, dist.get_rank())) for step in range(3)]
-    ours = train_steps(compile_sharded(model, compiler=compiler, overrides=DIMS), model, batches)
+    compiled = compile_sharded(model, compiler="inductor", overrides=DIMS)
+    ours = train_steps(compiled, model, batches)
     theirs = train_steps(eager, eager, batches)
     for mine, other in zip(ours.grads, theirs.grads, strict=True):
         for name, grad in other.items():
@@ -88,7 +88,6 @@ class Broken(Dense):
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "ZeRO-3": {},
     "kept unsharded": {"reshard_after_forward": False},
     "hpZ": {"reshard_after_forward": 2},
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
