@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import ranks
-from tests.models import GPT, MLP, ConvNet, DeepGPT, Trainable
+from tests.models import ConvNet, DeepGPT, Trainable
 from tests.numerics.compare import (
     TOLERANCE,
     History,
@@ -28,7 +28,7 @@ from tests.numerics.compare import (
     world_mesh,
 )
 
-STEPS = 5
+STEPS = 3
 
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -65,11 +65,10 @@ def _compare(kind: Trainable, compiler: str, tolerance: float) -> None:
 
 
 # Two ranks have only one order of summation, so results are bitwise equal.
-@pytest.mark.parametrize("kind", [MLP, DeepGPT, ConvNet])
+@pytest.mark.parametrize("kind", [DeepGPT, ConvNet])
 def test_steps_agree_with_ddp_and_fsdp2(kind: Trainable) -> None:
     ranks.run(2, _compare, kind, "aot_eager", 0.0)
 
 
-@pytest.mark.parametrize("kind", [GPT, ConvNet])
-def test_steps_with_inductor_agree_with_ddp_and_fsdp2(kind: Trainable) -> None:
-    ranks.run(2, _compare, kind, "inductor", TOLERANCE)
+def test_steps_with_inductor_agree_with_ddp_and_fsdp2() -> None:
+    ranks.run(2, _compare, ConvNet, "inductor", TOLERANCE)
