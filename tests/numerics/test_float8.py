@@ -33,10 +33,8 @@ from tests.numerics.compare import (
     History,
     assert_equal,
     assert_history_rounded,
-    assert_rounded,
     assert_same,
     compile_sharded,
-    full_grads,
     generator,
     train_steps,
     whole,
@@ -141,7 +139,7 @@ def test_training_matches_fsdp2_with_torchao() -> None:
 
 @pytest.mark.low_precision
 def test_training_in_bfloat16_matches_fsdp2_with_torchao() -> None:
-    ranks.run(2, _against_torchao, "aot_eager", BF16, backend="recording")
+    ranks.run(2, _against_torchao, "aot_eager", BF16, SHALLOW, backend="recording")
 
 
 @pytest.mark.low_precision
@@ -172,11 +170,9 @@ def _cosines(recipe: str) -> list[float]:
 
 
 @pytest.mark.low_precision
-@pytest.mark.parametrize(
-    ("world", "recipe"), [(2, TENSORWISE), pytest.param(4, ROWWISE, marks=needs_rows)]
-)
-def test_gradients_have_the_direction_of_float32_gradients(world: int, recipe: str) -> None:
-    assert min(ranks.run(world, _cosines, recipe)[0]) > MIN_COSINE
+@pytest.mark.parametrize("recipe", [TENSORWISE, pytest.param(ROWWISE, marks=needs_rows)])
+def test_gradients_have_the_direction_of_float32_gradients(recipe: str) -> None:
+    assert min(ranks.run(2, _cosines, recipe)[0]) > MIN_COSINE
 
 
 def _loss(fp8: graphshard.Float8Policy | None) -> float:
@@ -213,7 +209,7 @@ def test_loss_after_training_is_close_to_bfloat16() -> None:
 
 
 def _bytes_in_fp8_and_float32() -> tuple[int, int]:
-    size = Size(layers=1, heads=2, dim=1024, context=32, batch=1, steps=0)
+    size = Size(layers=1, heads=2, dim=512, context=32, batch=1, steps=0)
     with quick_products():
         _, in_fp8 = _gradients(size, fp8=graphshard.Float8Policy(), mp_policy=BF16)
     return in_fp8, _gradients(size)[1]
@@ -251,12 +247,9 @@ def _scaled_by_ranks(
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [2, 4])
-def test_values_and_scales_match_the_unsharded_weight(
-    world: int, dtype: torch.dtype, recipe: str
-) -> None:
-    rows = [16, 7, 1, 64]
-    for found in ranks.run(world, _scaled_by_ranks, recipe, dtype, rows):
+def test_values_and_scales_match_the_unsharded_weight(dtype: torch.dtype, recipe: str) -> None:
+    rows = [16, 7, 1, 64]  # on two ranks: even, uneven and empty shards
+    for found in ranks.run(2, _scaled_by_ranks, recipe, dtype, rows):
         for n, (values, scales) in zip(rows, found, strict=True):
             weight = (torch.randn(n, 48, generator=generator(n)) * n).to(dtype)
             expected = float8_math.quantized(run, weight, E4M3, recipe, 1)
@@ -265,23 +258,18 @@ def test_values_and_scales_match_the_unsharded_weight(
 
 
 @pytest.mark.low_precision
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @on_ranks(2)
-def test_model_converted_by_torchao_trains(compiler: str) -> None:
-    theirs, exact = _convert(_model(SHALLOW)), _model(SHALLOW)
+def test_model_converted_by_torchao_trains() -> None:
+    theirs = _convert(_model(SHALLOW))
     ours = copy.deepcopy(theirs)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        compiled = compile_sharded(ours, compiler=compiler)
+        compiled = compile_sharded(ours)
         compiled(_batch(0, dist.get_rank())).backward()
     assert any("modules are torchao's" in str(warning.message) for warning in caught)
-    for model in (theirs, exact):
-        losses = [model(_batch(0, rank)) for rank in range(dist.get_world_size())]
-        torch.stack(losses).mean().backward()
-    if compiler == "aot_eager":
-        assert_same(ours, theirs)
-    else:
-        assert_rounded("gradients", *map(full_grads, (ours, theirs, exact)))
+    losses = [theirs(_batch(0, rank)) for rank in range(dist.get_world_size())]
+    torch.stack(losses).mean().backward()
+    assert_same(ours, theirs)
 
 
 def _refuses(model: nn.Module, match: str, **options: Any) -> None:
