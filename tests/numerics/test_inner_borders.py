@@ -54,7 +54,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(7, 6)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ KEEP_INPUTS = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False)
 UNCAST = MixedPrecisionPolicy(BF16, cast_forward_inputs=False)
 ROUGH = MixedPrecisionPolicy(reduce_dtype=BF16, output_dtype=BF16)
 FLOAT_NORM = MixedPrecisionPolicy(param_dtype=FP32, output_dtype=BF16)
-BLOCKS = [f"blocks.{i}" for i in range(3)]
+BLOCKS = ["blocks.0", "blocks.1"]
 NORMS = [f"{name}.norm" for name in BLOCKS]
 
 
@@ -117,13 +117,10 @@ def _each(names: list[str], policy: MixedPrecisionPolicy) -> dict[str, MixedPrec
 
 CASES = {
     "every block": Case({"": HALF, **_each(BLOCKS, HALF)}, {"": HALF, "blocks.*": HALF}),
-    "every block by its name": Case({"": HALF, **_each(BLOCKS, HALF)}),
     "their list": Case({"": HALF, **_each(BLOCKS, HALF)}, {"": HALF, "blocks": HALF}),
     "blocks alone": Case(_each(BLOCKS, HALF), {"blocks.?": HALF}),
     "outputs are cast": Case({"": HALF, **_each(BLOCKS, OUT)}, {"": HALF, "blocks.*": OUT}),
-    "inputs are cast at one border": Case(
-        {"": HALF, "blocks.0": KEEP_INPUTS, "blocks.1": HALF, "blocks.2": HALF}
-    ),
+    "inputs are cast at one border": Case({"": HALF, "blocks.0": KEEP_INPUTS, "blocks.1": HALF}),
     "norms compute in float32": Case(
         {"": HALF, **_each(BLOCKS, HALF), **_each(NORMS, FLOAT_NORM)},
         {"": HALF, "blocks.*": HALF, "*norm": FLOAT_NORM},
@@ -157,7 +154,7 @@ def _train(case: Case) -> None:
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", **_arguments(case))
     compiled = torch.compile(ours, backend=backend, fullgraph=case.kind is not Breaking)
     optimizers = []
-    for step in range(4):
+    for step in range(2):
         batch = draw(Stack.batch, step)[dist.get_rank()]
         loss, expected = compiled(batch), theirs(batch)
         assert loss.dtype == expected.dtype and torch.equal(loss, expected)
@@ -192,7 +189,7 @@ def test_inner_policy_casts_with_inductor() -> None:
     fully_shard(exact, mesh=world_mesh())
     overrides = {"blocks.*": {"mp_policy": HALF}}
     compiled = compile_sharded(ours, compiler="inductor", mp_policy=HALF, overrides=overrides)
-    batches = [draw(Stack.batch, step)[dist.get_rank()] for step in range(4)]
+    batches = [draw(Stack.batch, step)[dist.get_rank()] for step in range(2)]
     trained = train_steps(compiled, ours, batches)
     assert_history_rounded(
         trained, *(train_steps(model, model, batches) for model in (theirs, exact))
