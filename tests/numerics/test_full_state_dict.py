@@ -284,7 +284,8 @@ def test_first_rank_loads_for_all_ranks(setup: str, saved: Path) -> None:
         ranks.run(2, _load, kind, (2,), options, saved)
 
 
-def _every_kind() -> None:
+@on_ranks(2)
+def test_parameters_of_every_kind() -> None:
     model, expected = graphshard.shard(Kinds(), world_mesh()), None
     if dist.get_rank() == 0:
         torch.manual_seed(77)
@@ -293,11 +294,6 @@ def _every_kind() -> None:
     state = graphshard.full_state_dict(model)
     if expected:
         _assert_equal(dict(state), expected)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_parameters_of_every_kind(world_size: int) -> None:
-    ranks.run(world_size, _every_kind)
 
 
 @on_ranks(2)
