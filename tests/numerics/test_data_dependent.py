@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphshard
-from tests import ranks
 from tests.models import Trainable
 from tests.numerics.compare import Twins, world_mesh
 from tests.ranks import on_ranks
@@ -84,15 +83,10 @@ class ReadsOfAChild(Mixture):
         return self.last(x).square().mean()
 
 
-def _train(kind: Trainable, steps: int) -> None:
-    Twins(kind(), fullgraph=False).train(kind.batch, steps)
-
-
-@pytest.mark.parametrize(
-    ("kind", "world_size"), [(Mixture, 2), (Mixture, 4), (EitherWeight, 2), (ReadsOfAChild, 2)]
-)
-def test_data_dependent_parameter_reads(kind: Trainable, world_size: int) -> None:
-    ranks.run(world_size, _train, kind, 6)
+@pytest.mark.parametrize("kind", [Mixture, EitherWeight, ReadsOfAChild])
+@on_ranks(2)
+def test_data_dependent_parameter_reads(kind: Trainable) -> None:
+    Twins(kind(), fullgraph=False).train(kind.batch, 6)
 
 
 class _Counted(nn.Module):
