@@ -96,10 +96,6 @@ def _grow(dynamic: bool | None) -> tuple[list[str], str]:
         auto=True, memory_budget_gb=ROWS_GB, node_cost=lambda _: SLOW_US
     )
     twins = Twins(GPT(), schedule=schedule, dynamic=dynamic)
-    if dynamic is None:
-        with pytest.raises(Exception, match="no strategy that auto=True tries fits"):
-            twins.compiled(GPT.batch(generator(0), rows=200, length=LENGTH))
-        torch._dynamo.reset()  # otherwise the next size is dynamic, as it is the second
     # The third batch has a new size on the first rank only. With static sizes, that rank recompiles
     # and must gather the same as its peer, which runs its first graph.
     for step, rows in enumerate([(16, 16), (32, 32), (12, 16), (32, 32)]):
@@ -111,7 +107,7 @@ def _grow(dynamic: bool | None) -> tuple[list[str], str]:
 
 
 def test_larger_batch_saves_less() -> None:
-    """Ranks agree for every size; smaller batches train even after one that does not fit."""
+    """Ranks agree for every size."""
     (ours, static), (theirs, _) = ranks.run(2, _grow, False)
     small, large, smaller = ours
     assert small == smaller != large and theirs == [small, large]
@@ -176,7 +172,10 @@ def _uneven() -> tuple[list[str], str]:
 
 
 def test_rank_with_a_larger_batch_saves_less() -> None:
-    """Only that rank recompiles, and it gathers the same as its peer."""
+    """Only that rank recompiles, and it gathers the same as its peer.
+
+    Smaller batches train even after one that does not fit.
+    """
     (ours, error), (theirs, own_error) = ranks.run(2, _uneven)
     assert len(ours) == 1 and len(theirs) == len({*ours, *theirs}) - 1 == 2
     assert all("all_params=True" in saving for saving in [*ours, *theirs])
