@@ -30,7 +30,7 @@ def test_the_json_of_a_dump_is_readable() -> None:
     raw = json.loads(by_hand().to_json())
     assert raw["version"] == 3 and raw["compiled"] == "0/0"
     assert raw["hardware"]["name"] == "wire"
-    assert raw["limits"] == {"cap": None, "in_flight": None, "peak": None}
+    assert raw["limits"] == {"cap": None, "in_flight": None, "peak": None, "reduce": "ring"}
     assert raw["plan"]["params"][0]["fqn"] == "up.weight"
     assert raw["predicted"] == {
         "total_us": 154.0,
