@@ -149,9 +149,9 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.graphshard.float8_mm.default)
 
 
 def _policy(counts: dict[str, int], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save as torchtitan's option "op" does.
+    """Choose which activations to save, as torchtitan's option "op" does.
 
-    It saves attention, every other matrix product, and reduce-scatters of tensor parallelism.
+    It saves attention, every second matrix product, and reduce-scatters of tensor parallelism.
     """
     if op in _PRODUCTS:
         name = "recomputed" if context.is_recompute else "forward"

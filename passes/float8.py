@@ -209,7 +209,7 @@ def _region(node: fx.Node) -> dict[str, Any]:
 
 
 def _once(emit: Call, emitted: dict[_CallKey, fx.Node]) -> Call:
-    """Wrap ``emit`` to return the node of the first call for repeated calls."""
+    """Wrap ``emit``: a call with the arguments of an earlier one returns the earlier node."""
 
     def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         lists = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args)

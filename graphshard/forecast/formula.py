@@ -53,8 +53,9 @@ def saved_bytes(
         ) from error
     if workload.unit != "tokens" or saved.free_symbols != {SAMPLES, TOKENS}:
         raise ValueError(
-            f"{workload.name}: the bytes saved are no formula of samples and tokens, "
-            "because its graph is valid for some sizes only, or its inputs are not tokens"
+            f"{workload.name}: the bytes that forward saves cannot be a formula of samples and "
+            "tokens, because its graph is valid for some sizes only, or its inputs are not tokens: "
+            "omit --formula"
         )
     return saved
 

@@ -77,7 +77,7 @@ def add_host_copies(
 
 
 def _copies_to_device(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Return copies that are launched and waited for where their data is due, in due order."""
+    """Return the copies to the device, each launched and waited for where its data is due."""
     copies = [
         _copy_of_shards(problem, bucket, TransferKind.COPY_TO_DEVICE, bucket.launch)
         for bucket in buckets

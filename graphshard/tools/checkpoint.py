@@ -139,9 +139,9 @@ class Checkpoint:
             return torch.load(stored, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"{self._folder}: {name!r} is damaged, or holds more than tensors, numbers, "
-                "strings and containers, which could run code when loaded: exclude it with --key, "
-                "or load it with torch.distributed.checkpoint if you trust it"
+                f"{self._folder}: {name!r} is damaged, or holds objects that could run code when "
+                "loaded (others than tensors, numbers, strings and containers): exclude it with "
+                "--key, or load it with torch.distributed.checkpoint if you trust it"
             ) from error
 
     def load_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -77,7 +77,7 @@ def by_torch_save_of_optimizer(model: Model, path: str) -> None:
 
 
 def _save_alone(others: Any, alone: int, save: Any, path: str) -> str:
-    """Return the error of the rank that saves; "" on the others."""
+    """Save on rank `alone` while the others run `others`; return its error, "" on the others."""
     model = Model()
     graphshard.shard(model)
     if dist.get_rank() == alone:

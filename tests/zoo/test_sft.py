@@ -1,7 +1,7 @@
-"""TRL's `SFTTrainer` with `ShardedTrainerMixin` as its first base class trains like its DDP.
+"""TRL's `SFTTrainer` with `ShardedTrainerMixin` trains like `SFTTrainer` under DDP.
 
-It uses its defaults, bfloat16 and activation checkpointing. Its loss reads the head's weight
-outside of the module, in eager Python.
+The trainer keeps its defaults, which include bfloat16 and activation checkpointing. Its loss reads
+the head's weight outside of the module, in eager Python.
 """
 
 from __future__ import annotations

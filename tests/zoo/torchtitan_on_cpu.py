@@ -66,7 +66,7 @@ def _texts(_: str) -> Dataset:
 
 
 def _small(make: Callable[..., Any], tied: bool) -> Callable[..., Any]:
-    """Wrap a function that returns a model config to shrink the model for CPUs."""
+    """Wrap `make`, which returns a model config, so that the model is small enough for CPUs."""
 
     def made(**kwargs: Any) -> Any:
         config = make(**kwargs)
