@@ -339,7 +339,7 @@ def test_invalid_option_is_refused(name: str, value: Any) -> None:
 
 
 def test_shard_refuses_an_optimizer() -> None:
-    with pytest.raises(ValueError, match="model is a SGD: pass the nn.Module"):
+    with pytest.raises(ValueError, match=r"model is a SGD: pass the nn\.Module"):
         graphshard.shard(torch.optim.SGD(MLP().parameters()))  # type: ignore[arg-type]
 
 
