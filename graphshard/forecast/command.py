@@ -46,17 +46,18 @@ def _plan(args: argparse.Namespace) -> int:
     batch, recipe, machine = BatchShape.parse(args.batch), _recipe(args), _cluster(args)
     if args.largest:
         return _print_largest(args, batch, recipe, machine)
-    tables, traced = [], None
-    if args.search:
+    for option in (name for name in ("search", "formula") if getattr(args, name)):
         if args.model.rpartition(":")[0].endswith(".py"):
             raise ValueError(
-                f"--search: cannot vary the batch size of {args.model}: pass a config, not a "
+                f"--{option}: cannot vary the batch size of {args.model}: pass a config, not a "
                 "function"
             )
 
-        def make_workload(size: int) -> Workload:
-            return _workload(args, batch._replace(size=size))
+    def make_workload(size: int) -> Workload:
+        return _workload(args, batch._replace(size=size))
 
+    tables, traced, saved = [], None, ""
+    if args.search:
         dtypes = None if args.dtype is None else (args.dtype,)
         result = search(
             make_workload,
@@ -72,10 +73,11 @@ def _plan(args: argparse.Namespace) -> int:
         best = result.best
         batch, recipe = batch._replace(size=best.microbatch), best.recipe
         tables, traced = [result.table()], best.traced
-    workload = _workload(args, batch)
-    shown = forecast(workload, recipe, machine, _show_progress, traced)
+    workload = make_workload(batch.size)
     if args.formula:
-        shown = dataclasses.replace(shown, saved=_saved(args, batch, recipe, machine))
+        saved = formula_text(saved_bytes(make_workload, recipe, machine, _show_progress))
+    shown = forecast(workload, recipe, machine, _show_progress, traced)
+    shown = dataclasses.replace(shown, saved=saved)
     _write("--json", args.json, shown.to_json)
     _write("--html", args.html, lambda: forecast_page(shown, tables))
     _show_progress("")
@@ -94,20 +96,6 @@ def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:
         raise ValueError(f"--tp-plan {args.tp_plan}: set --tp as well")
     script, _, function = args.tp_plan.rpartition(":")
     return dataclasses.replace(workload, parallelize=load_function(script, function))
-
-
-def _saved(args: argparse.Namespace, batch: BatchShape, recipe: Recipe, machine: Cluster) -> str:
-    if not is_config(args.model):
-        raise ValueError(
-            f"--formula: cannot vary the batch size of {args.model}: pass a config, not a function"
-        )
-    if recipe.dtype == "fp8":
-        raise ValueError("--formula with fp8: whether linears use fp8 depends on sizes; use bf16")
-
-    def make_workload(num_samples: int) -> Workload:
-        return _workload(args, batch._replace(size=num_samples))
-
-    return formula_text(saved_bytes(make_workload, recipe, machine, _show_progress))
 
 
 def _print_largest(

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from operator import add
 from typing import TypeVar
 
+import sympy
+
 from ..planning.plan import PlanParam, Problem, Transfer, UserCollective
 from .trace import HeldMemory, StepGraph, TracedStep
 
-_Number = TypeVar("_Number", int, float)
+_Number = TypeVar("_Number", int, float, sympy.Expr)
 
 
 class NotPeriodicError(ValueError):
@@ -60,7 +62,7 @@ def deepen(short: TracedStep, longer: TracedStep, periods: int, layers: Layers) 
     graphs = [_deepened(a, b, periods, layers) for a, b in zip(short.graphs, longer.graphs)]
     a, b = dataclasses.asdict(short.held), dataclasses.asdict(longer.held)
     held = HeldMemory(**{name: _extrapolate(a[name], b[name], periods) for name in a})
-    saved = short.saved + periods * (longer.saved - short.saved)
+    saved = _extrapolate(short.saved, longer.saved, periods)
     return TracedStep(tuple(graphs), held, saved)
 
 

@@ -33,11 +33,15 @@ def saved_bytes(
         An expression of ``SAMPLES`` and ``TOKENS``, the length of a sample.
 
     Raises:
-        ValueError: the inputs have no tokens, a graph is valid for some sizes only, or torch cannot
-            trace it with symbolic sizes.
+        ValueError: the recipe uses fp8, the inputs have no tokens, a graph is valid for some sizes
+            only, or torch cannot trace it with symbolic sizes.
     """
+    if recipe.dtype == "fp8":
+        raise ValueError("--formula with fp8: whether linears use fp8 depends on sizes; use bf16")
     num_samples = 2  # torch specializes graphs on a size of 1
     workload = make_workload(num_samples)
+    if workload.unit != "tokens":
+        raise ValueError(f"{workload.name}: the inputs are not tokens: omit --formula")
     if workload.tokens == num_samples**2:  # trace tells the two by their sizes
         num_samples = 3
         workload = make_workload(num_samples)
@@ -51,11 +55,10 @@ def saved_bytes(
             f"{workload.name}: torch cannot trace this model with symbolic sizes: "
             f"{str(error).strip().splitlines()[0]}"
         ) from error
-    if workload.unit != "tokens" or saved.free_symbols != {SAMPLES, TOKENS}:
+    if saved.free_symbols != {SAMPLES, TOKENS}:
         raise ValueError(
             f"{workload.name}: the bytes that forward saves cannot be a formula of samples and "
-            "tokens, because its graph is valid for some sizes only, or its inputs are not tokens: "
-            "omit --formula"
+            "tokens, because the model's graph is valid for some sizes only: omit --formula"
         )
     return saved
 

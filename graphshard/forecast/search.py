@@ -4,7 +4,7 @@ For each precision and microbatch size, with all layers or none recomputed, one 
 ZeRO-2, HSDP and offload, which differ only in where shards are held. hpZ on several nodes takes
 another trace, and so does DDP if replicas could fit. Offload and partial recomputation cost time:
 they are planned only where ZeRO-3 does not fit without them. Each degree of tensor parallelism
-takes its own traces, of which there are few: only the largest microbatch that fits is planned.
+takes its own traces, but only a few: it is planned with the largest microbatch that fits alone.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class PlanConsensus:
         """Return the plans that all ranks follow instead of ``plans``.
 
         Args:
-            context: text of everything that plans depend on besides the graph.
+            context: text of everything other than the graph that plans depend on.
             groups: names of the process groups of all ranks that have this graph.
 
         Raises:

@@ -248,10 +248,11 @@ def _bucket_row(dump: Dump, i: int) -> _Row:
 
 def _reduced_by(dump: Dump, i: int) -> str:
     """Return how a bucket is reduced, and the time of the alternative; "" if there is none."""
-    problem, bucket, cost_model = dump.plan.problem, dump.plan.buckets[i], CostModel(dump.hardware)
+    problem, bucket = dump.plan.problem, dump.plan.buckets[i]
     members = sorted(bucket.transfers)
     if bucket.kind != TransferKind.REDUCE_SCATTER or not may_exchange(problem, members):
         return ""
+    cost_model = CostModel(dump.hardware)
     span = bucket.launch, bucket.wait
     ring, exchange = (
         bucket_cost(

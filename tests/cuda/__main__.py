@@ -49,7 +49,7 @@ Two strategies launch more kernels than unsharded models, and exceed the bound o
 copies each weight that backward gathers again into its own shard and pads its rows; a replicated
 parameter is cast separately, not with a bucket. A step may need more memory than FSDP2's (llama,
 ZeRO-3 at 1,024 ranks: 1,663 MB against 1,422): with so many ranks, latency dominates the cost of a
-collective, so the planner chooses few large buckets, each of which is gathered at once.
+collective, so the planner chooses a few large buckets and gathers each at once.
 `SchedulePolicy(memory_budget_gb=...)` limits that memory.
 
 Bugs that these checks found, all fixed: fp8 matmul layouts that cuBLASLt rejects; copy-in and

@@ -147,7 +147,7 @@ def test_search_with_fixed_tensor_parallelism(capsys: pytest.CaptureFixture[str]
     options = ["--gpus", "16", "--batch", "1x32", "--device", "A100-40GB", "--search", "--tp", "2"]
     assert _plan(LLAMA, *options) == 0
     out = capsys.readouterr().out
-    # The strategies count pairs of GPUs, of which a node has four.
+    # The strategies count pairs of GPUs; a node has four pairs.
     rows = set(re.findall(r"^(\w+(?::\d)?) +(\d) +bf16 ", out, re.M))
     allowed = {(strategy, "2") for strategy in ("zero3", "zero2", "hsdp:4", "hpz:4")}
     assert rows and rows <= allowed
