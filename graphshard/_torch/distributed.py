@@ -47,11 +47,21 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     # The import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    forget_shardings()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        forget_shardings()
+
+
+def forget_shardings() -> None:
+    """Clear what DTensor remembers of the shardings of operators, with their meshes."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    # Meshes compare equal whatever their groups are: one of a world that has ended would be used.
+    _clear_sharding_prop_cache()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

@@ -47,6 +47,12 @@ def test_shards_of_split_parameters() -> None:
             assert transfer.replica_stride == (4 if reduces else 1)
 
 
+def test_groups_of_an_earlier_trace_are_not_used() -> None:
+    # The meshes of both tensor-parallel axes are equal, but one group has another name.
+    assert _trace(Recipe("zero3", tp=2)).graphs
+    assert _trace(RECIPE).graphs
+
+
 def test_ranks_that_share_a_batch_count_its_tokens_once() -> None:
     forecast = make_forecast(_trace(RECIPE), RECIPE, cluster("H100", 8), model="", tokens=64)
     assert forecast.tokens == 4 * 64
