@@ -1,4 +1,4 @@
-"""Links that this machine does not have.
+"""Links that this machine lacks: modelled wires, and links between network namespaces.
 
 ``with_wire`` describes a modelled wire to the planner; ``modelled_group`` and ``tests.recording``
 run collectives on one. ``between_namespaces`` joins two network namespaces by a real link.
@@ -170,7 +170,7 @@ class _GpuLink:
         self._stream = torch.cuda.Stream()
 
     def launch(self, outputs: Tensors, inputs: Tensors, num_bytes: int) -> dist.Work:
-        """Run after the work on the current stream; tensors stay alive until ``wait``."""
+        """Launch a collective after the work on the current stream; keep tensors until ``wait``."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._run_kernel(outputs, inputs, self._wire.seconds(num_bytes))
@@ -187,7 +187,7 @@ class _CpuLink:
         self._wire, self._free_at = wire, 0.0
 
     def launch(self, outputs: Tensors, inputs: Tensors, num_bytes: int) -> dist.Work:
-        """Copy now; the link is occupied from now on, or once it is free."""
+        """Copy now, and occupy the link from now on, or once it is free."""
         for output, sent in zip(outputs, inputs):
             _fill(output.view(-1), sent.reshape(-1))
         start = max(self._free_at, time.perf_counter())

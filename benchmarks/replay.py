@@ -57,7 +57,7 @@ WAIT_US = 20.0
 
 
 class Times(NamedTuple):
-    """Milliseconds of a graph in total, and those in which compute waits."""
+    """Milliseconds of a graph: in total, and while compute waits for communication."""
 
     total_ms: float
     exposed_ms: float

@@ -131,7 +131,7 @@ def resume(out: Path, model: nn.Module, optim: torch.optim.Optimizer, cosine: La
 
 
 def peak_tflops(args: argparse.Namespace) -> float | None:
-    """Return the TFLOP/s of this device in ``args.dtype``; None if they are not known."""
+    """Return the peak TFLOP/s of this device in ``args.dtype``, or None if unknown."""
     if args.peak or args.device.type != "cuda" or args.dtype != torch.bfloat16:
         return args.peak
     name = torch.cuda.get_device_name()

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import graphshard
 
-# --- the task: replace it by yours --------------------------------------------------------------
+# --- the task: replace it with yours --------------------------------------------------------------
 
 NAME, LENGTH = "Qwen/Qwen3-0.6B", 512  # a name on the Hub, or a folder
 

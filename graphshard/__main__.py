@@ -1,6 +1,6 @@
 """The command line: ``graphshard COMMAND``, or ``python -m graphshard COMMAND``.
 
-A command has a function that declares its arguments, and a module that is imported to run it.
+Each command has a function that declares its arguments, and a module imported only to run it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from . import __version__, arguments
 
-# Name of a command: function of its arguments, "module:function" that runs it, and help text.
+# Per command: function that declares its arguments, "module:function" that runs it, help text.
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] = {
     "plan": (
         arguments.add_plan,

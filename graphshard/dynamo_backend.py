@@ -207,8 +207,8 @@ class Backend:
     def predicted_exposure(self) -> float:
         """Return the predicted fraction of step time that compute waits for communication.
 
-        Every forward and backward graph compiled so far counts once; the result is 0 without any.
-        The prediction is for ``schedule.hardware``.
+        Every forward and backward graph compiled so far counts once; the result is 0 if there are
+        none. The prediction is for ``schedule.hardware``.
         """
         return exposure([dump for graph in self._graphs for dump in graph.dumps])
 
@@ -223,7 +223,7 @@ class Backend:
         return "\n\n\n".join([tables, *tried, *filter(None, self._padding)])
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers for a logger in a flat dictionary; nothing is measured for it.
+        """Return numbers to log, as a flat dictionary, without measuring anything.
 
         ``compile_s`` is the wall time of all compiles so far, of ``num_compiles`` Dynamo graphs.
         ``num_recompiles`` of these replaced code whose guards had failed, and ``num_cache_hits``
@@ -261,7 +261,7 @@ class Backend:
     def _shard_plain_inputs(
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall
     ) -> bool:
-        """Shard the models that own full parameters among the inputs; return whether any were."""
+        """Shard the models that own full parameters among the inputs; return whether any exist."""
         seen: dict[int, str] = {}
         for source, value in zip(sources(gm), inputs, strict=True):
             ignored = not is_plain(value) or value in self.options.ignored_params

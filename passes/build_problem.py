@@ -333,7 +333,7 @@ def shard_bytes(graph: fx.Graph) -> int:
 
 
 def saved_bytes(graph: fx.Graph) -> int | torch.SymInt:
-    """Return the bytes of what forward saves for a backward graph; symbolic if sizes are."""
+    """Return the bytes that forward saves for a backward graph; symbolic if sizes are."""
     inputs = graph.find_nodes(op="placeholder")
     saved = [node for node in inputs if not _is_shard(node) and not is_tangent(node)]
     values = [node.meta.get("val") for node in saved]

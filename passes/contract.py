@@ -58,7 +58,7 @@ class PassContext:
         choose_kept: chooses parameters to keep unsharded (``planning.keep_unsharded``).
         choose_offloaded: chooses activations to offload (``planning.offload``).
         plan_buckets: plans the buckets of a graph (``planning.search``).
-        is_worth_sharing: decides whether to compile these regions once (``planning.repeats``).
+        is_worth_sharing: decides whether to compile equal regions once (``planning.repeats``).
         problems: problems of both partitioned graphs, or None once the graphs have changed.
         kept: names of forward's nodes that are saved unsharded.
         plan: plan of the graph, once ``lower`` has run.

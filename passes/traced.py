@@ -132,7 +132,7 @@ def _use_input(read: fx.Node) -> None:
 
 def use_dense_gradients(gm: fx.GraphModule, context: PassContext) -> None:
     """Set ``sparse=False`` on embeddings of sharded weights, in place."""
-    # The reduction of a gradient takes a dense tensor.
+    # The reduction of a gradient requires a dense tensor.
     # A placeholder of a body may be a full parameter; it then has the storage of its read.
     inputs = set(map(traced_storage, gm.graph.find_nodes(op="placeholder")))
     for part in graph_modules(gm):

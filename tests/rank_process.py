@@ -54,7 +54,7 @@ CONFIGS = ["torch._dynamo.config", "torch._functorch.config", "torch._inductor.c
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank returned no result."""
+    """Reason why a rank returned no result."""
 
     rank: int
     text: str  # the traceback, or what happened to the rank

@@ -29,7 +29,7 @@ _TRACED = "_graphshard_traced_parameters"  # attribute of an ``OutputGraph``
 
 
 class GatheredParameter(nn.Parameter):
-    """A gathered tensor that eager parts of forward see as a leaf and may register."""
+    """A gathered parameter that eager code sees as a leaf and may register on a module."""
 
     # With a plain tensor, slicing an ``nn.ParameterList`` would create new parameters, which get no
     # gradient.

@@ -208,7 +208,7 @@ def saved_tensors(node: Any) -> list[torch.Tensor]:
 
 
 def saves_unpacked() -> bool:
-    """Return whether autograd saves tensors themselves, without a hook that packs them."""
+    """Return whether autograd saves tensors for backward as they are, without a pack hook."""
     # See ``saved_tensors_hooks`` in torch/autograd/graph.py. Reading a tensor that a
     # ``torch.utils.checkpoint`` hook has packed would recompute it.
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is None

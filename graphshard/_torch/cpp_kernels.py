@@ -11,7 +11,7 @@ remain to be lowered, one core is reserved for that. The first step of a GPT of 
                               a.cpp
 
 GPU kernels are left alone: they compile in separate processes, without such headers, and Inductor
-adds them to its cache where it waits for them.
+adds them to its cache when it waits for them.
 
 Relies on ``AsyncCompile`` (torch/_inductor/async_compile.py), created by a graph's generated code,
 and on ``CppPythonBindingsCodeCache`` (torch/_inductor/codecache.py), which compiles for it.
@@ -72,7 +72,7 @@ def few_cpp_files(num_graphs: int) -> Iterator[None]:
 
 
 class _FewFiles(AsyncCompile):
-    """An ``AsyncCompile`` for the kernels of one graph."""
+    """An ``AsyncCompile`` that merges the kernels of one graph into few files."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -57,15 +57,15 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def forget_shardings() -> None:
-    """Clear what DTensor remembers of the shardings of operators, with their meshes."""
+    """Clear DTensor's cache of operator shardings, which refer to meshes."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    # Meshes compare equal whatever their groups are: one of a world that has ended would be used.
+    # Meshes with different groups compare equal: DTensor would reuse one of a destroyed world.
     _clear_sharding_prop_cache()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return a second connection to the group's store, or the store itself without ``clone``."""
+    """Return a new connection to the group's store, or the store itself if it has no ``clone``."""
     # ``_world`` keeps the store. The shared connection may be blocked by another thread.
     store = dist.distributed_c10d._world.pg_map[group][1]
     return store.clone() if hasattr(store, "clone") else store
@@ -155,7 +155,7 @@ def num_started(group: str) -> int | None:
 
 
 def _user_line(frame: FrameType) -> str:
-    # Return the innermost line outside of torch.
+    """Return ``file:line`` of the innermost frame outside of torch."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

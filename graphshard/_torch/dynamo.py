@@ -309,20 +309,20 @@ def freed_on_reset(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _FreedOnReset:
-    """A callable whose function can be dropped."""
+    """A callable that releases its function on ``torch._dynamo.reset()``."""
 
     # No __dict__: Dynamo's own wrapper would copy its entries and keep the function alive.
     __slots__ = ("__weakref__", "code", "function")
 
     def __init__(self, function: Callable[..., Any], code: weakref.ref[CodeType]) -> None:
-        self.function, self.code = function, code  # ``code``: of the frame that calls ``function``
+        self.function, self.code = function, code  # code of the frame that calls ``function``
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
 
 
 class _OnReset:
-    """A start callback without effect, which lives until ``reset()`` drops all callbacks."""
+    """A no-op start callback whose finalizer runs when ``reset()`` drops all callbacks."""
 
     def __init__(self) -> None:
         self.wrappers: weakref.WeakSet[_FreedOnReset] = weakref.WeakSet()

@@ -94,7 +94,7 @@ def options_of_plans(device: torch.device) -> dict[str, Any]:
 
 
 def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a user's Inductor options without any that would move collectives, and warn."""
+    """Drop a user's Inductor options that would move collectives, with a warning."""
     undone = [f"{name}={asked[name]}" for name in KEEP_ORDER if asked.get(name, False)]
     if undone:
         warnings.warn(

@@ -164,7 +164,7 @@ class CostModel:
         return moved_us + self.hardware.launch_us
 
     def _hops_us(self, world: int, stride: int) -> float:
-        """Return the time that the ``world - 1`` steps of a ring take apart from bytes."""
+        """Return the total latency of the ``world - 1`` steps of a ring."""
         num_nodes = self._num_nodes(world, stride)
         intra, inter = self.hardware.intra, self.hardware.inter
         return (world - num_nodes) * intra.hop_us + (num_nodes - 1) * inter.hop_us
@@ -193,7 +193,7 @@ class CostModel:
 
 
 def _all_to_all_us(link: Interconnect, num_bytes: float, num_sharing: int) -> float:
-    """Return the time in which ranks send ``num_bytes`` each.
+    """Return the time of an all-to-all in which each rank sends ``num_bytes``.
 
     Args:
         num_sharing: number of ranks that share the bandwidth of a ring.

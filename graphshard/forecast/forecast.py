@@ -57,7 +57,8 @@ class Forecast:
         notes: assumptions of the forecast.
         recomputed: layers that backward recomputes, as in "model.layers[:3]"; empty unless
             ``recipe.recompute`` is between 0 and 1.
-        saved: formula of what forward saves for backward, as ``--formula`` prints it, or "".
+        saved: formula for the size of the tensors saved for backward, as ``--formula`` prints it,
+            or "".
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Express the size of what forward saves for backward as a formula of samples and tokens."""
+"""Express the size of the tensors saved for backward as a formula in samples and tokens."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ def saved_bytes(
     cluster: Cluster,
     progress: Progress = lambda text: None,
 ) -> sympy.Expr:
-    """Return the bytes that forward saves for backward on a rank, for microbatches of any size.
+    """Return a formula for the bytes that a rank saves for backward, for any microbatch size.
 
     One trace with symbolic sizes serves all microbatches. Where layers repeat, shallow copies are
     traced, and the formula is extrapolated to the depth of the model.
 
     Args:
-        make_workload: function that takes a number of samples, each of the same length.
+        make_workload: function that takes a number of samples and returns a workload; samples have
+            equal length.
 
     Returns:
         An expression of ``SAMPLES`` and ``TOKENS``, the length of a sample.
 
     Raises:
-        ValueError: the recipe uses fp8, the inputs have no tokens, a graph is valid for some sizes
-            only, or torch cannot trace it with symbolic sizes.
+        ValueError: the recipe uses fp8, the inputs are not tokens, a graph is valid only for some
+            sizes, or torch cannot trace it with symbolic sizes.
     """
     if recipe.dtype == "fp8":
         raise ValueError("--formula with fp8: whether linears use fp8 depends on sizes; use bf16")
@@ -42,7 +43,7 @@ def saved_bytes(
     workload = make_workload(num_samples)
     if workload.unit != "tokens":
         raise ValueError(f"{workload.name}: the inputs are not tokens: omit --formula")
-    if workload.tokens == num_samples**2:  # trace tells the two by their sizes
+    if workload.tokens == num_samples**2:  # ``trace`` distinguishes the two by size
         num_samples = 3
         workload = make_workload(num_samples)
     symbols = {num_samples: SAMPLES, workload.tokens // num_samples: TOKENS}
@@ -57,8 +58,8 @@ def saved_bytes(
         ) from error
     if saved.free_symbols != {SAMPLES, TOKENS}:
         raise ValueError(
-            f"{workload.name}: the bytes that forward saves cannot be a formula of samples and "
-            "tokens, because the model's graph is valid for some sizes only: omit --formula"
+            f"{workload.name}: the bytes saved for backward are not a formula in samples and "
+            "tokens, because the model's graph is valid only for some sizes: omit --formula"
         )
     return saved
 

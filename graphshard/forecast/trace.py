@@ -107,8 +107,8 @@ class TracedStep:
 
     Attributes:
         graphs: graphs of the step, in compilation order.
-        saved: size of what forward saves for backward, in bytes, as an expression of the symbols
-            that ``trace`` was given.
+        saved: size of the tensors saved for backward, in bytes, as an expression of the ``symbols``
+            passed to ``trace``.
         notes: notes on how the step was traced.
     """
 
@@ -315,7 +315,7 @@ class _GraphReader:
         self._named.update(self._names_in(graph))
         if kind == GraphKind.BACKWARD:
             saved = size_expr(saved_bytes(graph)).subs(self._named)
-            # What remains are sizes of random states, 16 bytes on a GPU, for recomputation.
+            # The other symbols are sizes of RNG states for recomputation, 16 bytes on a GPU.
             others = saved.free_symbols - {*self._symbols.values()}
             self.saved += saved.subs(dict.fromkeys(others, 0))
 

@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 
 def take(key: torch.Tensor) -> torch.Tensor | None:
-    """Take the total of the accumulator with that key; return None if there is none."""
+    """Remove and return the total of the accumulator with this ``key``, or None if it has none."""
     accumulator = _accumulators.get(int(key))
     return None if accumulator is None else accumulator.take()
 
@@ -52,9 +52,10 @@ class Accumulator:
         self.stand_in.grad = grad if self.total is None else self.total + grad
 
     def take(self) -> torch.Tensor | None:
-        """Take the total away until the end of this backward, successful or not.
+        """Remove and return the total, or None if there is none.
 
-        It is put back then, unless ``drop_taken`` was called.
+        The total is restored when this backward ends, successful or not, unless ``drop_taken`` is
+        called.
         """
         total = self.total
         if total is not None:
@@ -65,7 +66,7 @@ class Accumulator:
         return total
 
     def drop_taken(self) -> None:
-        """Forget the totals that this backward has taken, which have reached their parameter."""
+        """Drop the totals taken in this backward, because their parameter has received them."""
         self._taken.pop(current_backward(), None)
 
     def _put_back(self, backward: int) -> None:

@@ -28,7 +28,7 @@ from .nodes import Call, Value, run, value_of
 
 TENSORWISE, ROWWISE = RECIPES = ("tensorwise", "rowwise")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-DTYPES = (torch.bfloat16, torch.float32)  # of matrices that may be cast to fp8, and of products
+DTYPES = (torch.bfloat16, torch.float32)  # accepted for inputs and results of fp8 products
 
 _EPS = 1e-12  # smallest amax, as in torchao/float8/float8_utils.py
 _EXPONENT = 0x7F800000  # exponent bits of a float32
@@ -47,7 +47,7 @@ def is_of_torchao(value: object) -> bool:
 
 @functools.cache
 def float8_error(device_type: str, recipe: str) -> str | None:
-    """Return the error of fp8 products on a device, or None if it can compute them."""
+    """Return the error to raise for fp8 products on a device, or None if it supports them."""
     values = torch.ones(ALIGNMENT, ALIGNMENT, dtype=torch.bfloat16, device=device_type)
     try:
         weight = quantized(run, values, E4M3, recipe, 1)

@@ -155,7 +155,7 @@ def _local_amax_fake(
 
 @implement(own_rows)
 def _own_rows(full: torch.Tensor, group: str) -> torch.Tensor:
-    """Return this rank's ``[rows, 1]`` of ``[1, rows of all ranks' padded shards]``."""
+    """Return this rank's rows as ``[rows, 1]``; ``full`` is ``[1, rows of all padded shards]``."""
     process = process_group(group)
     return full.view(process.size(), -1, 1)[process.rank()].clone()
 

@@ -32,7 +32,7 @@ lower_as_collective(copy_to_host)
 
 
 def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tensor:
-    """Return ``tensor``, copied to this kind of host memory unless it is already there or meta."""
+    """Copy ``tensor`` to this kind of host memory, unless it is there already or on meta."""
     if not host_memory or tensor.is_meta:
         return tensor
     tensor = tensor.cpu()
@@ -40,7 +40,7 @@ def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tenso
 
 
 class _Launch:
-    """Copies before one event, and the streams that have waited for them."""
+    """Copies launched before an event, and the streams that have waited for that event."""
 
     def __init__(self, event: torch.Event, device: torch.device) -> None:
         self._event, self._device = event, device

@@ -32,7 +32,7 @@ _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 
 def wait_in_flight_on_error(compiled: Callable[..., R]) -> Callable[..., R]:
-    """Wrap a compiled graph to leave nothing in flight after an error in it or its backward."""
+    """Wrap a compiled graph to wait for all collectives in flight if it or its backward raises."""
     is_first = True
 
     def run(*args: object) -> R:

@@ -107,7 +107,7 @@ class MarkerSpec:
         return call(self.op(), *self.arguments())
 
     def collective_input(self) -> CollectiveInput:
-        raise AssertionError(f"{self.name} sends nothing")
+        raise AssertionError(f"{self.name} has no collective")
 
 
 @dataclass(frozen=True)
@@ -227,12 +227,12 @@ class ReduceGradSpec(MarkerSpec):
 
     @property
     def _is_narrow(self) -> bool:
-        """Whether the gradient takes fewer bytes than in the dtype of its reduction."""
+        """Whether the gradient has a narrower dtype than its reduction."""
         grad = value_of(self.grad)
         return grad.dtype.itemsize < used_dtype(grad, self.reduce_dtype).itemsize
 
     def collective_input(self, *, exchanges: bool = False) -> CollectiveInput:
-        """Return what the collective sends.
+        """Return the input of the collective that replaces this marker.
 
         Args:
             exchanges: whether ranks exchange rows and each sums its own, whatever the backend.

@@ -44,7 +44,7 @@ class _Stepped(NamedTuple):
 
 
 class _MeshPlan(NamedTuple):
-    """Matrices whose rows one mesh holds, and their distribution over its ranks."""
+    """Matrices sharded over one mesh, and their assignment to its ranks."""
 
     groups: MeshGroups
     matrices: list[_Stepped]

@@ -118,7 +118,7 @@ def _sharded(module: nn.Module, name: str) -> ShardedParam:
     if sharded_param is None:
         raise BackendError(
             f"parameter {name!r} of a {type(module).__name__} has no shard, because the module "
-            "was not copied with copy.deepcopy: use copy.deepcopy"
+            "was copied without copy.deepcopy: use copy.deepcopy"
         )
     return sharded_param
 

@@ -59,7 +59,7 @@ from .sharded_param import sharded_model_of, sharded_param_of
 
 
 class Sharder(Protocol):
-    """The methods of ``Backend`` that shard; see that class for docstrings."""
+    """Interface of ``Backend`` that this module uses; see that class for docstrings."""
 
     options: Options
     forward_check: ForwardCheck

@@ -61,7 +61,7 @@ def find_root(
     """Return the outermost module that holds ``param``, and whether its forward is running.
 
     Raises:
-        BackendError: no module that the compiled code names holds ``param``.
+        BackendError: the compiled code refers to no module that holds ``param``.
     """
     # The compiled module; outer modules whose forward Dynamo left to Python; and, if a function is
     # compiled, the modules on the path of the parameter's source.

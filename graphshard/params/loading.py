@@ -132,8 +132,8 @@ def _check_origin(saved: DeviceMesh, spec: ParamSpec, name: str, advice: str) ->
     their_ranks, ranks = saved.mesh.tolist(), own.mesh.tolist()
     if their_ranks != ranks:
         raise BackendError(
-            f"{name!r} is a shard of a model over the ranks {their_ranks}, but this one is sharded "
-            f"over {ranks}: {remedy}"
+            f"{name!r} is a shard of a model over the ranks {their_ranks}, but this model is "
+            f"sharded over {ranks}: {remedy}"
         )
     theirs, ours = saved.get_coordinate(), own.get_coordinate()
     if theirs is None or ours is None:

@@ -55,12 +55,12 @@ Marker: TypeAlias = UnshardSpec | ReplicateSpec
 
 
 class Reading(NamedTuple):
-    """How an accessor reads a parameter.
+    """Arguments of an accessor, the property that reads a parameter.
 
     Attributes:
         marker: marker that unshards the parameter, with names of attributes instead of tensors.
         dim: dimension whose slices are the rows.
-        tensor_parallel: how to make a DTensor of the result, or None.
+        tensor_parallel: arguments for wrapping the result in a DTensor, or None.
     """
 
     marker: Marker

@@ -37,7 +37,7 @@ from .mesh import MeshGroups
 
 
 class TensorParallel(NamedTuple):
-    """How forward reads a parameter as a DTensor: arguments of ``DTensor.from_local``."""
+    """Arguments of ``DTensor.from_local`` with which forward wraps a gathered parameter."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -58,7 +58,7 @@ class TensorParallel(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """How a parameter is split, gathered and used, and how its gradient is reduced.
+    """Sharding, gathering and use of a parameter, and reduction of its gradient.
 
     Attributes:
         shape: full shape, with dimensions in the model's order.
@@ -199,14 +199,14 @@ class ParamSpec:
         return self.padded_shard_of(self.unsharded(full))
 
     def unsharded(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the part to shard of ``full``, a plain tensor or a DTensor on the TP mesh."""
+        """Return the unsharded tensor of ``full``, a plain tensor or a DTensor on the TP mesh."""
         if isinstance(full, DTensor):  # communicates if its placements differ, as gradients' may
             detached: Any = full.detach()
             return local_tensor(detached.redistribute(placements=self.tp_placements))
         return full.detach()[self.tp_part]
 
     def padded_shard_of(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's part of :meth:`unsharded`, like :meth:`padded_shard`."""
+        """Copy this rank's part of ``unsharded`` to a padded shard, in host memory if offloaded."""
         if self.rows is None:
             stays = unsharded.device.type in ("meta", self.mesh.device_type)
             device = unsharded.device if stays else self.groups.device

@@ -6,7 +6,7 @@ the full copy is freed: peak memory is the full model plus one parameter.
 
     find_plain_params ─► PlainParam of each parameter       plain_params.py
     find_error        ─► its ParamSpec, or an error         checks.py, param_spec.py
-    full parameter    ─► ParamSpec.padded_shard ─► ShardedParam.attach: the shard that graphs take,
+    full parameter    ─► ParamSpec.padded_shard ─► ShardedParam.attach: the shard that graphs use,
                          and a DTensor whose local tensor is a view of it       sharded_param.py
     install           ─► the class that reads it by a marker op                 module_class.py
 """

@@ -1,11 +1,11 @@
-"""A sharded parameter: the DTensor that users see, linked to the plain shard that graphs take.
+"""A sharded parameter: the DTensor that users see, linked to the plain shard that graphs use.
 
     module._parameters["weight"] ──► DTensor (Shard(0)) ──► local tensor
                                         ▲                      │ view of the first rows
                                   .grad │                      ▼
     module.<shard of weight> ───────► shard: this rank's rows, padded   (see [Note: padded shards])
 
-Graphs take the shard because flattening, wrapping and guarding a DTensor costs more than FSDP2's
+Graphs use the shard because flattening, wrapping and guarding a DTensor costs more than FSDP2's
 hooks. Autograd accumulates into the shard; a hook moves the gradient to the DTensor and runs the
 DTensor's own hooks. Calls that replace a parameter's storage (``to_empty``, ``.to``,
 ``p.data = x``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as FSDP2's
@@ -99,7 +99,7 @@ class ShardedParam:
 
     Attributes:
         dtensor: parameter that users see; set by ``attach``.
-        shard: tensor that graphs take, of shape ``spec.padded_shape``; set by ``attach``.
+        shard: graph input, of shape ``spec.padded_shape``; set by ``attach``.
         syncs: whether gradients are reduced over shards.
         all_reduces: whether reduced shards are averaged over replicas.
         assigned: replacement loaded by one module, to be reused by its other (tied) owners.
@@ -375,7 +375,7 @@ def refresh_accessors(module: nn.Module) -> None:
 
 
 def in_sync(shard: torch.Tensor) -> bool:
-    """Sync ``shard`` and return whether a compiled graph may take it; a guard on every shard."""
+    """Guard on every shard: sync it, and return whether the compiled graph may use it."""
     sharded_param = sharded_param_of(shard)
     if sharded_param is None or sharded_param.is_replaced():
         return False  # Dynamo tries another graph, or calls the backend

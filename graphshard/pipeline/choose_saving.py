@@ -120,7 +120,7 @@ def choose_saving(
 
 @dataclass
 class _Chooser:
-    """Chooses for one graph: the first rank for all ranks, other ranks only to save less.
+    """Chooses what a graph saves: on the first rank for all ranks, on others only to save less.
 
     Attributes:
         raised: error of this rank, or the ``Restart`` that makes Dynamo trace the frame again.
@@ -197,7 +197,7 @@ class _Chooser:
         return MAY_FIT if choice.best.saving.all_params else NOTHING_FITS
 
     def error_of(self, common: SavingChoice) -> BackendError:
-        """Return the error if nothing fits, with the table of a rank that failed."""
+        """Return the error to raise if nothing fits, with the table of a rank that failed."""
         failed = self.own if self.own is not None and self.own.best is None else common
         if failed.error:
             return BackendError(failed.error)

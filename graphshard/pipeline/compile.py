@@ -194,8 +194,9 @@ def _by_inductor(
     return run
 
 
-# Runs the same passes as Inductor's hooks do, on graphs that then run op by op.
 def _by_aten(traced: TracedGraph, lowering: Lowering) -> Runnable:
+    """Run the passes that Inductor's hooks run, on graphs that then execute op by op."""
+
     def lower_and_run(gm: fx.GraphModule, _: Sequence[object]) -> Runnable:
         lowering(gm.graph)
         gm.recompile()

@@ -64,7 +64,8 @@ class CompileSettings:
 
     Attributes:
         compiler: "inductor" or "aot_eager".
-        baked_in: other facts that graphs and plans depend on (``baked_in``); ranks may differ.
+        baked_in: result of :func:`baked_in`: other facts that graphs and plans depend on, which may
+            differ between ranks.
         first_rank_plans: the first rank's plans, keyed by kind of graph, if they differ from this
             rank's; empty while this rank decides for itself.
         saving: choice of ``SchedulePolicy.auto``, or None if the schedule alone decides.
@@ -198,7 +199,7 @@ class CompileSettings:
         return add_host_copies(problem, buckets, hides_copies, self.schedule.limits())
 
 
-# --- facts that a graph depends on but does not show ----------------------------------------------
+# --- facts that a graph depends on but does not hold ----------------------------------------------
 
 # Everything that a pass, the planner or torch reads while a graph is compiled. ``cache_key`` is the
 # key of our passes in AOTAutograd's and Inductor's caches, and names plan files. Our ops read a

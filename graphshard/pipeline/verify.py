@@ -75,7 +75,7 @@ def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
         raise AssertionError(f"markers {left} were not lowered")
     planned, in_graph = _planned_events(plan), _graph_events(graph)
     if planned != in_graph:
-        raise AssertionError(f"planned {planned}, but the graph does {in_graph}")
+        raise AssertionError(f"the plan has {planned}, but the graph has {in_graph}")
 
 
 def _planned_events(plan: Plan) -> list[Event]:

@@ -163,7 +163,7 @@ class Watcher:
             self.post_call(num_calls - 1)
 
     def _post_if_blocked(self) -> None:
-        """Post once per collective that this rank is stuck in it while others have gone ahead.
+        """Post that this rank is stuck in a collective while peers are ahead, once per collective.
 
         A rank is stuck if it is still in the collective ``BLOCKED_S`` after a tick first saw it.
         """

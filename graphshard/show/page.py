@@ -45,7 +45,7 @@ class SummaryData(TypedDict):
 
 
 class ParamData(TypedDict):
-    """A parameter."""
+    """A parameter, listed with its graph."""
 
     name: str
     shape: list[int]
@@ -107,7 +107,7 @@ class LimitData(TypedDict):
 
 
 class MemoryData(TypedDict):
-    """Memory over time."""
+    """Memory of a rank over time, as areas, lines and limits of a chart."""
 
     until_us: list[float]  # ends of steps
     areas: list[BytesData]  # parts that add up to the live memory
@@ -116,7 +116,7 @@ class MemoryData(TypedDict):
 
 
 class GraphData(TypedDict):
-    """A graph."""
+    """A graph with its parameters, schedule and memory."""
 
     name: str
     source: str  # name of its file
@@ -145,7 +145,7 @@ class TableData(TypedDict):
 
 
 class BarData(TypedDict):
-    """A bar."""
+    """A bar of a chart, with its label."""
 
     name: str
     value: float

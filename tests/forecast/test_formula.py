@@ -1,4 +1,4 @@
-"""The formula of what forward saves, compared with traces of several sizes."""
+"""The formula for the bytes saved for backward, compared with traces of several sizes."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class _Calls(MLP):
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_an_operator_without_tensors_runs(mesh: DeviceMesh, compiler: str) -> None:
-    """Example: `torch.cuda.synchronize`."""
+    # For example ``torch.cuda.synchronize``.
     _calls.clear()
     model = torch.compile(_Calls(), backend=_backend(mesh, compiler), fullgraph=True)
     model(torch.ones(5, 7)).backward()

@@ -63,7 +63,7 @@ def test_a_bucket_is_copied_in_by_one_call(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunk_cat_packs_gradients_like_copies(dtype: torch.dtype) -> None:
-    """CUDA packs a bucket with one kernel, CPUs with copies; the kernel also runs on CPUs."""
+    # CUDA packs a bucket with one kernel, CPUs with copies; the kernel also runs on CPUs.
     world = 4
     shapes = [(8, 3), (5,), (1, 2, 2), (9, 2), (3, 0)]
     grads = [torch.randn(shape).to(dtype) for shape in shapes]

@@ -44,7 +44,7 @@ def test_normalize_moves_gathers_to_the_first_use(group: str) -> None:
 
 
 def test_normalize_adds_the_value_of_a_random_op_without_inputs(group: str) -> None:
-    """AOTAutograd stores no value for an operator wrapped in ``run_and_save_rng_state``."""
+    # AOTAutograd stores no value for an operator wrapped in ``run_and_save_rng_state``.
     build = Builder(group)
     x = build.primal(8, 8)
     save_state = torch.ops.higher_order.run_and_save_rng_state
@@ -107,7 +107,7 @@ def test_between_steps_only_values_used_later_are_alive(group: str) -> None:
 
 
 def test_a_parameter_is_freed_after_its_last_use_in_a_step(group: str) -> None:
-    """The second product reuses the memory of the parameter."""
+    # The second product reuses the memory of the parameter.
     build = Builder(group)
     x = build.primal(64, 64)
     first = build.call(MM, x, build.unshard(build.primal(8, 64), 64))
@@ -116,7 +116,7 @@ def test_a_parameter_is_freed_after_its_last_use_in_a_step(group: str) -> None:
 
 
 def test_each_result_of_an_operator_is_freed_after_its_last_use(group: str) -> None:
-    """Nothing reads the indices."""
+    # Nothing reads the indices that the operator also returns.
     build = Builder(group)
     both = build.call(torch.ops.aten.sort.default, build.primal(64, 64))
     ordered = build.call(operator.getitem, both, 0)
@@ -127,7 +127,7 @@ def test_each_result_of_an_operator_is_freed_after_its_last_use(group: str) -> N
 
 
 def test_a_saved_parameter_is_held_with_its_padding(group: str) -> None:
-    """A parameter of five rows is padded to eight, one row per rank."""
+    # A parameter of five rows is padded to eight, one row per rank.
     forward, backward = Builder(group), Builder(group)
     saved = forward.call(t, forward.unshard(forward.primal(1, 64), 5))
     gm = forward.module(saved)
@@ -142,7 +142,7 @@ def test_a_saved_parameter_is_held_with_its_padding(group: str) -> None:
 
 
 def test_inputs_and_results_of_a_fused_kernel_are_alive_at_once(group: str) -> None:
-    """The kernel reads the product and writes the result: both are alive while it runs."""
+    # The kernel reads the product and writes the result: both are alive while it runs.
     build = Builder(group)
     x = build.primal(64, 64)
     inside = build.call(RELU, build.call(MM, x, x))
@@ -151,7 +151,7 @@ def test_inputs_and_results_of_a_fused_kernel_are_alive_at_once(group: str) -> N
 
 
 def test_kernels_delayed_by_a_late_matmul_run_within_the_graph(group: str) -> None:
-    """One kernel needs the second product, which is computed late; two more read its results."""
+    # One kernel needs the second product, which is computed late; two more read its results.
     build = Builder(group)
     x = build.primal(64, 64)
     first = build.call(RELU, build.call(MM, x, x))

@@ -97,7 +97,7 @@ def test_an_upcast_of_a_gradient_becomes_part_of_the_packing(
 
 
 def test_a_rounded_or_summed_gradient_is_left_unchanged(group: str) -> None:
-    """Rounding changes values; in the sum, only one term is cast."""
+    # Rounding changes values, and only one term of the sum is cast.
     build = Builder(group)
     grad = build.tangent(13, 3)
     rounded = build.reduce(_cast(build, grad, BF16), result_dtype=BF16)

@@ -89,7 +89,7 @@ def test_an_error_if_nothing_fits(mesh: DeviceMesh) -> None:
 
 
 def test_explicit_settings_are_not_overridden(mesh: DeviceMesh) -> None:
-    """All activations are saved; one layer is gathered again from all ranks, another from two."""
+    # All activations are saved; one layer is gathered again from all ranks, another from two.
     overrides = {
         "layers.1": {"reshard_after_forward": True},
         "layers.2": {"reshard_after_forward": 2},
@@ -122,7 +122,7 @@ def test_evaluation_saves_nothing(mesh: DeviceMesh) -> None:
 
 
 def test_a_trace_without_backward_does_not_decide_for_training(mesh: DeviceMesh) -> None:
-    """The first graph has no backward, though gradients are enabled."""
+    # The first graph has no backward, though gradients are enabled.
     schedule = graphshard.SchedulePolicy(auto=True, memory_budget_gb=AMPLE_GB)
     backend = graphshard.backend(mesh, schedule=schedule, compiler="aot_eager")
     model = Deep()
@@ -152,7 +152,7 @@ def test_the_tried_strategies_are_in_the_dump_folder(
 def test_free_gpu_memory_is_rounded_to_be_equal_after_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Free memory is part of cache keys; two optimizer states per parameter are subtracted."""
+    # Free memory is part of cache keys; two optimizer states per parameter are subtracted.
     trained, frozen = (torch.zeros(1000, 1000, requires_grad=grad) for grad in (True, False))
     traced = TracedGraph(
         fx.GraphModule({}, fx.Graph()),

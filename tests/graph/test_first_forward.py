@@ -1,4 +1,4 @@
-"""torch.compile reads a backend's name while it holds the module: [Note: first forward]."""
+"""torch.compile reads a backend's name in a frame with the module: see [Note: first forward]."""
 
 from __future__ import annotations
 

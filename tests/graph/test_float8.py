@@ -193,7 +193,7 @@ def test_fp8_works_under_autocast(mesh: DeviceMesh) -> None:
 def test_weights_that_the_device_refuses_are_not_in_fp8(
     group: str, rows: int, columns: int, dtype: torch.dtype, why: str | None
 ) -> None:
-    """Support is determined with fake CUDA tensors, without a GPU."""
+    # Fake CUDA tensors determine what the device supports, without a GPU.
     gm = _linear(group, rows, columns, dtype)
     run(gather_float8, gm)
     gm.graph.lint()
@@ -270,7 +270,8 @@ def by_inductor(_group: None) -> ByInductor:
 
 
 def test_one_kernel_prepares_the_fp8_shards_of_a_bucket(by_inductor: ByInductor) -> None:
-    """It scales, casts and packs them; one call copies in the rest of the bucket, in bfloat16."""
+    # The kernel scales, casts and packs the shards; one call copies in the rest of the bucket, in
+    # bfloat16.
     codes, plans = by_inductor.codes, by_inductor.plans
     assert len(codes) == len(plans) == 2
     for code, plan in zip(codes, plans):

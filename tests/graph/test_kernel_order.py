@@ -60,7 +60,7 @@ def _ordered(*nodes: _Node) -> str:
 
 
 def test_a_fused_kernel_moves_after_the_wait_that_it_needs() -> None:
-    """Original order: embedding, launch b, wait a, norm. The norm is fused with the embedding."""
+    # Original order: embedding, launch b, wait a, norm. The norm is fused with the embedding.
     launch_a, launch_b = _Node("launch_a", 0), _Node("launch_b", 2)
     wait_a, kernel = _wait("wait_a", 3, "launch_a"), _Node("kernel", 1, "wait_a kernel")
     ours = _ordered(launch_a, wait_a, kernel, launch_b, _Node("product", 5, "kernel"))
@@ -84,7 +84,7 @@ class _Fused(_Node):
 
 
 def test_a_kernel_is_split_if_a_launch_before_its_wait_needs_it() -> None:
-    """Original order: grad, launch grad, wait a, norm. Grad and norm are fused."""
+    # Original order: grad, launch grad, wait a, norm. Grad and norm are fused.
     launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
     grad, norm = _Node("grad", 1), _Node("norm", 5, "wait_a")
     launch = _Node("launch", 3, "packed", ir._CollectiveKernel.__new__(ir._CollectiveKernel))
@@ -109,7 +109,7 @@ def test_a_kernel_is_kept_if_no_launch_before_its_wait_needs_it() -> None:
     ],
 )
 def test_a_large_allocation_stays_after_the_wait_before_it(num_bytes: int, expected: str) -> None:
-    """Original order: cast, launch cast, wait a, zeros, sum. Cast and sum are fused."""
+    # Original order: cast, launch cast, wait a, zeros, sum. Cast and sum are fused.
     launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
     cast, zeros = _Node("cast", 1), _Node("zeros", 5, num_bytes=num_bytes)
     launch = _Node("launch", 3, "cast", ir._CollectiveKernel.__new__(ir._CollectiveKernel))

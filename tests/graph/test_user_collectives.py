@@ -54,5 +54,5 @@ def test_a_launch_on_the_wrong_side_is_refused(group: str, too_early: str) -> No
     else:
         reduce.args = (graph.find_nodes(op="placeholder")[0], *reduce.args[1:])
         gathers[0].prepend(reduce)
-    with pytest.raises(AssertionError, match=r"planned .* but the graph does"):
+    with pytest.raises(AssertionError, match=r"the plan has .* but the graph has"):
         verify_lowered(graph, plan)

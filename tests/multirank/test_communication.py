@@ -125,7 +125,7 @@ def _needs(kind: Trainable) -> Needs:
     + [(kind, 4) for kind in (MLP, Tiny)],
 )
 def test_each_parameter_is_gathered_and_reduced_once(kind: Trainable, world_size: int) -> None:
-    """Each graph gathers the parameters that it needs once; each gradient is reduced once."""
+    # Each graph gathers the parameters that it needs once; each gradient is reduced once.
     step, needs = _run(kind, world_size), _needs(kind)
     used = [n for n, p in needs.params.items() if not n.startswith("never") and p.dim()]
     used = [name for name in used if needs.params[name].numel()]

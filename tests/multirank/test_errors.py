@@ -29,7 +29,7 @@ ERRORS = (ValueError, RuntimeError)
 X = torch.ones(5, 7)
 
 Act = Callable[[nn.Module], object]
-"""Takes the model; is expected to raise."""
+"""Function of the model that is expected to raise."""
 
 
 def first_step(model: nn.Module) -> object:
@@ -132,7 +132,7 @@ def test_mesh_of_another_device_is_refused(make: Any) -> None:
 
 
 class _Dressed(nn.Module):
-    """A model, part of which is prepared by the test."""
+    """A model with a submodule that the test has prepared."""
 
     def __init__(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()

@@ -240,7 +240,7 @@ def test_fault_on_one_rank_ends_others_with_named_error(
 def test_fault_on_one_rank_of_a_split_model(
     fault: str, point: str, victim: int, tmp_path: Path
 ) -> None:
-    """The rank diagonally opposite in the mesh shares no mesh group with the victim."""
+    # The rank diagonally opposite in the mesh shares no mesh group with the victim.
     _assert_others_end(4, fault, point, tmp_path, victim, splits=True)
 
 

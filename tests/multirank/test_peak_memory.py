@@ -56,7 +56,7 @@ def test_step_needs_no_more_memory_than_fsdp2() -> None:
 
 
 def test_peak_memory_increases_from_zero3_to_ddp() -> None:
-    """Peaks increase from ZeRO-3 over hpZ and ZeRO-2 to DDP.
+    """Check that peaks increase from ZeRO-3 over hpZ and ZeRO-2 to DDP.
 
     With P bytes of parameters on 4 ranks, ZeRO-3 holds P / 4 of shards and P / 4 of gradients. At
     the start of backward, before any gradients, hpZ has kept P / 2 more and ZeRO-2 P more. DDP has

@@ -48,7 +48,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, syncs: bool) -> list[to
 @pytest.mark.parametrize("syncs", [True, False])
 @on_ranks(2)
 def test_running_statistics_match_ddp(syncs: bool) -> None:
-    """If `syncs`, DDP broadcasts buffers, and ``sync_buffers`` is called at the same points."""
+    # If `syncs`, DDP broadcasts buffers, and ``sync_buffers`` is called at the same points.
     model = ConvNet()
     reference: Any = copy.deepcopy(model)
     ddp = DistributedDataParallel(reference, broadcast_buffers=syncs)

@@ -67,7 +67,7 @@ def _choose(first_us: float) -> tuple[str, bool]:
 
 
 def test_all_ranks_save_what_the_first_rank_chooses() -> None:
-    """Compute is slow on one rank and fast on the other, so their own choices differ."""
+    # Compute is slow on one rank and fast on the other, so their own choices differ.
     taken = set()
     for first_us in (SLOW_US, FAST_US):
         (one, same), (other, others) = ranks.run(2, _choose, first_us)
@@ -107,7 +107,7 @@ def _grow(dynamic: bool | None) -> tuple[list[str], str]:
 
 
 def test_larger_batch_saves_less() -> None:
-    """Ranks agree for every size."""
+    # Ranks make the same choice for every batch size.
     (ours, static), (theirs, _) = ranks.run(2, _grow, False)
     small, large, smaller = ours
     assert small == smaller != large and theirs == [small, large]
@@ -145,7 +145,7 @@ def _fail_at_first() -> str:
 
 
 def test_error_while_trying_settings_is_raised_on_all_ranks() -> None:
-    """After the error, a smaller batch trains, with layers compiled once as regions."""
+    # After the error, a smaller batch trains, with layers compiled once as regions.
     first, other = ranks.run(2, _fail_at_first)
     assert "out of memory" in first
     assert "the first rank could not plan what forward saves: OutOfMemory('out of" in other
@@ -172,10 +172,8 @@ def _uneven() -> tuple[list[str], str]:
 
 
 def test_rank_with_a_larger_batch_saves_less() -> None:
-    """Only that rank recompiles, and it gathers the same as its peer.
-
-    Smaller batches train even after one that does not fit.
-    """
+    # Only the rank with the larger batch recompiles, and it gathers the same as its peer. Smaller
+    # batches train even after one that does not fit.
     (ours, error), (theirs, own_error) = ranks.run(2, _uneven)
     assert len(ours) == 1 and len(theirs) == len({*ours, *theirs}) - 1 == 2
     assert all("all_params=True" in saving for saving in [*ours, *theirs])
@@ -221,7 +219,7 @@ def _keep_fewer(steps: list[tuple[int, int]]) -> tuple[list[bool], list[str]]:
 
 
 def test_fewer_parameters_are_kept_if_recomputing_is_not_enough() -> None:
-    """The first graph keeps fewer if any rank must, a later graph only if all ranks must."""
+    # The first graph keeps fewer if any rank must, a later graph only if all ranks must.
     (ours, _), (theirs, texts) = ranks.run(2, _keep_fewer, [(16, 64)])
     assert ours == theirs == [False]
     assert "of this rank needs 0.000229 GB, because its gathers are planned" in texts[-1]

@@ -98,7 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(4)
 def test_uneven_shards_accumulate_and_train(case: str) -> None:
-    """Half of the microbatches are not reduced; 10 slices on 4 ranks need padding."""
+    # Half of the microbatches are not reduced; 10 slices on 4 ranks need padding.
     model = Dense(hidden=10)
     plain = copy.deepcopy(model)
     compiled = compile_sharded(model, **{"overrides": DIMS, **CASES[case]})

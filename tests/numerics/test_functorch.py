@@ -38,7 +38,7 @@ def _forward_mode_jacobian(forward: Forward, x: Tensor) -> Tensor:
 def test_sharded_model_inside_a_transform(
     transform: Callable[[Forward, Tensor], Tensor], compiled: bool
 ) -> None:
-    """Dynamo does not trace a forward inside of jvp, vmap etc."""
+    # Dynamo does not trace a forward inside of jvp, vmap and similar transforms.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     model[0].bias.requires_grad_(False)

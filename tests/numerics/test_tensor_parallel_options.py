@@ -272,7 +272,7 @@ def test_parts_that_are_sharded_first(reshards: bool) -> None:
 
 @on_ranks(8, timeout_s=400)
 def test_stages_of_a_pipeline() -> None:
-    """The ranks of each stage train a different model."""
+    # The ranks of each stage train a different model.
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     kind = (MLP, Deep)[mesh["pp"].get_local_rank()]
     model, compiled = under_graphshard(kind, mesh)

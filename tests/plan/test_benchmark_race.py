@@ -65,7 +65,7 @@ def test_a_process_that_does_not_answer_ends_the_race(code: str, timeout_s: floa
 
 
 def test_split_of_a_profile_into_parts_of_a_step() -> None:
-    """Two steps: stream 2 is a modelled link whose copy overlaps a kernel; stream 3 copies."""
+    # Two steps: stream 2 is a modelled link whose copy overlaps a kernel; stream 3 copies.
     kernels = [
         Kernel(0.0, 4000.0, 1, "gemm"),
         Kernel(3000.0, 1000.0, 2, "copy"),

@@ -76,7 +76,7 @@ def test_at_world_changes_shards_and_padding() -> None:
 
 
 def test_the_lower_bound_computed_by_hand() -> None:
-    """Compute plus first gather (10 + 50 us) and last reduction, or only the time on the wire."""
+    # Compute plus first gather (10 + 50 us) and last reduction, or only the time on the wire.
     graph = problem([100.0, 100.0], [gather(0, 50, 0), reduction(0, 50, 2, 2)])
     assert schedules.lower_bound_us(graph, Line()) == 60.0 + 200.0 + 60.0
     slow = Line(us_per_byte=10.0)

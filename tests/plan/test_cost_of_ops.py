@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def test_every_operator_has_a_price() -> None:
-    """Prices lie between the bytes written and the bytes moved unfused; flops are torch's."""
+    # Prices are between the bytes written and the bytes moved without fusion; flops equal torch's.
     command = [sys.executable, "-m", "tests.plan.op_samples"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])

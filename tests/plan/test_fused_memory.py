@@ -39,7 +39,7 @@ def test_inputs_of_matmuls_and_outputs_are_in_memory() -> None:
 
 
 def test_a_value_that_several_kernels_read_is_recomputed_in_each() -> None:
-    """Example: float32 logits, which cross entropy sums, and a few of which it reads again."""
+    # As for float32 logits, which cross entropy sums, and a few of which it reads again.
     graph = Graph()
     logits = graph(aten.mm.default, *(graph.input(8, 8, dtype=torch.bfloat16) for _ in range(2)))
     wide = graph(aten._to_copy.default, logits, dtype=torch.float32)
@@ -51,7 +51,7 @@ def test_a_value_that_several_kernels_read_is_recomputed_in_each() -> None:
 
 
 def test_a_value_is_recomputed_together_with_its_inputs() -> None:
-    """Example: both kernels of a batch norm's backward subtract the mean in float32."""
+    # As in a batch norm's backward, where both kernels subtract the mean in float32.
     graph = Graph()
     wide = graph(
         aten._to_copy.default, graph.input(8, 8, dtype=torch.bfloat16), dtype=torch.float32
@@ -75,7 +75,7 @@ def test_a_value_computed_from_many_reads_is_not_recomputed(num_reads: int) -> N
 
 
 def test_zeros_and_the_rows_added_to_them_are_one_value() -> None:
-    """Example: an embedding's gradient, where the zeros are written to the result's memory."""
+    # As in an embedding's gradient, where the zeros are written to the result's memory.
     graph = Graph()
     index, rows = graph.input(4, dtype=torch.int64), graph.input(4, 8)
     zeros = graph(aten.full.default, [16, 8], 0.0)

@@ -135,7 +135,7 @@ def _activation(kind: TransferKind, num_bytes: int, *, ready: int, due: int, las
 
 
 def test_an_offloaded_activation_computed_by_hand() -> None:
-    """Copying its 40 bytes takes 10 + 40 us in either direction; each step takes 50 us."""
+    # Copying its 40 bytes takes 10 + 40 us in either direction; each step takes 50 us.
     away = problem(
         [50.0] * 5, [_activation(TransferKind.COPY_TO_HOST, 40, ready=1, due=5, last=4)], [0] * 5
     )

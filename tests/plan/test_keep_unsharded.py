@@ -49,7 +49,7 @@ def test_the_parameter_that_backward_needs_first_is_kept() -> None:
 
 
 def test_gathers_that_compute_cannot_hide_are_dropped() -> None:
-    """A gather takes as long as five steps, and the last is due after three."""
+    # A gather takes as long as five steps, and the last is due after three.
     assert _keep(CHAIN, SLOW, 10_000) == [0, 1, 2, 3]
 
 

@@ -65,7 +65,7 @@ def test_a_reduction_is_waited_for_where_it_is_due() -> None:
 
 
 def test_copies_of_what_is_sent_count_as_in_flight() -> None:
-    """If the process group copies its input, half as many bytes may be in flight."""
+    # If the process group copies its input, half as many bytes may be in flight.
     graph = problem([100.0] * 9, [reduction(i, 1000, i + 1, 9) for i in range(8)])
     copying = dataclasses.replace(graph, copies_sent=True)
     line = Line(latency_us=0.0, parcel_cost_us=0.0, issue_us=0.0)
@@ -78,7 +78,7 @@ def test_copies_of_what_is_sent_count_as_in_flight() -> None:
 
 @given(problems(), lines)
 def test_waits_do_not_depend_on_the_speed_of_links(graph: Problem, line: Line) -> None:
-    """Only schedules with the same buckets and launches are compared."""
+    # Only schedules with the same buckets and launches are compared.
     # Compute waits for user collectives: an earlier wait may cost time at one speed only.
     graph = dataclasses.replace(graph, user_collectives=())
     slow = Line(line.latency_us, 2 * line.us_per_byte, line.copy_us_per_byte)
@@ -89,7 +89,7 @@ def test_waits_do_not_depend_on_the_speed_of_links(graph: Problem, line: Line) -
 
 
 def test_averages_begin_no_later_than_the_next_reduction() -> None:
-    """An average over replicas is launched at the wait for its reduce-scatter."""
+    # An average over replicas is launched at the wait for its reduce-scatter.
     transfers = [reduction(i, 32, i + 1, 5, num_replicas=2) for i in range(4)]
     graph = problem([100.0] * 5, transfers)
     buckets = find_schedule(graph, Line(latency_us=0.0, parcel_cost_us=0.0), ScheduleLimits())
@@ -137,7 +137,7 @@ def _with_user_collectives(graph: Problem, num_bytes: int) -> Problem:
 
 @pytest.mark.parametrize("link", robustness.LINKS)
 def test_schedules_around_user_collectives_hold_up_at_other_speeds(link: float) -> None:
-    """Scenarios include links of half the speed, and kernels that take 20 % longer."""
+    # Scenarios include links of half the speed, and kernels that take 20 % longer.
     sizes = LlamaSizes(1024, 4, 8, 8, 4096, recompute=False, vocab=8192)
     plans = trace(sizes)
     graphs = [_with_user_collectives(at_world(plan, 4), 4 << 20) for plan in plans]

@@ -140,7 +140,7 @@ def test_the_placer_counts_like_alive_by_point(graph: Problem, line: Line) -> No
 
 
 def test_a_budget_includes_averages_over_replicas() -> None:
-    """With a wait before the last step, the shards would add to that step's ten bytes."""
+    # If the wait came before the last step, the shards would add to that step's ten bytes.
     shards = reduction(0, 100, 1, 3, num_replicas=2, host=True)
     graph = problem([100.0] * 3, [shards], [0, 0, 10])
     budget = max(least_by_point(graph))

@@ -27,7 +27,7 @@ def test_every_matrix_has_one_owner(shapes: list[Shape], num_ranks: int, limit: 
 
 @given(st.lists(SHAPES, min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 4000))
 def test_work_is_balanced(shapes: list[Shape], num_ranks: int, limit: int) -> None:
-    """No rank has more than an even share plus one matrix, the bound of a greedy choice."""
+    # No rank has more than an even share plus one matrix, the bound of a greedy choice.
     work = [0] * num_ranks
     for bucket in assign_matrices(shapes, num_ranks, limit):
         for owned in bucket:
@@ -37,7 +37,7 @@ def test_work_is_balanced(shapes: list[Shape], num_ranks: int, limit: int) -> No
 
 @pytest.mark.parametrize("limit", [1e9, 1])
 def test_equal_matrices_travel_together(limit: float) -> None:
-    """Eight matrices on two ranks: one bucket, or with little memory one matrix per rank."""
+    # Eight matrices on two ranks: one bucket, or with little memory one matrix per rank.
     buckets = assign_matrices([(8, 4)] * 8, 2, limit)
     if limit > 1:
         assert [[(rank, matrix) for rank, matrix, _ in bucket] for bucket in buckets] == [

@@ -49,7 +49,7 @@ def test_the_oracle_sends_a_hidden_gather_separately() -> None:
 
 
 def test_an_urgent_gather_goes_before_a_reduction() -> None:
-    """Sent first, the reduction of 150 us would delay the gather that step 2 needs."""
+    # Sent first, the reduction of 150 us would delay the gather that step 2 needs.
     graph = problem([100.0, 100.0, 100.0], [reduction(0, 150, 1, 3), gather(1, 90, 2)])
     line = Line(0.0, 1.0)
     buckets, least_us = best(graph, line)
@@ -62,7 +62,7 @@ def test_an_urgent_gather_goes_before_a_reduction() -> None:
 
 
 def test_the_time_includes_copies() -> None:
-    """Copy-in of 16 / 4 bytes (4 ranks), 10 + 16 us on the wire, copy-out of 16 bytes."""
+    # Copy-in of 16 / 4 bytes (4 ranks), 10 + 16 us on the wire, copy-out of 16 bytes.
     graph = problem([0.0, 50.0], [gather(0, 8, 1), gather(1, 8, 1)])
     line = Line(10.0, 1.0, 0.5)
     buckets, least_us = best(graph, line)

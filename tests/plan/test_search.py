@@ -57,7 +57,7 @@ def test_every_transfer_is_in_one_bucket_at_a_valid_time(graph: Problem, line: L
 
 @pytest.mark.parametrize("line", [Line(latency_us=1e4), Line(latency_us=0.0, parcel_cost_us=0.0)])
 def test_a_gather_ready_after_another_is_due_has_its_own_bucket(line: Line) -> None:
-    """Example: an fp8 weight whose scale is computed late."""
+    # As for an fp8 weight whose scale is computed late.
     early, late = gather(0, 50, 1), gather(1, 50, 3, ready=2)
     for graph in (problem([9.0] * 4, [early, late]), problem([9.0] * 4, [late, early])):
         for buckets in (
@@ -129,7 +129,7 @@ def _follow(problem: Problem, plan: Plan, num_others: int = 0) -> tuple[Bucket, 
 def test_a_rank_with_other_compute_times_can_follow(
     graph: Problem, line: Line, data: st.DataObject
 ) -> None:
-    """On its own, that rank would choose a different schedule."""
+    # On its own, that rank would choose a different schedule.
     buckets = find_schedule(graph, line, ScheduleLimits())
     times = st.lists(st.floats(0, 200), min_size=graph.num_steps, max_size=graph.num_steps)
     other = dataclasses.replace(graph, compute_us=tuple(data.draw(times)))
@@ -142,7 +142,7 @@ def test_a_rank_with_other_compute_times_can_follow(
 def test_a_rank_whose_gradients_are_ready_later_can_follow(
     graph: Problem, line: Line, data: st.DataObject
 ) -> None:
-    """Gradients are ready later than on the rank that made the plan."""
+    # Gradients are ready later than on the rank that made the plan.
     buckets = find_schedule(graph, line, ScheduleLimits())
     transfers = [
         t
@@ -195,7 +195,7 @@ def test_high_latency_makes_buckets_large() -> None:
 
 
 def test_the_first_gather_and_the_last_reduction_are_small() -> None:
-    """Transfers in between share buckets, because each launch has a price."""
+    # Transfers in between share buckets, because each launch has a price.
     graph = problem(
         [1000.0] * 12,
         [gather(i, 100, i) for i in range(12)] + [reduction(i, 100, i + 1, 12) for i in range(12)],
@@ -208,7 +208,7 @@ def test_the_first_gather_and_the_last_reduction_are_small() -> None:
 
 
 def test_a_slow_wire_is_always_busy() -> None:
-    """No gather can be hidden, so there are few, without gaps in between."""
+    # No gather can be hidden, so there are few buckets, without gaps between them.
     graph = problem([100.0] * 16, [gather(i, 400, i) for i in range(16)], [100_000] * 16)
     line = Line(latency_us=1000.0, us_per_byte=1.0)
     buckets = find_schedule(graph, line, ScheduleLimits())
@@ -219,7 +219,7 @@ def test_a_slow_wire_is_always_busy() -> None:
 
 
 def test_without_a_budget_memory_grows_by_a_few_buckets_only() -> None:
-    """One bucket would save 19 launches, but its memory costs more than that."""
+    # One bucket would save 19 launches, but its memory costs more than that.
     graph = problem([3000.0] * 20, [gather(i, 1000, i) for i in range(20)], [10_000] * 20)
     line = Line(latency_us=100.0, us_per_byte=1.0)
     modest = find_schedule(graph, line, ScheduleLimits())
@@ -237,7 +237,7 @@ def test_a_reduction_that_the_graph_uses_has_its_own_bucket() -> None:
 
 
 def test_transfers_share_a_bucket_across_one_of_another_kind() -> None:
-    """Gradients of replicated and of sharded parameters alternate."""
+    # Gradients of replicated and of sharded parameters alternate.
     reduced = [reduction(i, 10, i + 1, 8) for i in range(8)]
     all_reduced = {"kind": TransferKind.ALL_REDUCE, "shard_bytes": 10}
     mixed = [dataclasses.replace(t, **all_reduced) if t.param % 2 else t for t in reduced]
@@ -257,7 +257,7 @@ def test_a_tensor_is_packed_if_its_own_buffer_costs_more() -> None:
 
 
 def test_a_reduction_does_not_delay_a_gather() -> None:
-    """The gather that step 2 needs is sent before the reduction that is ready after step 0."""
+    # The gather that step 2 needs is sent before the reduction that is ready after step 0.
     graph = problem([100.0, 100.0, 100.0], [reduction(0, 150, 1, 3), gather(1, 90, 2)])
     buckets = find_schedule(graph, Line(1.0, 1.0), ScheduleLimits())
     exposed_us = clock(graph, buckets, Line(1.0, 1.0)).exposed_us

@@ -102,7 +102,7 @@ def test_reasons_for_exposed_collectives(shown: Dump, because: str) -> None:
 
 
 def test_host_copies_are_counted_apart_from_communication() -> None:
-    """Compute waits for a host copy of 20 us; the gather after it is fully hidden."""
+    # Compute waits for a host copy of 20 us; the gather after it is fully hidden.
     copied = dataclasses.replace(gather(1, 200, 0), kind=TransferKind.COPY_TO_DEVICE)
     asked = problem([100.0, 5.0], [gather(0, 20, 1), copied])
     copy = dataclasses.replace(bucket(TransferKind.COPY_TO_DEVICE, [(1,)], 200, (0, 0)), world=1)

@@ -59,7 +59,7 @@ def _plan(*user_launches: int, ready: int = 1) -> Plan:
 
 
 def test_a_launch_moves_to_its_side_of_a_user_collective() -> None:
-    """At a step that begins with a user collective, the bucket is launched first."""
+    # At a step that begins with a user collective, the bucket is launched first.
     for user, launch in ((1, 2), (2, 2), (3, 2)):
         (bucket,) = place_buckets(_plan(user).problem, PARAMS, _plan(user))
         assert bucket.launch == launch

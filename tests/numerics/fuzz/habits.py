@@ -1,7 +1,6 @@
-"""What users do with a model besides training it.
+"""User code around training: reads of parameters, hooks, and changes of ``p.data`` between steps.
 
-They read parameters in all ways that Python allows, register hooks, and change ``p.data`` between
-steps.
+Parameters are read in all ways that Python allows.
 """
 
 from __future__ import annotations
