@@ -58,7 +58,7 @@ def add_variants(parser: argparse.ArgumentParser, names: Collection[str]) -> Non
 
 
 def add_out(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add the option ``--out``, the Markdown file to write; by default none."""
+    """Add the option ``--out``, the Markdown file to write; default: no file."""
     path = None if default is None else Path(default)
     text = "Markdown file to write; default: %(default)s"
     parser.add_argument("--out", type=Path, default=path, help=text)
@@ -168,7 +168,7 @@ def show(*paragraphs: str) -> None:
 
 
 def write_report(path: Path | None, paragraphs: Sequence[str]) -> None:
-    """Write paragraphs to a Markdown file, if there is one; create its folder if needed."""
+    """Write paragraphs to a Markdown file, unless ``path`` is None; create its folder if needed."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n".join(paragraphs) + "\n")

@@ -149,7 +149,7 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.graphshard.float8_mm.default)
 
 
 def _policy(counts: dict[str, int], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Choose which activations to save, as torchtitan's option "op" does.
+    """Select activations to save as torchtitan's option "op" does.
 
     It saves attention, every second matrix product, and reduce-scatters of tensor parallelism.
     """
@@ -256,7 +256,7 @@ def deepspeed_bytes(num_params: int, largest_layer: int, num_gpus: int) -> float
 
 
 def megatron_bytes(num_params: int, num_gpus: int, published: Published) -> float:
-    """Return the memory that a GPU needs, including activations, in bytes."""
+    """Return Megatron-LM's estimate of a GPU's memory, including activations, in bytes."""
     sizes, tokens = published.sizes, published.batch * published.length
     states = num_params * (6 + 12 / num_gpus)
     layers = tokens * sizes.dim * 34 * sizes.layers

@@ -58,7 +58,7 @@ class Row:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Fields that all rows of one line in the summary share."""
+        """Fields that rows of the same summary line share."""
         return (f"{self.ranks}", self.link, self.dtype)
 
 

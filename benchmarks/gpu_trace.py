@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        """Whether it is a collective of ``benchmarks.gpu_link``."""
+        """Whether the kernel is a collective of ``benchmarks.gpu_link``."""
         return "spin" in self.name
 
 

@@ -210,7 +210,7 @@ class TrainableLlama(Llama):
 
 
 def as_torchtitan(model: TrainableLlama, mesh: DeviceMesh, **options: Any) -> TrainableLlama:
-    """Shard with FSDP2 and compile as torchtitan does (torchtitan/models/llama3/parallelize.py).
+    """Shard and compile ``model`` as torchtitan does (torchtitan/models/llama3/parallelize.py).
 
     ``options`` are arguments of ``fully_shard``.
     """

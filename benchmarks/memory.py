@@ -115,7 +115,7 @@ def peak_of(work: Callable[[], object], params: int) -> Memory:
 
 
 def give_memory_back() -> None:
-    """Set glibc's threshold: see [Note: freed memory returned to the kernel]."""
+    """Set a fixed glibc threshold: see [Note: freed memory returned to the kernel]."""
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1_000_000)
 
 

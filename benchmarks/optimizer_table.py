@@ -63,7 +63,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name of its row in the table; unique."""
+        """Unique name of the optimizer's row in the table."""
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         rows = ", even rows" if self.even else ""
         return f"{self.path.replace('.optimization', '')}({options}){rows}"

@@ -67,7 +67,7 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of its folder in race.tar.gz."""
+        """Name of the entry's folder in race.tar.gz."""
         links = f" {self.wire.alpha_s * 1e3:g} {self.wire.bytes_per_s / 1e9:g}" if self.wire else ""
         return re.sub("[^A-Za-z0-9.]+", "-", self.variant + links)
 

@@ -44,7 +44,7 @@ from graphshard.planning.plan import Problem, Transfer
 
 
 class GraphProblem(NamedTuple):
-    """A graph read as a problem."""
+    """The problem of a graph, and the nodes that its transfers and steps come from."""
 
     problem: Problem
     markers: list[fx.Node]  # marker of each transfer
@@ -53,7 +53,7 @@ class GraphProblem(NamedTuple):
 
 
 class PartitionProblems(NamedTuple):
-    """A forward and a backward graph as problems, in which ``Transfer.param`` is a graph input."""
+    """Problems of a forward and a backward graph; ``Transfer.param`` is a graph input number."""
 
     forward: GraphProblem
     backward: GraphProblem

@@ -85,7 +85,7 @@ class _Scaling(NamedTuple):
 
 
 def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
-    """Return the weights to gather in fp8; record on each other weight why it is not."""
+    """Return the weights to gather in fp8; record the reason on each other weight."""
     chosen: dict[_Scaling, list[fx.Node]] = {}
     refused: dict[str, str | None] = {}  # errors of the device, keyed by product
     for node in graph.find_nodes(op="call_function", target=markers.unshard):

@@ -83,7 +83,7 @@ def _is_gathered(node: fx.Node) -> bool:
 
 
 def _fill_values(graph: fx.Graph) -> None:
-    """Compute fake values for nodes that have none; times and bytes are derived from these."""
+    """Compute missing fake values of nodes, from which times and bytes are derived."""
     # AOTAutograd sets no value for operators that it wraps in the state of a random generator, and
     # for those that return nothing, such as ``torch.cuda.synchronize()``.
     for node in graph.nodes:

@@ -51,7 +51,7 @@ class CommDebugMode(contextlib.nullcontext[Any]):
 def _run_subtests(
     case: object, config: Mapping[str, Sequence[Any]], fn: Callable[..., None], *args: Any
 ) -> None:
-    """Run all combinations; note those that graphshard does not support."""
+    """Run `fn` with all combinations of `config`; note those that graphshard does not support."""
     for values in itertools.product(*config.values()):
         chosen = dict(zip(config, values))
         torch._dynamo.reset()

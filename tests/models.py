@@ -20,7 +20,7 @@ class Trainable(Protocol):
     def __call__(self) -> nn.Module: ...
 
     def batch(self, rng: torch.Generator) -> Any:
-        """Return a random batch, which the model's forward takes."""
+        """Return a random batch, the argument of the model's forward."""
 
 
 class MLP(nn.Module):

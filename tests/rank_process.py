@@ -191,7 +191,6 @@ def _make_gloo(
 
 
 def _join_group(spec: Spec) -> None:
-    """Initialize the default process group."""
     ProcessGroupGloo.__init__ = _make_gloo
     if spec.backend == "recording":
         from . import recording  # noqa: F401 (registers the backend)
@@ -298,7 +297,6 @@ class _Defaults:
 
 
 def set_environ(values: Mapping[str, str]) -> None:
-    """Replace the environment with `values`."""
     for name in os.environ.keys() - values.keys():
         del os.environ[name]
     os.environ.update(values)

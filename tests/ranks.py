@@ -278,7 +278,7 @@ class _Pool:
         return [Failure(r, text + self._read_stacks(r), time.monotonic()) for r in ranks]
 
     def _read_stacks(self, rank: int) -> str:
-        """Return the stacks that a rank has written; "" if it wrote none."""
+        """Return the stacks that a rank has written, or ""."""
         return self._specs[rank].stacks.read_text(errors="replace")
 
     def _forward_output(self) -> None:

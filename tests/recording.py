@@ -54,7 +54,6 @@ class _Wire:
         return self.alpha_s == 0.0 and math.isinf(self.bytes_per_s)
 
     def send(self, num_bytes: int) -> float:
-        """Return the time at which a collective issued now will be done."""
         start = max(self.free_at, time.perf_counter())
         self.free_at = start + self.alpha_s + num_bytes / self.bytes_per_s
         return self.free_at
@@ -142,7 +141,6 @@ class _RecordedWork(dist.Work):
         return all(work.is_success() for work in self._works)
 
     def result(self) -> list[Tensor]:
-        """Return the outputs of all parts."""
         return [tensor for work in self._works for tensor in work.result()]
 
     def _source_rank(self) -> int:
@@ -204,26 +202,22 @@ class RecordingProcessGroup(dist.ProcessGroup):
     # Method names of torch 2.13.
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """All-gather one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
-        """All-gather several tensors in one collective."""
         gather = self._gloo._allgather_base
         return self._record(
             "all_gather", outputs, lambda: [gather(o, i) for o, i in zip(outputs, inputs)]
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
-        """Reduce-scatter one tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any
     ) -> dist.Work:
-        """Reduce-scatter several tensors in one collective."""
         scatter = self._gloo._reduce_scatter_base
         return self._record(
             "reduce_scatter", inputs, lambda: [scatter(o, i, opts) for o, i in zip(outputs, inputs)]
@@ -237,7 +231,6 @@ class RecordingProcessGroup(dist.ProcessGroup):
         input_splits: list[int],
         opts: Any = None,
     ) -> dist.Work:
-        """All-to-all: exchange rows of one tensor."""
         exchange = self._gloo.alltoall_base
         return self._record(
             "all_to_all",
@@ -256,56 +249,44 @@ class RecordingProcessGroup(dist.ProcessGroup):
     # Method names of both versions.
 
     def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        """All-reduce tensors in place."""
         return self._record("all_reduce", tensors, lambda: [self._gloo.allreduce(tensors, opts)])
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> dist.Work:
-        """All-reduce several tensors in place, in one collective."""
         return self._record(
             "all_reduce", tensors, lambda: [self._gloo.allreduce_coalesced(tensors, opts)]
         )
 
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
-        """Broadcast tensors from one rank."""
         return self._record("broadcast", tensors, lambda: [self._gloo.broadcast(tensors, opts)])
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        """Reduce tensors to one rank."""
         return self._record("reduce", tensors, lambda: [self._gloo.reduce(tensors, opts)])
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        """All-gather into lists of tensors."""
         full = [tensor for per_input in outputs for tensor in per_input]
         return self._record(
             "all_gather_list", full, lambda: [self._gloo.allgather(outputs, inputs)]
         )
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-        """Gather tensors on one rank."""
         return self._record("gather", inputs, lambda: [self._gloo.gather(outputs, inputs, opts)])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        """Scatter tensors from one rank."""
         return self._record("scatter", outputs, lambda: [self._gloo.scatter(outputs, inputs, opts)])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """All-to-all: exchange lists of tensors."""
         return self._record("all_to_all", inputs, lambda: [self._gloo.alltoall(outputs, inputs)])
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Wait until all ranks have arrived."""
         return self._record("barrier", [], lambda: [self._gloo.barrier()])
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
-        """Send tensors to one rank."""
         return self._record("send", tensors, lambda: [self._gloo.send(tensors, dst, tag)])
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
-        """Receive tensors from one rank."""
         return self._record("recv", tensors, lambda: [self._gloo.recv(tensors, src, tag)])
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        """Receive tensors from any rank."""
         return self._record("recv", tensors, lambda: [self._gloo.recv_anysource(tensors, tag)])
 
     def getBackendName(self) -> str:

@@ -68,7 +68,7 @@ def _reject(record: logging.LogRecord) -> bool:
 
 
 def traced_storage(node: fx.Node) -> int | None:
-    """Return the ID of the storage of a node's value in the trace, or None for non-tensors."""
+    """Return the storage ID of a node's traced value, or None for non-tensors."""
     value = traced_value(node)
     if isinstance(value, DTensor):
         value = local_tensor(value)

@@ -219,7 +219,7 @@ class Recorder(Hooks):
         return self._num_blocks - 1
 
     def _free(self) -> None:
-        """Record the end of blocks without references and of those that ``resize_`` changed."""
+        """Record the end of blocks that have no references left, or that ``resize_`` changed."""
         resized = []
         for address, block in list(self._blocks.items()):
             is_gone = block.storage.is_gone()

@@ -174,7 +174,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def collect_recording(recorder: Recorder, plans: Sequence[Plan] = ()) -> Recording:
-    """Collect the contents of ``recorder``."""
+    """Return the contents of ``recorder``, with ``plans``, as a ``Recording``."""
     return Recording(
         plans=tuple(plans),
         codes=tuple(recorder.codes),

@@ -1,6 +1,6 @@
 """Count the floating-point operations of a node, and estimate how efficiently they run.
 
-Predictions never fail a compile: ``call_with_fallback`` replaces those that raise.
+A failed prediction does not fail a compile: ``call_with_fallback`` uses a fallback instead.
 """
 
 from __future__ import annotations

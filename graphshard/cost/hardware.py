@@ -193,7 +193,7 @@ class Hardware:
             raw = json.loads(text)
             if isinstance(raw, dict) and raw.get("version") != VERSION:
                 raise ValueError(
-                    f"version must be {VERSION}, which this graphshard reads; run "
+                    f"version {raw.get('version')!r}: this graphshard reads version {VERSION}; run "
                     "`python -m graphshard calibrate` again"
                 )
             hardware: Hardware = _decode(cls, raw, "")

@@ -55,7 +55,7 @@ class CostModel:
     device_type: str | None = None
 
     def unmaterialized(self, values: GraphValues) -> UnmaterializedValues:
-        """Return the nodes whose values are never written to memory."""
+        """Return the nodes whose values never reach memory; empty if ``fuses`` is False."""
         if not self.fuses:
             return UnmaterializedValues()
         return call_with_fallback(

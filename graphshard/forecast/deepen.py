@@ -366,7 +366,7 @@ def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def _segment_transfers(transfers: Sequence[Transfer], start: int, length: int) -> range | None:
-    """Return the positions of a segment's transfers; None if it has none or they have gaps."""
+    """Return the positions of a segment's transfers, or None if it has none or they have gaps."""
     stop = start + length
     own = [
         i

@@ -96,7 +96,7 @@ class SearchResult:
 
     @property
     def best(self) -> PlannedRecipe:
-        """Fastest candidate that fits; raises a ValueError if none does."""
+        """Fastest candidate that fits; raises ValueError if no candidate fits."""
         if not self.candidates or not self.candidates[0].fits:
             raise ValueError(
                 "no recipe fits into the memory of a GPU: use more or larger GPUs, or fewer tokens"
@@ -253,7 +253,7 @@ class _Search:
         return traced
 
     def degrees(self) -> list[int]:
-        """Return the numbers of ranks of a node that tensor parallelism may split a model over."""
+        """Return the possible degrees of tensor parallelism within a node."""
         num_gpus, node = self.cluster.num_gpus, self.cluster.hardware.ranks_per_node
         powers = [1 << i for i in range(1, node.bit_length())]
         return [tp for tp in powers if node % tp == 0 and tp < num_gpus and num_gpus % tp == 0]
@@ -293,7 +293,7 @@ class _Search:
         self.candidates += [candidate] if candidate is not None else []
 
     def add_partial_recomputation(self, dtype: str) -> None:
-        """Plan partial recomputation with the smallest microbatch for which ZeRO-3 needs it."""
+        """Plan partial recomputation with the smallest microbatch that does not fit without it."""
         candidates = [c for c in self.candidates if c.recipe.dtype == dtype]
         too_large = [
             c.microbatch
@@ -331,7 +331,7 @@ class _Search:
     def _least_recomputed(
         self, recipe: Recipe, copies: ShallowCopies, tried: Sequence[Depth], microbatch: int
     ) -> PlannedRecipe | None:
-        """Plan a recipe with the fewest recomputed layers that fit; return None if none does.
+        """Plan a recipe with the fewest recomputed layers that fit; return None if no number fits.
 
         Args:
             tried: depths to choose from, most recomputed layers first.

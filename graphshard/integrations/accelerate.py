@@ -116,7 +116,9 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
         raise ValueError(f"model is a {type(model).__name__}: pass the nn.Module to train")
     for other in others:
         if isinstance(other, nn.Module):
-            raise ValueError(f"one model per call: prepare {type(other).__name__} in another call")
+            raise ValueError(
+                f"others contains a {type(other).__name__}: prepare one model per call"
+            )
 
 
 class ShardedAccelerator(Accelerator):

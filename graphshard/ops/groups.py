@@ -13,7 +13,7 @@ from .nodes import Value, value_of
 
 
 class GroupSpan(NamedTuple):
-    """The extent of a process group."""
+    """The size of a process group and the spacing of its global ranks."""
 
     world: int  # number of ranks
     stride: int  # largest distance between global ranks of neighbors, at least 1

@@ -114,7 +114,7 @@ _ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "custom")
 
 
 def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run ``op`` now."""
+    """Run ``op`` eagerly."""
     return op(*args, **kwargs)
 
 

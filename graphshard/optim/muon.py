@@ -55,7 +55,7 @@ class _MeshPlan(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """All matrices of a step."""
+    """The matrices of a step, grouped by mesh."""
 
     matrices: list[_Stepped]
     alone: list[_Stepped]  # need no other rank

@@ -53,7 +53,7 @@ class ForwardCheck:
             self.expect(*captured, names_of(module))
 
     def expect(self, gm: fx.GraphModule, inputs: Sequence[object], fqns: Mapping[int, str]) -> None:
-        """Store a plain model's graph for :meth:`check`; ``fqns`` are keyed by ``id``."""
+        """Store a plain model's graph for :meth:`check`; ``fqns`` maps parameter ids to names."""
         if fqns and not self._casts:  # without names, the model was sharded before
             self._plain = _trace_of(gm, [self._fqn(value, fqns) for value in inputs])
 

@@ -142,7 +142,7 @@ def _is_ours(cls: type) -> bool:
 def install(
     module: nn.Module, sharded_params: Mapping[str, ShardedParam], model: ShardedModel
 ) -> None:
-    """Add accessors and shards to ``module``, keeping those that it already has."""
+    """Add accessors and shards to ``module``; keep existing ones."""
     previous: Mapping[str, Reading] = {}
     if isinstance(module, ShardedModule):
         previous = type(module)._graphshard_readings

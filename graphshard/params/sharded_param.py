@@ -500,7 +500,7 @@ _HALF_WORD = b"\xfb\x7f"
 
 
 def mark_uninitialized(tensor: torch.Tensor) -> bool:
-    """Fill a contiguous tensor with the reserved NaN; return False if its dtype has none."""
+    """Fill a contiguous tensor with the reserved NaN; return False if its dtype has no such NaN."""
     bits = _bits(tensor)
     if bits is not None:
         bits.fill_(_mark(bits))
@@ -584,7 +584,7 @@ class ShardedModel:
         _accumulating.setdefault(self)
 
     def reduce_leftovers(self) -> None:
-        """Reduce accumulated gradients of parameters that got none in the last backward."""
+        """Reduce accumulated gradients of parameters without a gradient in the last backward."""
         reducible = [p for p in self.sharded_params if p.is_owned() and p.grad_destination is None]
         reducible.sort(key=lambda sharded_param: sharded_param.fqn)
         self.accumulates = any(p.grad_destination is not None for p in self.sharded_params)

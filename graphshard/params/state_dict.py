@@ -265,7 +265,7 @@ def _gathered_optimizer(
 
 
 class _States(NamedTuple):
-    """State dicts to load."""
+    """State dicts of a model and its optimizer, to load."""
 
     model: Mapping[str, Any]
     versions: Mapping[str, Any]  # module versions, keyed by name

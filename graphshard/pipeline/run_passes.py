@@ -28,7 +28,7 @@ _DUMPS = {Stage.JOINT: "joint", Stage.FINAL: "{kind}"}
 def run_stage(
     stage: Stage, gm: fx.GraphModule, context: PassContext, writer: DumpWriter | None = None
 ) -> None:
-    """Run and time the passes of a stage that ``context`` enables, and check their graphs.
+    """Run and time the passes of a stage that ``context`` enables, and check the results.
 
     Graphs with a plan are verified against it. Graphs are linted except in ``Stage.FINAL`` and
     ``Stage.LOWERED``, after which the compiler does so.

@@ -80,9 +80,9 @@ def _graph_memory(problem: Problem, budget: int | None) -> _GraphMemory:
 def _hold(
     memory: tuple[_GraphMemory, _GraphMemory], in_forward: Transfer, in_backward: Transfer
 ) -> bool:
-    """Reserve memory from the last use in forward to the first in backward, if it fits.
+    """Reserve memory from the last use in forward to the first in backward, if there is room.
 
-    Return whether it does.
+    Return whether there is.
     """
     forward, backward = memory
     num_bytes = in_backward.num_bytes

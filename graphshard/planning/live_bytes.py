@@ -197,7 +197,7 @@ def _average_footprint(buffer: Sequence[Transfer]) -> Footprint:
 
 
 def _results_footprint(buffer: Sequence[Transfer], received: int) -> Footprint:
-    """Return the footprint of casting reduced shards, and of freeing those that go to the host."""
+    """Return the footprint of casting reduced shards, and of freeing shards sent to the host."""
     shards = sum(t.shard_bytes for t in buffer)
     cast = shards if shards != received else 0
     to_host = shards if buffer[0].host else 0

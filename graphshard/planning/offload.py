@@ -90,7 +90,7 @@ def _copies_to_device(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucke
 
 
 def _copies_to_host(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Return copies that are launched and waited for where their data is ready."""
+    """Return the copies to the host, each launched and waited for where its data is ready."""
     successors = next_in_chain(buckets)
     copies = [
         _copy_of_shards(problem, bucket, TransferKind.COPY_TO_HOST, bucket.wait)

@@ -40,7 +40,7 @@ class Repeat:
 
     @property
     def stop(self) -> int:
-        """Position after the last part, without ``rest``."""
+        """Position after the last part, excluding ``rest``."""
         return self.start + self.length * self.count
 
     @property
@@ -88,7 +88,7 @@ def _likely_lengths(labels: Sequence[int]) -> list[int]:
 
 
 def _longest_run(labels: Sequence[int], length: int, offset: int) -> Repeat:
-    """Return the longest repeat with parts of this length; its ``count`` is 1 if there is none."""
+    """Return the longest repeat with parts of this length; ``count`` is 1 if nothing repeats."""
     longest, run, stop = 0, 0, 0
     for position in range(len(labels) - length):
         run = run + 1 if labels[position] == labels[position + length] else 0

@@ -75,7 +75,7 @@ class SavingChoice:
 
     @property
     def best(self) -> TriedSaving | None:
-        """The fastest strategy that fits, ties broken by memory, or None if none fits."""
+        """The fastest strategy that fits, ties broken by memory, or None if no strategy fits."""
         fitting = [t for t in self.tried if not t.refused]
         return min(fitting, key=lambda t: (t.step_us or 0.0, t.peak_bytes), default=None)
 

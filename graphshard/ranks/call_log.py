@@ -129,7 +129,7 @@ class CallLog:
             raise
 
     def raise_posted_error(self, error: BaseException) -> None:
-        """Raise the posted error that made a collective raise ``error``, if there is one.
+        """Raise the posted error, if any, that made a collective raise ``error``.
 
         If a peer was lost without posting an error, this rank posts one and raises it.
         """

@@ -104,7 +104,7 @@ class CallHistory:
         return plan_id in self._plan_texts
 
     def plan_text(self, plan_id: str) -> str:
-        """Return the text of a plan, or its id if this rank has none."""
+        """Return the text of a plan, or its id if this rank does not know the plan."""
         return self._plan_texts.get(plan_id, plan_id)
 
     # --- messages ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Forecast memory equals what compiled code needs on a simulated GPU (``check``)."""
+"""Forecast memory equals the memory of compiled code on a simulated GPU (``check``)."""
 
 from __future__ import annotations
 

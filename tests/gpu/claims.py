@@ -1,4 +1,4 @@
-"""Measure on a GPU what other tests check only on a simulated one.
+"""Measure on a GPU the properties that other tests check only on a simulated one.
 
 Covers kernels, host waits, memory, CUDA graphs, regions, saved compiled code, and the devices of a
 materialized model. Each function runs on one rank, on CPU or CUDA tensors.

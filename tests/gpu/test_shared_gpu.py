@@ -19,7 +19,7 @@ _refusal = functools.cache(shared.refusal)
 
 @pytest.fixture
 def backend() -> str:
-    """First backend that works; skips the test if none does."""
+    """Return the first backend that works; skip the test if no backend does."""
     refusals = {}
     for name in ("nccl", "gloo"):
         reason = _refusal(name)

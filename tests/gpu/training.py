@@ -193,7 +193,6 @@ class Trainer:
         return self._backend.plans
 
     def forward(self) -> Tensor:
-        """Return the loss."""
         return self._compiled(self._x)
 
     def backward(self, loss: Tensor) -> None:
@@ -203,5 +202,4 @@ class Trainer:
         self._optimizer.zero_grad()
 
     def step(self) -> None:
-        """Run a whole training step."""
         self.backward(self.forward())

@@ -115,7 +115,6 @@ class Builder:
         return self.marker(AllReduceGradSpec(grad=grad, group=self.group))
 
     def marker(self, spec: MarkerSpec) -> fx.Node:
-        """Add the marker of `spec`."""
         node: fx.Node = spec.call(self.call)
         return node
 
@@ -155,12 +154,11 @@ def targets(graph: fx.Graph) -> list[Any]:
 
 
 def count(graph: fx.Graph, op: Any) -> int:
-    """Return how often a graph calls `op`."""
+    """Return the number of calls of `op` in a graph."""
     return targets(graph).count(op)
 
 
 def output(graph: fx.Graph, position: int = 0) -> fx.Node:
-    """Return an output of a graph."""
     outputs: Any = graph.output_node().args[0]
     node = outputs[position]
     assert isinstance(node, fx.Node)

@@ -19,7 +19,7 @@ class _Value:
 
 
 class _Calls:
-    """What each read of a model found, in order."""
+    """The result of each read of a model, in order."""
 
     def __init__(self) -> None:
         self.scopes: list[int] = []

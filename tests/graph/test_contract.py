@@ -1,4 +1,4 @@
-"""Pass pipelines are checked: each pass must come after what it requires."""
+"""Checks of a pass pipeline: each pass must come after the passes that it requires."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ def test_break_warning_names_file_and_line() -> None:
 
 @on_ranks(2)
 def test_each_model_with_breaks_warns_once() -> None:
-    """Train two models with graph breaks; each warns once."""
     with graphshard_warnings() as warned:
         for kind in (Middle, Loop):
             Twins(kind(), fullgraph=False).train(kind.batch, steps=2)

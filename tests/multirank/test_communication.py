@@ -1,8 +1,8 @@
 """Collectives of a training step, observed by a recording process group.
 
 The tests check the parameters gathered and reduced, their counts and bytes, and that all ranks use
-the same order. What backward needs is determined independently, from what eager autograd saves for
-the plain model.
+the same order. The parameters that backward needs are determined independently, from
+what eager autograd saves for the plain model.
 """
 
 from __future__ import annotations

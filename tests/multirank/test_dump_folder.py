@@ -1,6 +1,6 @@
 """`dump="folder"` in real training: each rank's files, and a profile with predictions.
 
-`tests/graph/test_inductor_cache.py` tests what is dumped with a warm cache.
+`tests/graph/test_inductor_cache.py` tests dumps with a warm cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Process groups that sharding creates besides those of the mesh."""
+"""Process groups that sharding creates in addition to the mesh's."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Chain(nn.Module):
 
 
 def _fast_or_slow(rank: int) -> graphshard.SchedulePolicy:
-    """Return a policy with which compute hides all collectives on rank 1, and none on rank 0."""
+    """Return a policy in which compute hides all collectives on rank 1, and none on rank 0."""
     return graphshard.SchedulePolicy(overlap=True, node_cost=lambda _: 1e5 if rank else 1e-3)
 
 

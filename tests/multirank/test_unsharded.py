@@ -312,7 +312,6 @@ def test_compiled_function_that_shards_nothing_warns() -> None:
 
 @on_ranks(2)
 def test_optimizers_of_other_models_may_step() -> None:
-    """Step optimizers of other models, and one whose only gradient is of an ignored parameter."""
     model, other, reduced = MLP(), MLP(), DistributedDataParallel(MLP())
     backend = _backend(ignored_params=[model.up.bias])
     compiled = torch.compile(model, backend=backend)
@@ -329,7 +328,6 @@ def test_optimizers_of_other_models_may_step() -> None:
 
 @on_ranks(2)
 def test_model_trained_with_ddp_may_stay_plain() -> None:
-    """Compile a model, but train it with DDP."""
     model = MLP()
     torch.compile(model, backend=_backend())
     ddp = DistributedDataParallel(model)

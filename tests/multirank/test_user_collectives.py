@@ -64,7 +64,7 @@ class Blocks(nn.Module):
 
 
 def _policy() -> graphshard.SchedulePolicy:
-    """Return a policy with which compute hides all collectives on ranks 0 and 1, none on others."""
+    """Return a policy in which compute hides all collectives on ranks 0 and 1, none on others."""
     us = 1e5 if dist.get_rank() < 2 else 1e-3
     return graphshard.SchedulePolicy(overlap=True, bucket_cap_mb=0.01, node_cost=lambda _: us)
 

@@ -52,7 +52,6 @@ def compare_with_fsdp2(names: Iterable[str], not_on_2_11: Collection[str]) -> li
 
 
 def call_model(model: Any, batch: Any) -> Tensor:
-    """Call a model that returns its loss."""
     return model(batch)
 
 
@@ -62,7 +61,7 @@ def world_mesh() -> DeviceMesh:
 
 
 def generator(*key: int) -> torch.Generator:
-    """Return a generator seeded with a few small numbers."""
+    """Return a generator seeded from several small numbers."""
     seed = 0
     for part in key:
         seed = seed * 1009 + part + 1
@@ -295,7 +294,7 @@ class Twins:
         )
 
     def backward(self, batches: Sequence[Any], loss: Loss = call_model) -> Tensor:
-        """Run forward and backward of both, compare their losses, and return ours."""
+        """Run forward and backward of both models, compare losses, and return the sharded loss."""
         rank = self.mesh.get_local_rank() if self.mesh.ndim == 1 else dist.get_rank()
         ours = loss(self.compiled, batches[rank])
         ours.backward()
@@ -310,12 +309,11 @@ class Twins:
         assert_same(self.model, self.reference, tolerance)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients of both models."""
         self.model.zero_grad(set_to_none)
         self.reference.zero_grad(set_to_none)
 
     def step(self) -> None:
-        """Step both with stateless SGD and zero their gradients."""
+        """Step both models with stateless SGD and zero their gradients."""
         for model in (self.model, self.reference):
             sgd(model).step()
         self.zero_grad()
@@ -326,7 +324,7 @@ class Twins:
         steps: int = 3,
         loss: Loss = call_model,
     ) -> None:
-        """Train both with SGD, and compare losses, gradients and parameters in each step."""
+        """Train both models with SGD; compare losses, gradients and parameters in each step."""
         optimizers = [sgd(self.model), sgd(self.reference)]
         for step in range(steps):
             self.backward(draw(make_batch, step, self.mesh.size()), loss)

@@ -214,7 +214,7 @@ def test_model_with_graph_breaks_trains(kind: Trainable, compiler: str) -> None:
 
 @on_ranks(2)
 def test_evaluation_of_a_replicated_model_with_graph_breaks() -> None:
-    """Evaluate two graphs with different parameters, neither of which communicates."""
+    """Evaluate two graphs with different parameters; neither graph communicates."""
     twins = Twins(Middle(), fullgraph=False, overrides={"*": {"shard": False}})
     x = torch.ones(5, DIM)
     with graphshard_warnings(), torch.no_grad():

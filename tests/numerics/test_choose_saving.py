@@ -1,6 +1,6 @@
-"""``SchedulePolicy(auto=True)``.
+"""``SchedulePolicy(auto=True)`` on several ranks.
 
-All ranks save what the first rank chooses, and train exactly as with the same explicit settings.
+All ranks follow the first rank's choice, and train exactly as with the same explicit settings.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _train_on(twins: Twins, step: int, rows: tuple[int, int]) -> None:
 
 
 def _grow(dynamic: bool | None) -> tuple[list[str], str]:
-    """Train on batches of changing sizes; return what each graph saves, and the summary."""
+    """Train on batches of changing sizes; return the choice for each graph, and the summary."""
     torch.manual_seed(0)
     schedule = graphshard.SchedulePolicy(
         auto=True, memory_budget_gb=ROWS_GB, node_cost=lambda _: SLOW_US
@@ -155,7 +155,7 @@ def _uneven() -> tuple[list[str], str]:
     """Train in two sizes, with a larger batch on the second rank.
 
     Returns:
-        What each graph saves, and the error for a batch that does not fit.
+        The choice for each graph, and the error for a batch that does not fit.
     """
     torch.manual_seed(0)
     schedule = graphshard.SchedulePolicy(

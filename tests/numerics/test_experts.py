@@ -171,7 +171,6 @@ def test_states_of_experts(tmp_path: Path) -> None:
 
 
 def assert_values(ours: nn.Module, theirs: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Assert that parameters are equal."""
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(whole(mine), whole(other).to(dtype)), name
 

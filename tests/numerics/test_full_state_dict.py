@@ -1,7 +1,7 @@
 """`full_state_dict` and `load_full_state_dict`.
 
-The first rank gets the state of a plain model and its optimizer, bitwise equal; what it loads is
-distributed to all ranks.
+The first rank gathers state that is bitwise equal to that of a plain model and its optimizer, and
+distributes state that it loads to all ranks.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class _Blocks(nn.Module):
 
 
 def _dropped_block() -> list[bool]:
-    """Accumulate in separately compiled blocks, one of which the last microbatch skips."""
+    """Accumulate in separately compiled blocks; the last microbatch skips one block."""
     model, x = _Blocks(), draw(MLP.batch, 0)[dist.get_rank()]
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     model.first.compile(backend=backend)

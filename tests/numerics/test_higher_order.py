@@ -125,7 +125,7 @@ def test_gradients_of_branches_accumulate() -> None:
 
 @on_ranks(2)
 def test_ranks_may_map_different_numbers_of_rows() -> None:
-    """Map over different numbers of rows, and so with different numbers of calls, on each rank."""
+    """Map a layer over a different number of rows on each rank."""
     twins = Twins(Reads(_mapped), dynamic=True)
     for step in range(2):
         twins.backward([torch.randn(3 + 2 * ((rank + step) % 2), DIM) for rank in range(2)])
@@ -154,7 +154,7 @@ class Loop(nn.Module):
 
 
 class LearnedBias(nn.Module):
-    """Attention with a distance bias, the slopes of which are parameters."""
+    """Attention with a distance bias whose slopes are parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -261,7 +261,7 @@ class Mixing(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention: Dynamo checks its dtypes while tracing."""
+    """Attention whose dtypes Dynamo checks while tracing."""
 
     def __init__(self) -> None:
         super().__init__()

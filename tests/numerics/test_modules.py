@@ -268,7 +268,7 @@ def test_recurrent_layers(layer: type[nn.RNNBase]) -> None:
 
 
 class Tables(nn.Module):
-    """Embeddings, the last of which an eager part uses."""
+    """Embeddings; an eager part uses the last one."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()

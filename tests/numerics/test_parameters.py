@@ -53,8 +53,6 @@ class Tiny(nn.Module):
 
 
 class Strided(nn.Module):
-    """Parameters that are not contiguous."""
-
     def __init__(self) -> None:
         super().__init__()
         self.transposed = nn.Parameter((torch.randn(6, 8) / 6).t())
@@ -71,7 +69,7 @@ class Strided(nn.Module):
 
 
 class Frozen(nn.Module):
-    """Frozen parameters, which propagate gradients but get none."""
+    """Frozen parameters, through which gradients flow but which have no gradient."""
 
     def __init__(self) -> None:
         super().__init__()

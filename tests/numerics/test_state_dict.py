@@ -79,7 +79,7 @@ def test_state_dict_communicates_nothing(kind: Trainable) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_full_state_dict_loads_into_a_plain_model(kind: Trainable) -> None:
-    """Load what `get_model_state_dict` gathers, e.g. for `torch.save`, into a plain model."""
+    """Load the result of `get_model_state_dict`, as saved by `torch.save`, into a plain model."""
     model, compiled, _ = _train(kind)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for source in (model, compiled):
@@ -119,7 +119,7 @@ def _save_trained(kind: Trainable, path: Path) -> dict[str, torch.Tensor]:
 def _load(
     kind: Trainable, prepare: Prepare, path: Path, saved: list[dict[str, torch.Tensor]]
 ) -> None:
-    """Load into a model with different values; check them and, if sharded, another step."""
+    """Load a checkpoint into a new model; check its values and, if sharded, a training step."""
     torch.manual_seed(77)
     model = prepare(kind())
     state = {"model": model.state_dict()}

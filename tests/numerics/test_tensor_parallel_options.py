@@ -231,7 +231,6 @@ class Deep(nn.Module):
     batch = staticmethod(MLP.batch)
 
     def parallelize(self, tp: DeviceMesh) -> Deep:
-        """Parallelize all layers."""
         for layer in self.layers:
             layer.parallelize(tp)
         return self

@@ -42,7 +42,6 @@ class Line:
         return self.latency_us + num_bytes * self.us_per_byte
 
     def copy_us(self, num_bytes: int) -> float:
-        """Return the time of a copy on the device."""
         return num_bytes * self.copy_us_per_byte
 
     def buffer_us(self, world: int, stride: int = 1) -> float:

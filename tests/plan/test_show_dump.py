@@ -58,7 +58,7 @@ BAD = [
     (_with(version=7), "dump of version 7: this graphshard reads 3"),
     (_with(plan={"version": 9}), "the plan has version 9"),
     (_with(plan={"version": 8}), "is not a dump from graphshard"),
-    (_with(hardware={"version": 9}), "version must be 4"),
+    (_with(hardware={"version": 9}), "version 9: this graphshard reads version 4"),
     (_with(limits={"top": 3}), "is not a dump from graphshard"),
 ]
 

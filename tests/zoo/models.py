@@ -74,7 +74,7 @@ def image_batch(generator: torch.Generator) -> Batch:
 
 
 def few_tokens_batch(generator: torch.Generator) -> Batch:
-    """Return so few tokens that in most batches some expert gets none."""
+    """Return so few tokens that in most batches some expert gets no token."""
     return causal_batch(generator, rows=1, length=3)
 
 

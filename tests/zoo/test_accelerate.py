@@ -137,7 +137,7 @@ def test_accelerate_saves_and_resumes_bitwise(tmp_path: Path) -> None:
 def _refuse(folder: str) -> None:
     model: nn.Module = nn.Linear(3, 4)
     as_by_torchrun()
-    with pytest.raises(ValueError, match="one model per call: prepare ReLU in another call"):
+    with pytest.raises(ValueError, match="others contains a ReLU: prepare one model per call"):
         prepare(Accelerator(cpu=True), model, nn.ReLU())
     with pytest.raises(ValueError, match=r"model is a SGD: pass the nn\.Module to train"):
         prepare(Accelerator(cpu=True), torch.optim.SGD(model.parameters()))

@@ -82,12 +82,10 @@ def model_loss(model: Any, batch: Batch) -> Tensor:
 
 
 def bfloat16_autocast() -> AbstractContextManager[Any]:
-    """Return the autocast context for training in bfloat16."""
     return torch.autocast("cpu", torch.bfloat16)
 
 
 def by_ddp(model: nn.Module, mesh: DeviceMesh, all_used: bool) -> nn.Module:
-    """Return the model wrapped in DDP."""
     return DistributedDataParallel(
         model, process_group=mesh.get_group(), find_unused_parameters=not all_used
     )

@@ -181,7 +181,7 @@ def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
 
 
 def _stand_in_for_waiting(hooks: Hooks) -> None:
-    """Replace host waits for the whole device with a callback: there is nothing to wait for."""
+    """Replace device synchronization with a callback, because there is nothing to wait for."""
     for module in (torch.cuda, torch.accelerator):
         # Each module gets its own function, because Dynamo looks up handlers by function.
         replace(module, synchronize=lambda device=None: hooks.synchronized())

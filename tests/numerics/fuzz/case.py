@@ -116,7 +116,6 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return math.prod(self.mesh) * self.splits
 
 
@@ -215,7 +214,7 @@ def _overrides(rng: Random, num_blocks: int, num_shards: int) -> tuple[tuple[str
 
 
 def _pipeline(rng: Random) -> dict[str, Any]:
-    """Draw how the model is compiled and scheduled."""
+    """Draw options for compiling and scheduling the model."""
     fields = (
         ("overlap", False),
         ("bucket_cap_mb", rng.choice((1e-5, 1e-4, 1e-3))),

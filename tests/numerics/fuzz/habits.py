@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Reader(nn.Module):
-    """Linears, two of them tied, and containers of parameters, some of which `read` uses."""
+    """Linears, two of them tied, and containers of parameters; `read` uses some of these."""
 
     def __init__(self, dim: int, read: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ WIDTH = 3
 
 
 class _Builder:
-    """Builder of blocks that remembers what later blocks may reuse."""
+    """Builder of blocks that remembers modules for later blocks to reuse."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -50,7 +50,7 @@ class _Builder:
 
 
 class Model(nn.Module):
-    """Blocks between an entry and a head, neither of which is ever frozen."""
+    """Blocks between an entry and a head; entry and head are never frozen."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
