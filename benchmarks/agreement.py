@@ -134,7 +134,7 @@ class Simulation:
         return [sum(store.num_operations for store in stores) for stores in self._stores]
 
     def _settled_counts(self) -> list[int]:
-        """Return the number of operations of each rank, once it stops growing."""
+        """Return the number of operations of each rank, once these numbers stop growing."""
         counts: list[int] = []
         while counts != (counts := self._counts()):
             time.sleep(0.5)

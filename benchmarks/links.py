@@ -71,7 +71,7 @@ def with_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
 
 
 def write_with_wire(base: Hardware, wire: Wire, world: int, folder: str) -> str:
-    """Write :func:`with_wire` to ``folder``; return the path, for ``SchedulePolicy.hardware``."""
+    """Write the result of :func:`with_wire` to a file in ``folder``, and return its path."""
     path = Path(folder, "wire.json")
     path.write_text(with_wire(base, wire, world).to_json())
     return str(path)

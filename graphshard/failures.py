@@ -33,7 +33,7 @@ _TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent),
 
 
 def describe_failure(error: BaseException) -> Failure:
-    """Describe an error: its cause, the line that raised it, and its traceback."""
+    """Describe an error: its cause, the line of the user's code, and the traceback."""
     cause = describe_error(error)
     if isinstance(error, SystemExit):
         cause = f"the script ended the process: sys.exit({error.code!r}); return the model instead"

@@ -209,7 +209,7 @@ def _region(node: fx.Node) -> dict[str, Any]:
 
 
 def _once(emit: Call, emitted: dict[_CallKey, fx.Node]) -> Call:
-    """Wrap ``emit``: a call with the arguments of an earlier one returns the earlier node."""
+    """Wrap ``emit`` to return the existing node for a repeated call."""
 
     def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         lists = tuple(tuple(arg) if isinstance(arg, list) else arg for arg in args)

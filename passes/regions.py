@@ -151,7 +151,7 @@ def _frozen(value: object, describe: Callable[[fx.Node], Hashable]) -> Hashable:
 
 
 def _metadata(value: object) -> Hashable:
-    """Return the properties of a value that its code depends on."""
+    """Return the properties of a value that compiled code depends on."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_metadata, value))
     if not isinstance(value, torch.Tensor):

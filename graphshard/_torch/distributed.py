@@ -82,7 +82,7 @@ def uses_only_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def device_for(group: dist.ProcessGroup) -> torch.device:
-    """Return a device whose tensors ``group`` can communicate, if possible the CPU."""
+    """Return a device whose tensors ``group`` can communicate, preferably the CPU."""
     types = device_types(group)
     if "cpu" in types or not types:
         return torch.device("cpu")
@@ -112,7 +112,7 @@ def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
 
 
 def num_registered_works() -> int:
-    """Return how many registered operations of this process have not been waited for yet."""
+    """Return the number of registered operations that this process has not waited for yet."""
     return torch._C._distributed_c10d._get_work_registry_size()
 
 
@@ -146,7 +146,7 @@ def pending_collective(thread: int) -> PendingCollective | None:
 
 
 def num_started(group: str) -> int | None:
-    """Return how many collectives of a group this rank has begun, or None if unknown."""
+    """Return the number of collectives of a group that this rank has begun, or None if unknown."""
     try:
         member: Any = process_group(group)  # mypy's stub lacks the method
         return int(member._get_sequence_number_for_group())

@@ -101,7 +101,7 @@ def replace_data(dtensor: DTensor, new: DTensor) -> None:
 
 @functools.cache  # registering ``act`` again has no effect
 def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
-    """Call ``act(dtensor, value)`` on ``dtensor.data = value``; if it returns False, assign."""
+    """Call ``act(dtensor, value)`` on ``dtensor.data = value``; assign only if it returns False."""
 
     # Torch's assignment replaces the storage of the wrapper, which holds no memory, instead of the
     # local tensor: the assigned value is lost.

@@ -155,7 +155,7 @@ class _OnError:
 
 
 class _Noticing(dict[str, Any]):
-    """Torch's backend registry, with a callback when a name is looked up."""
+    """Torch's backend registry, extended with callbacks on lookup of a name."""
 
     def __init__(self, functions: dict[str, Any]) -> None:
         super().__init__(functions)
@@ -227,7 +227,7 @@ def is_capturing() -> bool:
 
 
 def capture_graph(call: Callable[[], object]) -> tuple[fx.GraphModule, list[Any]] | None:
-    """Return the first graph that Dynamo traces of ``call()``, with its inputs; run nothing.
+    """Return the first graph that Dynamo traces of ``call()``, with its inputs, without running it.
 
     Return None if Dynamo captures no graph.
     """

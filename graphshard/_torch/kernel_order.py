@@ -144,7 +144,7 @@ def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSche
 def _latest(
     own: dict[BaseSchedulerNode, int], needed: _Dependencies
 ) -> dict[BaseSchedulerNode, int]:
-    """Return, for each node, the largest of its number and those of all nodes it depends on."""
+    """Return, for each node, the maximum of ``own`` over it and all nodes that it depends on."""
     latest: dict[BaseSchedulerNode, int] = {}
     for node, number in own.items():  # each comes after the nodes that it depends on
         latest[node] = max([number, *(latest.get(other, -1) for other in needed[node])])

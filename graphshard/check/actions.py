@@ -66,7 +66,7 @@ class Record:
 
 @dataclass(frozen=True)
 class WaitEvent:
-    """Later work on ``stream`` waits for an event; with `HOST`, the host itself waits."""
+    """A wait for an event by later work on ``stream`` or, with `HOST`, by the host itself."""
 
     event: int
     stream: str

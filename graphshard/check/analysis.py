@@ -114,7 +114,7 @@ _OPS = {
 
 
 def find_plan(plans: Sequence[Plan], call: GraphCall) -> Plan | None:
-    """Return the plan most similar to a call, among those with as many launches, if any."""
+    """Return the plan most similar to a call, among plans with as many launches, or None."""
     call = _without_others(plans, call)
     same = [plan for plan in plans if _num_launches(plan) == len(call.launches)]
     return min(same, key=lambda plan: len(_differences(plan, call)), default=None)

@@ -133,7 +133,7 @@ def _check_names(function: str, options: Mapping[str, Any]) -> None:
 
 
 def _errors(recording: Recording, device: str) -> Iterator[str]:
-    """Describe each problem that would fail, or corrupt results, on the device."""
+    """Describe each problem that would raise an error or corrupt results on the device."""
     for kernel in compile_kernels(recording.kernels, GPUS[device]):
         if kernel.error:
             yield f"kernel {kernel.name} does not compile: {kernel.error}"

@@ -330,7 +330,7 @@ def _alive(short: Problem, longer: Problem) -> tuple[tuple[Sequence[int], Sequen
 
 
 def _num_growths(short: Sequence[int], longer: Sequence[int], length: int) -> list[int]:
-    """Return, for each start, by how many distinct amounts bytes grow before and after it."""
+    """Return, for each start, the number of distinct amounts by which bytes grow around it."""
     front = _num_distinct([b - a for a, b in zip(short, longer)])
     back = _num_distinct([b - a for a, b in zip(short, longer[length:])][::-1])
     return list(map(add, front, back[::-1]))
@@ -379,7 +379,7 @@ def _segment_transfers(transfers: Sequence[Transfer], start: int, length: int) -
 
 
 def _growths(short: Sequence[int], longer: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """Return by how many bytes the graph grows just before and just after a segment."""
+    """Return the bytes by which the graph grows just before and just after a segment."""
     return longer[start - 1] - short[start - 1], longer[stop] - short[start]
 
 

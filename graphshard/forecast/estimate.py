@@ -250,7 +250,7 @@ def peak_of_step(
 
 
 def outside_of_graphs(held: HeldMemory, recipe: Recipe, device_bytes: int) -> MemoryForecast:
-    """Return the memory of a rank while the optimizer runs."""
+    """Return the memory of a rank outside of its graphs, while the optimizer runs."""
     # Optimizers update in place: they need no memory except their states.
     optimizer_bytes = OPTIMIZERS[recipe.optimizer].states * held.trained
     on_device = MemoryForecast(

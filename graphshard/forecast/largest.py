@@ -86,7 +86,7 @@ def strategies(cluster: Cluster, tp: int = 1) -> list[str]:
 
 
 def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
-    """Return the numbers of shards of HSDP within one, two and four nodes, as far as they differ.
+    """Return the possible numbers of HSDP shards among those of one, two and four nodes.
 
     Args:
         tp: number of ranks that hold one shard.
@@ -217,7 +217,7 @@ class _Grower:
         return f"{size} samples", self._steps(workload)(workload.num_layers or 0)
 
     def _steps(self, workload: Workload) -> Callable[[int], TracedStep]:
-        """Return a function from a number of layers to the step; trace each model once."""
+        """Return a function that maps a number of layers to the step; trace each model once."""
         # Depth, width and batch grow from the same model, and several factors may round to one.
         key = workload.name, workload.num_layers, workload.tokens
         if key not in self._traced:

@@ -1,4 +1,4 @@
-"""Plan a training step for a machine, predict its time and memory, and find what would help."""
+"""Plan a training step for a machine, predict its time and memory, and find helpful changes."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from .forecast import CHANGE_HEADERS, Forecast, change_rows, memory_rows, summar
 
 
 def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
-    """Return an HTML page of a forecast's schedules, memory and tables, and other tables."""
+    """Return an HTML page of a forecast's schedules, memory and tables, followed by ``others``."""
     graphs = [_graph(forecast, number, graph) for number, graph in enumerate(forecast.graphs)]
     changes = [(what, gain, f"{gb:.1f}", fits) for what, gain, gb, fits in change_rows(forecast)]
     tables = [

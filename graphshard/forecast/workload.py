@@ -137,7 +137,7 @@ def count_tokens(inputs: Inputs) -> tuple[int, str]:
 
 
 def num_recomputed(num_layers: int, part: float) -> int:
-    """Return how many of the first layers to recompute, for a fraction ``part`` of all."""
+    """Return the number of leading layers to recompute, for a fraction ``part`` of all layers."""
     return round(num_layers * part)
 
 

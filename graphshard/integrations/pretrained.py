@@ -141,7 +141,7 @@ def from_pretrained(
 
 
 def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments incompatible with sharding, or a ``cls`` of another type."""
+    """Raise ValueError for arguments incompatible with sharding, or if ``cls`` is not supported."""
     if not (isinstance(cls, type) and issubclass(cls, (PreTrainedModel, _BaseAutoModelClass))):
         raise ValueError(
             f"cls={cls!r}: pass a model class of transformers, or one of its AutoModelFor... "

@@ -91,7 +91,7 @@ def _flattened(tensor: torch.Tensor, dtype: torch.dtype, buffer_dtype: torch.dty
 
 
 def _num_sent_per_rank(flat: torch.Tensor, tensor: torch.Tensor, num_rows: int) -> int:
-    """Return how many elements of ``flat`` are sent to each rank, including padding."""
+    """Return the number of elements of ``flat`` that are sent to each rank, including padding."""
     return flat.numel() // tensor.shape[0] * num_rows if num_rows else flat.numel()
 
 

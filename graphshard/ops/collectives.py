@@ -153,7 +153,7 @@ def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> boo
 
 
 def _rows_per_rank(kind: TransferKind, sent: CollectiveInput) -> int:
-    """Return how many rows each rank receives (reduction) or sends; 0 for a tensor without rows."""
+    """Return the number of rows that each rank receives (reduction) or sends, or 0 without rows."""
     if kind == TransferKind.REDUCE_SCATTER:
         return sent.rows
     return sent.tensor.shape[0] if sent.tensor.dim() else 0

@@ -176,7 +176,7 @@ def _transposed(call: Call, matrix: Scaled) -> Scaled:
 
 
 def _factor(call: Call, inverse: _Value, recipe: str, dim: int) -> _Value:
-    """Return an inverse scale in the shape that ``_scaled_mm`` takes."""
+    """Return an inverse scale in the shape that ``_scaled_mm`` expects."""
     num_dims = value_of(inverse).dim()
     # Inductor requires the same number of dimensions for both sides.
     if recipe == TENSORWISE and num_dims:

@@ -205,7 +205,7 @@ class Options:
 
 
 def _common_names() -> list[str]:
-    """Return the options of a parameter that an argument of ``backend`` sets for all parameters."""
+    """Return the names of parameter options that are also arguments of ``backend``."""
     # A mesh of one parameter can only be set in ``overrides``.
     names = {f.name for f in fields(Options)} - {"mesh"}
     return [f.name for f in fields(ParamOptions) if f.name in names]

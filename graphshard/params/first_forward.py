@@ -94,9 +94,9 @@ def forget_first_forward(root: nn.Module) -> None:
 
 
 def has_yet_to_cast(root: nn.Module, call: CompiledCall) -> bool:
-    """Return whether a hook that precedes ``_FirstForward`` is running.
+    """Return whether ``_FirstForward`` has yet to cast the inputs of the call in progress.
 
-    If so, ``_FirstForward`` will cast the inputs, although the module is sharded by then.
+    This is the case while an earlier hook runs. The hook then casts even if the module is sharded.
     """
     # Global hooks, and the user's from before torch.compile, run first. If Dynamo compiles one of
     # them, the module is sharded at that point, and ``_FirstForward`` only casts the inputs.

@@ -130,7 +130,7 @@ class ParamSpec:
 
     @functools.cached_property
     def unsharded_shape(self) -> torch.Size:
-        """Shape that is gathered, ``[rows, ...]``: the full one, or that of this rank's part."""
+        """Shape of the unsharded tensor, ``[rows, ...]``: that of ``tp_part``, rows first."""
         sizes = [part.stop - part.start for part in self.tp_part]
         rows, others = sizes[self.dim : self.dim + 1], sizes[: self.dim] + sizes[self.dim + 1 :]
         return torch.Size([*rows, *others])

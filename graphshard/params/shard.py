@@ -218,7 +218,7 @@ def _warn_of_torchao(root: nn.Module) -> None:
 
 
 def take_replacements(root: nn.Module) -> bool:
-    """Attach shards to DTensors that replaced sharded parameters; return whether any did."""
+    """Attach shards to DTensors that replaced sharded parameters; return whether there were any."""
     replaced = [module for module in root.modules() if _holds_replacement(module)]
     for module in replaced:
         reattach(module)

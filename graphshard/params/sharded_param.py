@@ -337,7 +337,7 @@ class ShardedParam:
             accumulator.drop_taken()
 
     def reduce_accumulated(self, *, unsynced: bool) -> None:
-        """Reduce the unsynced or the partial total if no new gradient will carry it."""
+        """Reduce the unsynced or the partial total without a new gradient, as zero if it is missing."""
         spec, dtype = self.spec, self.shard.dtype
         accumulator = self.accumulator(UNSYNCED if unsynced else PARTIAL)
         total = accumulator.take()

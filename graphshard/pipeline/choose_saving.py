@@ -165,7 +165,7 @@ class _Chooser:
     def fits_earlier_choice(self, text: str) -> bool:
         """Return whether this rank fits the budget with the parameters that a choice keeps.
 
-        Takes over the budget of the choice, and sets ``own`` if this rank cannot save as many
+        Adopts the budget of the choice, and sets ``own`` if this rank cannot save as many
         activations as the first rank.
         """
         choice, self.own = SavingChoice.from_json(text), None

@@ -81,11 +81,11 @@ class CompileSettings:
     regathered: frozenset[int] = frozenset()
 
     def following(self, plans: Sequence[Plan]) -> CompileSettings:
-        """Return settings under which graphs get the buckets of ``plans``."""
+        """Return settings with which graphs follow the first rank's ``plans``."""
         return dataclasses.replace(self, first_rank_plans={plan.graph: plan for plan in plans})
 
     def with_saving(self, saving: Saving, budget_gb: float) -> CompileSettings:
-        """Return these settings as if the user had asked for ``saving`` and ``budget_gb``."""
+        """Return settings as if the user had set ``saving`` and ``budget_gb``."""
         schedule = dataclasses.replace(
             self.schedule,
             auto=False,

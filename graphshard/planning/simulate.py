@@ -49,11 +49,11 @@ class Lane:
         self.free_us = free_us  # when all work added so far is done
 
     def start_us(self, ready_us: float) -> float:
-        """Return when work that is ready at ``ready_us`` would start."""
+        """Return the time at which work that is ready at ``ready_us`` would start."""
         return ready_us if ready_us > self.free_us else self.free_us
 
     def run(self, duration_us: float, ready_us: float = 0.0) -> float:
-        """Append work that is ready at ``ready_us``; return when it ends."""
+        """Append work that is ready at ``ready_us``; return its end time."""
         free_us = self.free_us
         self.free_us = end_us = (ready_us if ready_us > free_us else free_us) + duration_us
         return end_us

@@ -77,11 +77,11 @@ class CallLog:
     def first_run(self, plan_id: str, text: str) -> None:
         """Log a run like :meth:`run`, and return once all ranks have agreed to it.
 
-        Waits until every rank has reached this call and runs the same plan, for the first time or
-        not: that is, until the slowest rank has compiled.
+        Waits until every rank has reached this call and runs the same plan, whether or not for the
+        first time: in effect, until the slowest rank has compiled.
 
         Args:
-            plan_id: hash of ``text``, or any id that is equal on all ranks that do the same.
+            plan_id: hash of ``text``, or another id that is equal on all ranks that make the same call.
             text: the plan; an error shows its first line that differs.
 
         Raises:

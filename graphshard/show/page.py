@@ -160,7 +160,7 @@ class BarsData(TypedDict):
 
 
 class PageData(TypedDict):
-    """Everything that a page shows, in this order."""
+    """Content of a page, in display order."""
 
     title: str
     notes: list[str]  # missing parts, with reasons

@@ -38,8 +38,8 @@ STEP = 560e6, 20, WORLD, True
 def _is_no_more(ours: Memory, theirs: Memory) -> bool:
     """Return whether our peak exceeds theirs by at most 5 %.
 
-    This must also hold after subtracting the memory resident before, which leaves the gathered
-    parameters and full gradients of a step.
+    The same must hold without the memory that is resident before the step, that is, for gathered
+    parameters and full gradients alone.
     """
     in_step = ours.peak - ours.before, theirs.peak - theirs.before
     return ours.peak <= 1.05 * theirs.peak and in_step[0] <= 1.05 * in_step[1]

@@ -42,7 +42,7 @@ class WeakStorage:
         self._weak = StorageWeakRef(storage)
 
     def take_in_size(self) -> bool:
-        """Update ``num_bytes``; return whether it changed."""
+        """Update ``num_bytes`` from the storage; return whether it changed."""
         # FSDP2 frees memory by ``resize_``.
         before = self.num_bytes
         storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
