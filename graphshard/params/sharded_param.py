@@ -337,7 +337,7 @@ class ShardedParam:
             accumulator.drop_taken()
 
     def reduce_accumulated(self, *, unsynced: bool) -> None:
-        """Reduce the unsynced or the partial total without a new gradient, as zero if it is missing."""
+        """Reduce the unsynced or the partial total (zero if missing) without a new gradient."""
         spec, dtype = self.spec, self.shard.dtype
         accumulator = self.accumulator(UNSYNCED if unsynced else PARTIAL)
         total = accumulator.take()

@@ -132,7 +132,7 @@ def _launch_ranges(
 
 
 def _waited_before_replicas(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket:
-    """Return ``bucket`` with its wait moved to the launch of the all-reduce of its shards, if any."""
+    """Return ``bucket`` with its wait moved to the launch of its shards' all-reduce, if any."""
     if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
         return bucket
     averages = [

@@ -81,7 +81,7 @@ class CallLog:
         first time: in effect, until the slowest rank has compiled.
 
         Args:
-            plan_id: hash of ``text``, or another id that is equal on all ranks that make the same call.
+            plan_id: hash of ``text``, or another id that is equal on all ranks that make this call.
             text: the plan; an error shows its first line that differs.
 
         Raises:
