@@ -330,7 +330,7 @@ def _alive(short: Problem, longer: Problem) -> tuple[tuple[Sequence[int], Sequen
 
 
 def _num_growths(short: Sequence[int], longer: Sequence[int], length: int) -> list[int]:
-    """Return, for each start, the number of distinct amounts by which bytes grow around it."""
+    """Count, for each start, the distinct amounts by which bytes grow before and after it."""
     front = _num_distinct([b - a for a, b in zip(short, longer)])
     back = _num_distinct([b - a for a, b in zip(short, longer[length:])][::-1])
     return list(map(add, front, back[::-1]))

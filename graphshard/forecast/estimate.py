@@ -204,12 +204,12 @@ class MemoryForecast:
 
     @property
     def low(self) -> int:
-        """Lower end of the expected interval, if none of the margin is needed."""
+        """Lower end of the expected interval, without the margin."""
         return int(MEMORY.low * self.allocated)
 
     @property
     def high(self) -> int:
-        """Upper end of the expected interval, if all of the margin is needed."""
+        """Upper end of the expected interval, with the whole margin."""
         return int(MEMORY.high * self.allocated) + self.margin
 
     @property

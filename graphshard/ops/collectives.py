@@ -252,7 +252,7 @@ def launch_replica_reduce(
 
 
 def _divides_first(group: str, shard: Value) -> bool:
-    """Return whether the sum of shards may overflow their dtype, float16."""
+    """Return whether to divide shards before they are summed, because float16 may overflow."""
     return value_of(shard).dtype == torch.float16 and not averages(group, shard)
 
 

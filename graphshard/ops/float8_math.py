@@ -47,7 +47,7 @@ def is_of_torchao(value: object) -> bool:
 
 @functools.cache
 def float8_error(device_type: str, recipe: str) -> str | None:
-    """Return the error to raise for fp8 products on a device, or None if it supports them."""
+    """Return the error message of fp8 products on a device, or None if it supports them."""
     values = torch.ones(ALIGNMENT, ALIGNMENT, dtype=torch.bfloat16, device=device_type)
     try:
         weight = quantized(run, values, E4M3, recipe, 1)

@@ -42,7 +42,7 @@ def value_of(value: Value) -> torch.Tensor:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node's value is part of the value of its first argument."""
+    """Return whether a node's value is a view or an item of its first argument."""
     return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 

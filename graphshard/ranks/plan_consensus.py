@@ -208,7 +208,7 @@ def _communicate(plans: Sequence[Plan]) -> bool:
 
 
 def _group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
-    """Number the groups in which ``plans`` communicate: "#0", "#1", ... by group name.
+    """Map the names of the groups in which ``plans`` communicate to "#0", "#1", ...
 
     All ranks give the same number to their groups along the same axis of the mesh.
     """

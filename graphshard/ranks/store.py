@@ -153,7 +153,7 @@ class EventStore:
         return self._store.get(f"text/{event.call}").decode()
 
     def agree(self, event: CallEvent) -> None:
-        """Record that this rank runs the same plan in that call.
+        """Record that this rank runs the same plan in the call of ``event``.
 
         The last rank to agree posts an ``AgreedEvent`` and deletes the events read by all.
         """
