@@ -18,7 +18,7 @@ import itertools
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import fx, nn
@@ -26,8 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from . import progress
 from ._torch.aot_graphs import flat_inputs
 from ._torch.as_parameter import trace_tables_by_attribute
+from ._torch.callbacks import on_compile_end
 from ._torch.distributed import process_group
 from ._torch.dynamo import (
     Trace,
@@ -78,6 +80,8 @@ from .show.table import summary
 
 class Backend:
     """A ``torch.compile`` backend for fully sharded training, created by :func:`backend`."""
+
+    reports_progress: ClassVar[bool] = True
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -196,6 +200,7 @@ class Backend:
     def shard_now(self, root: nn.Module, in_use: bool = False) -> None:
         """Shard ``root`` in place, even while its forward runs (``in_use``)."""
         mesh = mesh_for(self.options, self.plain_parameters(root))
+        progress.report(f"sharding {type(root).__name__} over {mesh.size()} ranks")
         shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
         stop_watching(self)
 
@@ -387,12 +392,19 @@ def _shard_before_trace(_: object) -> None:
     # The root of a compiled function is the module whose call Dynamo runs eagerly: the parts of the
     # call that Dynamo compiles may have no parameter.
     on_compile_error(_after_compile_error)
+    on_compile_end(_end_progress)
     if is_capturing():
         return
     call = compiled_call()
     root = call.root()
     if root is not None and (its_backend := _backend_of(call)) is not None:
         its_backend.shard_compiled(root, call)
+        if its_backend.reports_progress:
+            progress.report("tracing")
+
+
+def _end_progress(_: object) -> None:
+    progress.end()
 
 
 def _after_compile_error(error: BaseException) -> None:

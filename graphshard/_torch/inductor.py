@@ -83,14 +83,19 @@ def decompositions_for(inputs: Sequence[object]) -> dict[Any, Any] | None:
     return table
 
 
-def options_of_plans(device: torch.device) -> dict[str, Any]:
-    """Return Inductor options that keep the planned order and free dead buffers at once."""
+def options_of_plans(
+    device: torch.device, on_schedule: Callable[[str], object] | None = None
+) -> dict[str, Any]:
+    """Return Inductor options that keep the planned order and free dead buffers at once.
+
+    ``on_schedule`` is called with the name of each graph and subgraph before its code is generated.
+    """
     # Inductor keeps a dead buffer for a later one of the same size unless its estimate of peak
     # memory grows, and that estimate ignores what collectives hold. In a GPT's backward, the head's
     # gradient was kept for that of the embedding: the peak was 1491 MB instead of 1358. A GPU's
     # allocator finds memory just as quickly; a CPU's does not.
     frees_at_once = {} if device.type == "cpu" else {"allow_buffer_reuse": False}
-    return {**KEEP_ORDER, **frees_at_once, "_post_fusion_custom_pass": KeepWaits()}
+    return {**KEEP_ORDER, **frees_at_once, "_post_fusion_custom_pass": KeepWaits(on_schedule)}
 
 
 def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,12 +23,14 @@ Relies on its imports, with the same names in torch 2.11 and 2.13 except ``Custo
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import networkx as nx
 from torch._inductor import custom_graph_pass
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
 from torch._inductor.utils import contains_collective, contains_wait
+from torch._inductor.virtualized import V
 
 _MIN_SPLIT_BYTES = 64 << 20  # smallest allocation that justifies splitting a fused kernel
 
@@ -36,15 +38,27 @@ _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 
 
 
 class KeepWaits(_Pass):
-    """Scheduler pass for Inductor's ``_post_fusion_custom_pass``."""
+    """Scheduler pass for Inductor's ``_post_fusion_custom_pass``.
+
+    Args:
+        on_schedule: called with the name of each graph and subgraph.
+    """
+
+    def __init__(self, on_schedule: Callable[[str], object] | None = None) -> None:
+        self._on_schedule = on_schedule
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        if self._on_schedule is not None:
+            self._on_schedule(V.graph.name or "")
         while len(split := _split(nodes)) > len(nodes):
             nodes = split
         return _ordered(nodes)
 
     def uuid(self) -> bytes:
         return b"graphshard"  # the cache key of our graph pass already covers all our sources
+
+    def __getstate__(self) -> dict[str, object]:
+        return {}  # torch 2.11 pickles its options for cache keys
 
 
 Nodes = list[BaseSchedulerNode]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..failures import describe_failure, format_failure
 from ..files import write_whole
+from ..progress import show_line
 from ..scripts import load_function
 from .cluster import Cluster, cluster
 from .formula import formula_text, saved_bytes
@@ -37,7 +38,7 @@ def plan(args: argparse.Namespace) -> int:
     except (Exception, SystemExit) as error:  # a user's function may raise anything
         failure = format_failure(describe_failure(error), args.verbose)
     finally:
-        _show_progress("")
+        show_line("")
     print(failure, file=sys.stderr)
     return 2
 
@@ -64,23 +65,23 @@ def _plan(args: argparse.Namespace) -> int:
             batch.size,
             recipe,
             machine,
-            _show_progress,
+            show_line,
             split=args.tp is None,
             dtypes=dtypes,
         )
-        _show_progress("")
+        show_line("")
         print(f"{result}\n")
         best = result.best
         batch, recipe = batch._replace(size=best.microbatch), best.recipe
         tables, traced = [result.table()], best.traced
     workload = make_workload(batch.size)
     if args.formula:
-        saved = formula_text(saved_bytes(make_workload, recipe, machine, _show_progress))
-    shown = forecast(workload, recipe, machine, _show_progress, traced)
+        saved = formula_text(saved_bytes(make_workload, recipe, machine, show_line))
+    shown = forecast(workload, recipe, machine, show_line, traced)
     shown = dataclasses.replace(shown, saved=saved)
     _write("--json", args.json, shown.to_json)
     _write("--html", args.html, lambda: forecast_page(shown, tables))
-    _show_progress("")
+    show_line("")
     print(shown)
     return 0 if shown.fits else 1
 
@@ -112,10 +113,10 @@ def _print_largest(
         name = f"{sized.hidden_size} wide"
         return _with_plan(args, config_workload(sized, name, batch._replace(size=size)))
 
-    result = largest(make_workload, recipe, machine, batch.size, _show_progress)
+    result = largest(make_workload, recipe, machine, batch.size, show_line)
     title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
     _write("--html", args.html, lambda: result.page(title))
-    _show_progress("")
+    show_line("")
     print(result)
     return 0
 
@@ -159,8 +160,3 @@ def gigabytes(name: str, text: str) -> float:
     if match is None or not float(match[1]):
         raise ValueError(f'{name} {text}: must be a size in GB (1e9 bytes), as in "72GB"')
     return float(match[1])
-
-
-def _show_progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -275,6 +275,8 @@ def _held(model: nn.Module) -> HeldMemory:
 class _TracingBackend(Backend):
     """Backend that passes graphs to a reader instead of compiling them."""
 
+    reports_progress = False  # forecasts show their own
+
     def __init__(self, options: Mapping[str, Any], mesh: DeviceMesh, reader: _GraphReader) -> None:
         super().__init__(backend(mesh, **options).options)
         self._reader = reader

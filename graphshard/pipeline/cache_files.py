@@ -35,6 +35,7 @@ from .._torch.inductor import cache_dir, caches_graphs
 from ..files import whole, write_whole
 from ..kinds import GraphKind
 from ..planning.plan import Plan
+from ..progress import report
 from .settings import CompileSettings, sources_hash
 
 PLANS_FOLDER = "graphshard"  # in the folder of Inductor's caches
@@ -83,7 +84,7 @@ class PlanCache:
         self._folder().mkdir(parents=True, exist_ok=True)
         lock = FileLock(compiled.with_suffix(".lock"))
         with contextlib.suppress(Timeout):
-            lock.acquire(wait_s)
+            _acquire(lock, wait_s)
         if compiled.exists():  # if it was not cacheable after all, let all processes compile now
             lock.release()
         try:
@@ -101,6 +102,14 @@ class PlanCache:
 
     def _folder(self) -> Path:
         return Path(cache_dir()) / PLANS_FOLDER
+
+
+def _acquire(lock: FileLock, wait_s: float) -> None:
+    try:
+        lock.acquire(0)
+    except Timeout:
+        report("waiting for another process, which compiles this graph")
+        lock.acquire(wait_s)
 
 
 # --- one file for another machine -----------------------------------------------------------------

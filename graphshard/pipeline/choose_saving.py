@@ -44,6 +44,7 @@ from ..planning.saving import (
 )
 from ..planning.search import BudgetError
 from ..planning.simulate import simulate
+from ..progress import report
 from ..ranks.plan_consensus import PlanConsensus
 from ..show.dump_folder import DumpWriter
 from ..show.table import saving_table
@@ -92,6 +93,7 @@ def choose_saving(
             "set schedule.memory_budget_gb"
         )
     names = sorted(name for name in traced.fqns if name)
+    report("comparing what to save for backward")
     chooser = _Chooser(traced, settings)
     text = consensus.common_choice(
         "\n".join(["what forward saves for backward", *names, unchosen.context]),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ from ..ops.in_flight import wait_in_flight_on_error
 from ..passes import Stage
 from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
+from ..progress import is_logged, report
 from ..ranks.plan_consensus import PlanConsensus, collectives_text, log_every_call
 from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
@@ -101,14 +103,32 @@ def compile_traced(
     run_stage(Stage.TRACED, traced.gm, settings.pass_context())
     settings, tried, context = choose_saving(traced, settings, consensus, writer)
     compiled = _compile(traced, settings, writer)
+    if any(plan.buckets for plan in compiled.plans):
+        report("comparing plans with other ranks")
     plans = consensus.common_plans(compiled.plans, context, traced.groups)
     if collectives_text(plans) != collectives_text(compiled.plans):
+        report("compiling again with the first rank's plans")
         compiled = _compile(traced, settings.following(plans), writer)
         _warn_over_budget(compiled)
     run = wait_in_flight_on_error(compiled.run)
     run = log_every_call(run, compiled.plans, traced.groups)
     seconds = time.perf_counter() - start_s
-    return dataclasses.replace(compiled, run=run, tried=tried, seconds=seconds)
+    compiled = dataclasses.replace(compiled, run=run, tried=tried, seconds=seconds)
+    if is_logged():
+        report(_result(compiled))
+    return compiled
+
+
+def _result(compiled: CompiledGraph) -> str:
+    loaded = "loaded from Inductor's cache" if compiled.has_loaded else "compiled"
+    totals = [dump.totals for dump in compiled.dumps]
+    ms, exposed_ms = (
+        sum(getattr(one, name) for one in totals) / 1e3 for name in ("total_us", "exposed_us")
+    )
+    return (
+        f"{loaded} in {compiled.seconds:.1f} s; predicted: {ms:.1f} ms, with "
+        f"{exposed_ms:.1f} ms of exposed communication"
+    )
 
 
 def _warn_over_budget(compiled: CompiledGraph) -> None:
@@ -131,6 +151,8 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
     warn_unless_loaded(cache.key)
     # A graph that another rank has compiled since this backend was created is not a warm start.
     starts_warm = cache.was_compiled_before(writer.since_s)
+    kinds = "forward and backward" if traced.trains() else "inference"
+    report(f"tracing {kinds} of {len(traced.gm.graph.nodes)} nodes")
     # A dump shows code only if the passes run on this rank: do not wait for another rank's compile.
     with cache.compiling(0.0 if writer.dumps else _half_timeout_s(traced.groups)):
         run = _compile_graphs(traced, lowering, traced.inductor_options)
@@ -175,7 +197,7 @@ def _by_inductor(
 ) -> Runnable:
     settings = lowering.settings
     patches = {
-        **options_of_plans(settings.device),
+        **options_of_plans(settings.device, lowering.report_code),
         **with_planned_order(inductor_options),
         **(KEEP_HOST_COPIES if settings.may_offload_activations else {}),
         "post_grad_custom_post_pass": lowering,  # these two are a part of Inductor's cache keys
@@ -191,6 +213,8 @@ def _by_inductor(
             config_patches=patches,
             decompositions=decompositions_for(traced.inputs),
         )
+        if lowering.lowered:
+            report("compiling kernels")  # ``few_files`` waits for them
     return run
 
 
@@ -215,6 +239,7 @@ class Lowering(CustomGraphPass):
 
     Attributes:
         has_loaded: whether a graph came from Inductor's cache, so its plan was read from a file.
+        lowered: kind of the graph that was lowered last, or "".
     """
 
     def __init__(self, traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> None:
@@ -223,22 +248,35 @@ class Lowering(CustomGraphPass):
         self.compile_id = compile_id()
         self.has_loaded = False
         self._plans: dict[GraphKind, Plan] = {}
+        self.lowered = ""
+        self._num_regions = 0  # distinct regions of the last graph
 
     def __call__(self, graph: fx.Graph) -> None:
         gm, kind = graph.owning_module, GraphKind(graph_kind(graph))
         context = self.settings.pass_context(kind)
         assert gm is not None
+        report(f"{kind}: planning")
         run_stage(Stage.FINAL, gm, context, self.writer)
         run_stage(Stage.LOWERED, gm, context)
         if context.regions.num_calls:
             self.writer.write_code(f"regions-{kind}", "after", graph)
         assert context.plan is not None
         plan = self._plans[kind] = dataclasses.replace(context.plan, regions=context.regions)
+        self.lowered, self._num_regions = str(kind), context.regions.num_compiled_regions
+        if plan.params:
+            buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
+            report(f"{kind}: planned {len(plan.params)} parameters in {buckets}")
         # Do not wait for the end of the compile: as soon as the graph is in Inductor's cache,
         # another process may load it and need its plan. If the compiler fails, the dump shows it.
         self.cache.save(plan)
         self._dump(plan)
         donate_nothing()
+
+    def report_code(self, graph_name: str) -> None:
+        """Report that Inductor generates the code of a graph, or of a region of it."""
+        region = re.search(r"region_(\d+)$", graph_name)
+        what = f"region {int(region[1]) + 1} of {self._num_regions}" if region else "the graph"
+        report(f"{self.lowered}: compiling {what}")
 
     def known_plans(self) -> list[Plan]:
         """Load the plans of cached graphs that have plan files; return the plans of all graphs."""
