@@ -38,7 +38,7 @@ notes: list[str] = []  # calls by the running test that had no effect
 
 
 class NoCounterpartError(Exception):
-    """A test uses a feature of FSDP2 that graphshard has no interface for."""
+    """Raised if a test uses a feature of FSDP2 that has no counterpart in graphshard."""
 
 
 def fully_shard(

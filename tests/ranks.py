@@ -62,7 +62,7 @@ PRELOAD = [
 
 
 class RankError(RuntimeError):
-    """At least one rank failed.
+    """Raised if at least one rank failed.
 
     Attributes:
         failures: failures of all ranks, in chronological order.

@@ -1,6 +1,6 @@
 """The table of allowed imports between packages, and tests that the code complies.
 
-A "room" is a sub-package or a top-level module of ``graphshard``. The top-level folder ``passes/``
+A unit is a sub-package or a top-level module of ``graphshard``. The top-level folder ``passes/``
 counts as the sub-package ``passes``, as it is installed.
 """
 
@@ -107,12 +107,12 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Packages that each package may import."""
 
-MAX_FLOORS = 9
+MAX_LAYERS = 9
 """Maximum number of layers; a package is one layer above the highest package that it imports."""
 
 
 def _files() -> Iterator[tuple[str, str, Path]]:
-    """Yield (room, dotted package for relative imports, path) for each file of the package."""
+    """Yield (unit, dotted package for relative imports, path) for each file of the package."""
     for path in sorted((ROOT / "graphshard").rglob("*.py")):
         parts = path.relative_to(ROOT / "graphshard").parts
         yield Path(parts[0]).stem, ".".join(["graphshard", *parts[:-1]]), path
@@ -133,46 +133,46 @@ def _imported(node: ast.AST, package: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def _room(dotted: str) -> str:
-    """Return the room of a dotted name, such as "ops" for ``graphshard.ops.markers.unshard``."""
+def _unit(dotted: str) -> str:
+    """Return the unit of a dotted name, such as "ops" for ``graphshard.ops.markers.unshard``."""
     parts = dotted.split(".")
     return parts[1] if len(parts) > 1 and parts[1] in ALLOWED else "__init__"
 
 
 def _imports() -> dict[str, dict[str, set[str]]]:
-    """Return, for each room, the rooms that it imports, each with the importing files."""
-    found: dict[str, dict[str, set[str]]] = {room: {} for room in ALLOWED}
-    for room, package, path in _files():
+    """Return, for each unit, the units that it imports, each with the importing files."""
+    found: dict[str, dict[str, set[str]]] = {unit: {} for unit in ALLOWED}
+    for unit, package, path in _files():
         for node in ast.walk(ast.parse(path.read_text())):
             for dotted in _imported(node, package):
-                if (other := _room(dotted)) != room:
-                    files = found.setdefault(room, {}).setdefault(other, set())
+                if (other := _unit(dotted)) != unit:
+                    files = found.setdefault(unit, {}).setdefault(other, set())
                     files.add(str(path.relative_to(ROOT)))
     return found
 
 
 def test_packages_import_only_allowed_packages() -> None:
     imports = _imports()
-    assert set(imports) == set(ALLOWED), "ALLOWED must list exactly the rooms that exist"
+    assert set(imports) == set(ALLOWED), "ALLOWED must list exactly the units that exist"
     unexpected = {
-        f"{room} -> {other}": sorted(files)
-        for room, others in imports.items()
+        f"{unit} -> {other}": sorted(files)
+        for unit, others in imports.items()
         for other, files in others.items()
-        if other not in ALLOWED[room]
+        if other not in ALLOWED[unit]
     }
     assert not unexpected
 
 
 def test_all_allowed_imports_are_used() -> None:
-    unused = {room: ALLOWED[room] - set(others) for room, others in _imports().items()}
-    assert not {room: others for room, others in unused.items() if others}
+    unused = {unit: ALLOWED[unit] - set(others) for unit, others in _imports().items()}
+    assert not {unit: others for unit, others in unused.items() if others}
 
 
 def test_package_imports_are_acyclic() -> None:
-    rooms = nx.DiGraph((room, other) for room, others in ALLOWED.items() for other in others)
-    assert nx.is_directed_acyclic_graph(rooms)
-    floors = nx.dag_longest_path_length(rooms) + 1
-    assert floors <= MAX_FLOORS
+    units = nx.DiGraph((unit, other) for unit, others in ALLOWED.items() for other in others)
+    assert nx.is_directed_acyclic_graph(units)
+    num_layers = nx.dag_longest_path_length(units) + 1
+    assert num_layers <= MAX_LAYERS
 
 
 def test_file_imports_are_acyclic() -> None:
@@ -205,8 +205,8 @@ def test_no_function_imports_graphshard_modules() -> None:
     assert not hidden
 
 
-@pytest.mark.parametrize("room", sorted(ALLOWED))
-def test_packages_have_docstrings(room: str) -> None:
-    init = (ROOT / "passes" if room == "passes" else ROOT / "graphshard" / room) / "__init__.py"
+@pytest.mark.parametrize("unit", sorted(ALLOWED))
+def test_packages_have_docstrings(unit: str) -> None:
+    init = (ROOT / "passes" if unit == "passes" else ROOT / "graphshard" / unit) / "__init__.py"
     if init.exists():
         assert ast.get_docstring(ast.parse(init.read_text())), f"{init}: no docstring"

@@ -345,7 +345,7 @@ def train(kind: Trainable, steps: int = 3, **kwargs: Any) -> None:
 
 
 def num_graphs() -> int:
-    """Return how many graphs Dynamo has made since the last `Twins` was created."""
+    """Return the number of graphs that Dynamo has made since the last `Twins` was created."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

@@ -152,7 +152,7 @@ def test_error_while_trying_settings_is_raised_on_all_ranks() -> None:
 
 
 def _uneven() -> tuple[list[str], str]:
-    """Train in two sizes, with a larger batch on the second rank.
+    """Train on batches of two sizes, with a larger batch on the second rank.
 
     Returns:
         The choice for each graph, and the error for a batch that does not fit.

@@ -51,7 +51,7 @@ DUMPS = [
 
 
 def _starts(events: list[Event], dumps: list[Dump]) -> list[float]:
-    """Return when the predicted runs start; each starts with the gather of bucket 0."""
+    """Return the start times of predicted runs; each starts with the gather of bucket 0."""
     merged = with_predictions({"traceEvents": [NAME, *events]}, dumps)["traceEvents"]
     predicted = [event for event in merged if event["pid"] == PID and event["ph"] == "X"]
     return [event["ts"] for event in predicted if event["args"].get("bucket") == 0]

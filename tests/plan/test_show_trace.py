@@ -124,7 +124,7 @@ def test_the_overlap_in_the_trace_is_the_predicted_one(shown: Dump) -> None:
 
 
 def _overlap(events: list[Event]) -> tuple[float, float]:
-    """Return how long communication and compute overlap, and how long communication takes.
+    """Return the time of overlap of communication and compute, and the time of communication.
 
     Follows HolisticTraceAnalysis (hta/analyzers/communication_analysis.py, hta/utils/utils.py):
     events on a stream are communication if they are called ``nccl...Kernel``, otherwise compute.

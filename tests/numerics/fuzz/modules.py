@@ -307,7 +307,7 @@ class Wrapper(nn.Module):
 
 
 def call(part: nn.Module, x: Tensor, flag: Flag) -> Tensor:
-    """Call a block; only wrappers take the flag."""
+    """Call a block, with the flag if it is a wrapper."""
     return part(x, flag) if isinstance(part, Wrapper) else part(x)
 
 

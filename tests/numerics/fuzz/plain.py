@@ -26,7 +26,7 @@ POLICIES = {
 
 
 def run_unsharded(case: Case) -> None:
-    """Train the plain copy with torch's own backend; a failure is not graphshard's."""
+    """Train the plain copy with torch's own backend, to find failures unrelated to graphshard."""
     plain = Plain(case)
     plain.computes = torch.compile(
         plain.computes, backend="aot_eager_decomp_partition", dynamic=case.dynamic
@@ -146,7 +146,7 @@ def _autocast(case: Case) -> AbstractContextManager[Any]:
 
 
 def _cast(output: Any, dtype: torch.dtype | None) -> Any:
-    """Cast the floating-point tensors of an output to `dtype`; None: leave them."""
+    """Cast the floating-point tensors of an output to `dtype`, unless that is None."""
     if isinstance(output, Tensor):
         return output.to(dtype) if dtype and output.is_floating_point() else output
     if isinstance(output, dict):
