@@ -70,7 +70,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     styles = getattr(config, "base_model_tp_plan", None)
     name = getattr(config, "model_type", type(model).__name__)
     if not styles:
-        raise ValueError(f"{name}: has no base_model_tp_plan: {_OWN_PLAN}")
+        raise ValueError(f"{name} has no base_model_tp_plan: {_OWN_PLAN}")
     _check_styles(name, styles)
     _check_heads(name, config, mesh.size())
     lm: Any = model
@@ -123,7 +123,7 @@ def _layer_plan(name: str, layer: nn.Module, styles: dict[str, str]) -> dict[str
     plan |= {path: SequenceParallel() for path, c in layer.named_children() if _own_parameters(c)}
     missing = [p for p, _ in layer.named_parameters() if p.rpartition(".")[0] not in plan]
     if missing:
-        raise ValueError(f"{name}: its base_model_tp_plan lacks {missing[0]}: {_OWN_PLAN}")
+        raise ValueError(f"the base_model_tp_plan of {name} lacks {missing[0]}: {_OWN_PLAN}")
     return plan
 
 

@@ -237,7 +237,7 @@ def _decode(kind: Any, raw: Any, path: str) -> Any:
     if kind == Points:
         for pair in _checked(raw, (list,), path, "a list of [amount, fraction]"):
             if not isinstance(pair, list) or [type(x) in (int, float) for x in pair] != [True] * 2:
-                raise ValueError(f"{path} has {pair!r}: must be two numbers")
+                raise ValueError(f"{path} contains {pair!r}: must be a pair of numbers")
         return tuple(map(tuple, raw))
     _checked(raw, (dict,), path or "the top level", "an object")
     prefix = f"{path}." if path else ""

@@ -361,12 +361,12 @@ def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
     recipe = policy.recipe_for(plain.fqns, plain.param)
     if recipe is not None and isinstance(plain.param, DTensor):
         raise ValueError(
-            f"fp8 of a DTensor of {plain.param.placements} is not supported: exclude it with "
-            'overrides={glob: {"fp8": None}} or fp8.filter_fn'
+            f"fp8 is not supported for a DTensor with placements {plain.param.placements}: exclude "
+            'it with overrides={glob: {"fp8": None}} or fp8.filter_fn'
         )
     if recipe is not None and _dim(plain.param, options):
         raise ValueError(
-            f"fp8 of a parameter that is split along dim={options.dim} is not supported: exclude "
+            f"fp8 is not supported for a parameter that is split along dim={options.dim}: exclude "
             'it with overrides={glob: {"fp8": None}} or fp8.filter_fn'
         )
     if recipe is not None:

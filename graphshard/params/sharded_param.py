@@ -423,8 +423,9 @@ def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
         return [sharded_param.shard, *sharded_param.stand_ins()]
     if sharded_param.model.accumulates:
         raise BackendError(
-            f"torch.autograd.grad of parameter {sharded_param.fqn!r} while unreduced gradients "
-            "accumulate (no_sync): call backward(), or call grad after they are reduced"
+            f"torch.autograd.grad cannot return the gradient of {sharded_param.fqn!r} while "
+            "unreduced gradients accumulate (no_sync): call backward(), or call grad after they "
+            "are reduced"
         )
     return [sharded_param.shard]
 
@@ -438,8 +439,8 @@ def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.
         return None
     if padded_grad.requires_grad:
         raise BackendError(
-            f"second-order gradients of parameter {sharded_param.fqn!r}: create_graph=True is not "
-            "supported for sharded parameters; use an unsharded model"
+            f"parameter {sharded_param.fqn!r} is sharded and has no second-order gradients "
+            "(create_graph=True): use an unsharded model"
         )
     return sharded_param.gradient(padded_grad)
 

@@ -89,8 +89,8 @@ def choose_saving(
         return unchosen
     if settings.schedule.memory_budget_gb is None and settings.device.type != "cuda":
         raise ValueError(
-            f"schedule.auto=True: a {settings.device.type} does not report its free memory; also "
-            "set schedule.memory_budget_gb"
+            f"schedule.auto=True: device {settings.device.type!r} does not report its free memory; "
+            "also set schedule.memory_budget_gb"
         )
     names = sorted(name for name in traced.fqns if name)
     report("comparing what to save for backward")

@@ -57,7 +57,9 @@ def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> di
     prefix = prefix.removesuffix(".") + "."
     renamed = {name: name.removeprefix(prefix) or name for name in names}
     if all(name == new for name, new in renamed.items()):
-        raise ValueError(f"{source}: no name starts with {prefix!r}: {', '.join(names[:20])}")
+        raise ValueError(
+            f"{source}: no name starts with {prefix!r}; it has {', '.join(names[:20])}"
+        )
     old_names: dict[str, str] = {}
     for name, new in renamed.items():
         if (other := old_names.setdefault(new, name)) != name:

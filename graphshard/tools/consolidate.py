@@ -100,7 +100,10 @@ def _write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
                 dtype=dtype, shape=tensor.shape, data_ptr=pointer, data_len=num_bytes
             )
         except SafetensorError as error:
-            raise ValueError(f"{name!r} is {tensor.dtype}: write a .pt file: {error}") from error
+            raise ValueError(
+                f"{name!r} is {tensor.dtype}, which safetensors cannot store: write a .pt file "
+                f"({error})"
+            ) from error
     serialize_file(specs, path, {"format": "pt"})
 
 

@@ -62,7 +62,7 @@ def _check_plot(path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise argparse.ArgumentTypeError(
-            f"--plot {path}: matplotlib is not installed: pip install matplotlib, or leave it out"
+            f"--plot {path}: matplotlib is not installed: pip install matplotlib, or omit --plot"
         ) from None
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"--plot {path}: the folder {path.parent} does not exist")

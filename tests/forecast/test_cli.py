@@ -101,13 +101,13 @@ def test_a_model_of_a_script_on_hardware_from_a_file(
         ([LLAMA, "--batch", "1x8", "--tp", "3"], "tp=3: does not divide 8 GPUs"),
         ([LLAMA, "--batch", "1x8", "--tp", "4"], "tp=4: does not divide num_key_value_heads=2"),
         ([LLAMA, "--batch", "1x7", "--tp", "2"], "does not divide the 7 tokens of a sample"),
-        (["gpt2", "--batch", "1x8", "--tp", "2"], "gpt2: has no base_model_tp_plan: pass a"),
+        (["gpt2", "--batch", "1x8", "--tp", "2"], "gpt2 has no base_model_tp_plan: pass a"),
         ([LLAMA, "--tp", "2", "--dtype", "fp8"], "split parameters cannot use fp8"),
         (
             [LLAMA, "--batch", "1x8", "--tp", "4", "--largest"],
             "tp=4: does not divide num_key_value",
         ),
-        (["gpt2", "--batch", "1x8", "--tp", "2", "--search"], "gpt2: has no base_model_tp_plan: "),
+        (["gpt2", "--batch", "1x8", "--tp", "2", "--search"], "gpt2 has no base_model_tp_plan: "),
         ([LLAMA, "--batch", "1x8", "--tp-plan", "a.py:f"], "--tp-plan a.py:f: set --tp as well"),
     ],
 )

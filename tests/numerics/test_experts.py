@@ -219,7 +219,9 @@ def test_fp8_of_another_dimension_is_refused() -> None:
         overrides = {"weight": {"dim": 1}}
         graphshard.shard(model, world_mesh(), fp8=policy, overrides=overrides)
 
-    assert_refused(nn.Linear(32, 32), shard, "'weight'.*fp8 of a parameter.*dim=1")
+    assert_refused(
+        nn.Linear(32, 32), shard, "'weight'.*fp8 is not supported for a parameter.*dim=1"
+    )
 
 
 @on_ranks(2)
