@@ -96,9 +96,11 @@ class CompileSettings:
 
     def fingerprint(self) -> str:
         """Return the settings that are chosen for all ranks, as text."""
+        # Not the path of a hardware file: with equal rates, plans are equal.
+        schedule = dataclasses.replace(self.schedule, hardware="auto")
         hardware = self.cost_model().hardware.to_json()
         where = self.device.type
-        chosen = f"{self.schedule} {self.saving}"
+        chosen = f"{schedule} {self.saving}"
         return f"{self.compiler} {chosen} {hardware} {where} {self.first_rank_plans}"
 
     def facts(self) -> str:

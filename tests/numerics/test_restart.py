@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
+from graphshard.cost.devices import HARDWARE
 from tests import ranks
 from tests.numerics.compare import assert_rounded, assert_same, full_grads, generator
 
@@ -121,9 +122,15 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("caches")
 
 
-def _restart(runs: Sequence[Run], caches: Path) -> list[list[Found]]:
-    """Train each run in new processes, in order; return the results of all ranks."""
-    return [ranks.run_fresh(math.prod(run.mesh), _train, run, str(caches)) for run in runs]
+def _in_new_processes(run: Run, caches: Path, **env: str) -> list[Found]:
+    return ranks.run_fresh(math.prod(run.mesh), _train, run, str(caches), import_env=env or None)
+
+
+def _with_hardware_file(folder: Path) -> Run:
+    folder.mkdir()
+    path = folder / "machine.json"
+    path.write_text(HARDWARE["cpu"].to_json())
+    return Run(options={"schedule": graphshard.SchedulePolicy(hardware=str(path))})
 
 
 def _sum_of_misses(found: Sequence[Found]) -> int:
@@ -204,9 +211,14 @@ def _misses(run: Run, caches: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def unchanged(caches: Path) -> list[list[Found]]:
-    """Return the results of a run and of a restart."""
-    return _restart([Run(), Run()], caches)
+def unchanged(caches: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Found]]:
+    """Return the results of a run, and of a restart with other folders and hashes of strings."""
+    found = []
+    for seed in ("1", "2"):
+        folder = tmp_path_factory.mktemp("temporary")
+        run = _with_hardware_file(folder / f"hardware {seed}")
+        found.append(_in_new_processes(run, caches, TMPDIR=str(folder), PYTHONHASHSEED=seed))
+    return found
 
 
 def test_unchanged_restart_compiles_nothing(unchanged: list[list[Found]]) -> None:
@@ -219,6 +231,6 @@ def test_unchanged_restart_compiles_nothing(unchanged: list[list[Found]]) -> Non
 def test_lost_plan_file_is_rebuilt(unchanged: list[list[Found]], caches: Path) -> None:
     for path in (caches / "graphshard").glob("*-backward.json"):
         path.unlink()
-    (after,) = _restart([Run()], caches)
+    after = _in_new_processes(Run(), caches)
     for old, new in zip(unchanged[0], after):
         assert new.plans == old.plans and len(new.plans) == 2
