@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..show.page import BytesData, GraphData, TableData, graph_data, page, page_data
+from ..show.page import BytesData, GraphData, TableData, graph_data, page, page_data, steps_data
+from ..show.step import graph_names
 from .estimate import PlannedGraph, bytes_by_kind, other_graph_bytes, outside_of_graphs
 from .forecast import CHANGE_HEADERS, Forecast, change_rows, memory_rows, summary_rows
 
 
 def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
     """Return an HTML page of a forecast's schedules, memory and tables, followed by ``others``."""
-    graphs = [_graph(forecast, number, graph) for number, graph in enumerate(forecast.graphs)]
+    names = graph_names(forecast.dumps)
+    graphs = [_graph(forecast, i, names[i], graph) for i, graph in enumerate(forecast.graphs)]
+    time = forecast.time
+    steps = steps_data(
+        forecast.dumps,
+        graphs,
+        microbatches=forecast.recipe.accumulate,
+        optimizer_us=time.optimizer_us,
+        note=f"likely measured: {time.step_us / 1e3:,.0f} ms "
+        f"({time.low_us / 1e3:,.0f} to {time.high_us / 1e3:,.0f})",
+    )
     changes = [(what, gain, f"{gb:.1f}", fits) for what, gain, gb, fits in change_rows(forecast)]
     tables = [
         text_table("forecast", ["", ""], list(summary_rows(forecast))),
@@ -25,12 +36,12 @@ def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
         *others,
     ]
     notes = [f"assumed: {note}" for note in forecast.notes]
-    return page(page_data(f"graphshard plan: {forecast.model}", graphs, notes, tables))
+    return page(page_data(f"graphshard plan: {forecast.model}", graphs, steps, notes, tables))
 
 
-def _graph(forecast: Forecast, number: int, graph: PlannedGraph) -> GraphData:
+def _graph(forecast: Forecast, number: int, name: str, graph: PlannedGraph) -> GraphData:
     # A dump counts only the memory of its graph; this chart shows all memory that the rank holds.
-    data = graph_data(forecast.dumps[number])
+    data = graph_data(forecast.dumps[number], name)
     outside = outside_of_graphs(forecast.held, forecast.recipe, forecast.memory.device)
     others = other_graph_bytes(forecast.graphs)[number]
     earlier = outside.gradients if forecast.recipe.accumulate > 1 else 0

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..cost.hardware import Hardware
 from ..cost.model import CostModel
-from ..kinds import HOST_COPIES, GraphKind
+from ..kinds import HOST_COPIES, GraphKind, TransferKind
 from ..planning.live_bytes import alive_by_point
 from ..planning.memory_budget import FreeMemory, ScheduleLimits
 from ..planning.plan import Bucket, Plan, PlanParam, UserCollective
@@ -41,6 +41,8 @@ VERSION = 3
 # Slowdown of transfers in the pessimistic estimate of exposed time. Measured on an H200: modelled
 # links took 1.3 to 1.6 times as long as planned.
 TRANSFER_SLOWDOWN = 1.5
+# Reads and writes per element of a fused AdamW: all but the gradient are written, too.
+ADAMW_PASSES = 7
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,36 @@ class Dump:
         """Return a step's number and first node, or ``end`` for the end of the graph."""
         steps = self.plan.problem.steps
         return f"{index} {steps[index]}" if index < len(steps) else "end"
+
+    def step_modules(self) -> list[str]:
+        """Return, for each step, the module whose parameter it uses or whose gradient it computes.
+
+        A step without either belongs to the module of the step before; the first may have none.
+        """
+        used: dict[int, int] = {}
+        reduced: dict[int, int] = {}
+        for transfer in self.plan.problem.transfers:
+            if transfer.param is None:
+                continue
+            if transfer.kind == TransferKind.ALL_GATHER:
+                used.setdefault(transfer.due, transfer.param)
+            elif transfer.kind.is_reduction:  # the step before ``ready`` computes the gradient
+                reduced.setdefault(transfer.ready - 1, transfer.param)
+        modules, module = list[str](), ""
+        for step in range(self.plan.problem.num_steps):
+            param = used.get(step, reduced.get(step))
+            if param is not None:
+                module = param_name(self.plan.params[param]).rpartition(".")[0]
+            modules.append(module)
+        return modules
+
+    def optimizer_us(self) -> float:
+        """Return the predicted time of a fused AdamW on the gradients that the graph reduces."""
+        transfers = self.plan.problem.transfers
+        reduced = sum(t.shard_bytes for t in transfers if t.kind.is_reduction and not t.host)
+        if not reduced:
+            return 0.0
+        return self.hardware.memory.us(ADAMW_PASSES * reduced) + self.hardware.launch_us
 
     def to_json(self) -> str:
         raw = {

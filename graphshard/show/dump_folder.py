@@ -40,7 +40,8 @@ from ..files import write_whole
 from ..kinds import GraphKind
 from ..planning.saving import SavingChoice
 from .dump import Dump
-from .page import Measured, TableData, graph_data, page, page_data
+from .page import Measured, TableData, graph_data, page, page_data, steps_data
+from .step import graph_names
 from .table import saving_rows, saving_table, saving_title, table
 from .trace import MEASURED, Trace, measured_us, trace, with_predictions
 
@@ -69,12 +70,17 @@ def folder_page(folder: Path) -> str:
             dumps.append((path.stem, _load(path, path.stat().st_mtime_ns)))
         except (OSError, ValueError) as error:  # the page names the file
             notes.append(f"not shown: {error}")
-    measured = _measured(folder, [dump for _, dump in dumps])
-    graphs = [graph_data(dump, name, runs) for (name, dump), runs in zip(dumps, measured)]
+    plans = [dump for _, dump in dumps]
+    measured = _measured(folder, plans)
+    graphs = [
+        graph_data(dump, name, source, runs)
+        for name, (source, dump), runs in zip(graph_names(plans), dumps, measured)
+    ]
     choices = saving_choices(folder)
     notes += dict.fromkeys(note for choice in choices for note in choice.notes)
     tables = [_saving_data(choice) for choice in choices]
-    return page(page_data(f"graphshard: {folder.absolute().name}", graphs, notes, tables))
+    title = f"graphshard: {folder.absolute().name}"
+    return page(page_data(title, graphs, steps_data(plans, graphs), notes, tables))
 
 
 def saving_choices(folder: Path) -> list[SavingChoice]:

@@ -1,4 +1,4 @@
-"""An HTML page of several graphs: one self-contained file that draws a JSON document.
+"""An HTML page of a training step and its graphs: one self-contained file that draws JSON.
 
     dumps ─► page_data ─► PageData, as JSON in the page ─► page.html draws it
 
@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypedDict
 
+from ..cost.devices import MEMORY_BYTES
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
 from ..planning.live_bytes import gathered_bytes
 from ..planning.simulate import COLLECTIVE, COPY_IN, COPY_OUT, LANES, STEP
 from .dump import Dump, param_name
+from .step import Phase, training_step
 from .table import exposed_reason, is_notable
 
 # Page template; HTML comments are placeholders for the title and the data.
@@ -35,13 +37,23 @@ class Measured(TypedDict):
     median_us: float
 
 
-class SummaryData(TypedDict):
-    """Sums and highest peaks of a group of graphs."""
+class PhaseData(TypedDict):
+    """A part of a training step: a graph, or the optimizer."""
 
     name: str
-    graphs: list[int]  # positions in ``PageData.graphs``
+    graph: int | None  # position in ``PageData.graphs``; None for the optimizer
+    count: int  # runs in a step
+    us: float  # predicted time of one run
+
+
+class StepData(TypedDict):
+    """A training step, or an evaluation: sums and highest peaks of its graphs."""
+
+    name: str
+    phases: list[PhaseData]
     predicted: Predicted
-    measured_us: float | None  # None unless all graphs were measured
+    measured_us: float | None  # of the graphs, without optimizer; None unless all were measured
+    note: str
 
 
 class ParamData(TypedDict):
@@ -57,6 +69,7 @@ class StepsData(TypedDict):
     """The steps of a graph, stored by column because there may be thousands."""
 
     name: list[str]
+    module: list[str]  # module whose parameter the step uses, or whose gradient it computes
     start_us: list[float]
     us: list[float]
 
@@ -124,6 +137,7 @@ class GraphData(TypedDict):
     hardware: str
     ranks: list[int]
     predicted: Predicted
+    optimizer_us: float  # predicted time of a fused AdamW on the gradients that the graph reduces
     measured: Measured | None
     lanes: list[str]  # lanes in use
     params: list[ParamData]
@@ -163,10 +177,10 @@ class PageData(TypedDict):
     """Content of a page, in display order."""
 
     title: str
+    steps: list[StepData]  # training, evaluation
     notes: list[str]  # missing parts, with reasons
     charts: list[BarsData]
     tables: list[TableData]
-    summary: list[SummaryData]
     graphs: list[GraphData]
 
 
@@ -181,47 +195,87 @@ def page(data: PageData) -> str:
 def page_data(
     title: str,
     graphs: Sequence[GraphData],
+    steps: Sequence[StepData] = (),
     notes: Sequence[str] = (),
     tables: Sequence[TableData] = (),
     charts: Sequence[BarsData] = (),
 ) -> PageData:
-    """Assemble a page's data, with sums over its training and its inference graphs."""
-    summary = []
-    for name, is_inference in (("training", False), ("inference", True)):
-        members = [
-            i for i, g in enumerate(graphs) if (g["kind"] == GraphKind.INFERENCE) == is_inference
-        ]
-        if members:
-            summary.append(_summary(name, members, graphs))
+    """Assemble a page's data; ``steps`` come from ``steps_data``."""
     return PageData(
         title=title,
+        steps=list(steps),
         notes=list(notes),
         charts=list(charts),
         tables=list(tables),
-        summary=summary,
         graphs=list(graphs),
     )
 
 
-def _summary(name: str, members: list[int], graphs: Sequence[GraphData]) -> SummaryData:
-    predicted = [graphs[i]["predicted"] for i in members]
-    measured = [m["median_us"] for i in members if (m := graphs[i]["measured"]) is not None]
-    return SummaryData(
+def steps_data(
+    dumps: Sequence[Dump],
+    graphs: Sequence[GraphData],
+    *,
+    microbatches: int = 1,
+    optimizer_us: float | None = None,
+    note: str = "",
+) -> list[StepData]:
+    """Return a training step, and a run of each evaluation graph, as far as there are any.
+
+    Args:
+        graphs: data of each dump.
+        microbatches: number of microbatches in a step that reduce gradients.
+        optimizer_us: time of the optimizer (default: that of a fused AdamW).
+        note: text to show with the training step.
+    """
+    runs = [graph["measured"]["runs"] if graph["measured"] else 0 for graph in graphs]
+    trained = training_step(dumps, runs, microbatches)
+    steps = []
+    if trained:
+        name = "optimizer"
+        if optimizer_us is None:
+            name = "optimizer (a fused AdamW)"
+            optimizer_us = sum(graphs[phase.graph]["optimizer_us"] for phase in trained)
+        steps.append(_step("training step", trained, graphs, note))
+        if optimizer_us > 0:
+            phase = PhaseData(name=name, graph=None, count=1, us=_rounded(optimizer_us))
+            steps[0]["phases"].append(phase)
+            steps[0]["predicted"]["total_us"] += optimizer_us
+    evaluated = [Phase(i) for i, g in enumerate(graphs) if g["kind"] == GraphKind.INFERENCE]
+    if evaluated:
+        steps.append(_step("evaluation", evaluated, graphs))
+    return steps
+
+
+def _step(
+    name: str, phases: Sequence[Phase], graphs: Sequence[GraphData], note: str = ""
+) -> StepData:
+    run = [(graphs[phase.graph], phase.runs) for phase in phases]
+    measured = [count * m["median_us"] for graph, count in run if (m := graph["measured"])]
+    predicted = {
+        key: max(graph["predicted"][key] for graph, _ in run)
+        if key.endswith("_bytes")
+        else sum(count * graph["predicted"][key] for graph, count in run)
+        for key in run[0][0]["predicted"]
+    }
+    return StepData(
         name=name,
-        graphs=members,
-        predicted={
-            key: (max if key.endswith("_bytes") else sum)(totals[key] for totals in predicted)
-            for key in predicted[0]
-        },
-        measured_us=sum(measured) if len(measured) == len(members) else None,
+        phases=[
+            PhaseData(name=g["name"], graph=p.graph, count=p.runs, us=g["predicted"]["total_us"])
+            for (g, _), p in zip(run, phases)
+        ],
+        predicted=predicted,
+        measured_us=sum(measured) if len(measured) == len(run) else None,
+        note=note,
     )
 
 
-def graph_data(dump: Dump, source: str = "", measured: Measured | None = None) -> GraphData:
+def graph_data(
+    dump: Dump, name: str, source: str = "", measured: Measured | None = None
+) -> GraphData:
     """Return a graph's data for the page; ``source`` is the name of its file."""
     plan = dump.plan
     return GraphData(
-        name=f"{plan.graph} {dump.compiled}".rstrip(),
+        name=name,
         source=source,
         kind=plan.graph,
         hardware=dump.hardware.name,
@@ -230,6 +284,7 @@ def graph_data(dump: Dump, source: str = "", measured: Measured | None = None) -
             **dataclasses.asdict(dump.totals),
             "host_copies_us": sum(dump.timeline.busy_us(lane) for lane in HOST_COPIES),
         },
+        optimizer_us=_rounded(dump.optimizer_us()),
         measured=measured,
         lanes=[lane for lane in LANES if any(slot.lane == lane for slot in dump.timeline.slots)],
         params=_params(dump),
@@ -261,6 +316,7 @@ def _steps(dump: Dump) -> StepsData:
     slots = [dump.slots[STEP, i] for i in range(len(names))]
     return StepsData(
         name=list(names),
+        module=dump.step_modules(),
         start_us=[_rounded(slot.start_us) for slot in slots],
         us=[_rounded(slot.duration_us) for slot in slots],
     )
@@ -312,12 +368,16 @@ def _memory(dump: Dump) -> MemoryData:
     timeline, problem = dump.timeline, dump.plan.problem
     gathered = gathered_bytes(problem, dump.plan.buckets)
     others = [alive - part for alive, part in zip(timeline.alive_bytes, gathered)]
-    limits = {"memory budget": dump.limits.peak, "in-flight limit": dump.limits.in_flight}
+    limits = {
+        "device": MEMORY_BYTES.get(dump.hardware.name),
+        "memory budget": dump.limits.peak,
+        "in-flight limit": dump.limits.in_flight,
+    }
     ends = (dump.slots[STEP, i].end_us for i in range(problem.num_steps))
     return MemoryData(
         until_us=[_rounded(us) for us in ends],
         areas=[
-            BytesData(name="all else", bytes=others),
+            BytesData(name="all else but optimizer state", bytes=others),
             BytesData(name="gathered parameters", bytes=gathered),
         ],
         lines=[BytesData(name="in flight", bytes=list(timeline.in_flight_bytes))],

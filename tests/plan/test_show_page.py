@@ -27,11 +27,14 @@ from graphshard.show.page import (
     TEMPLATE,
     BarData,
     BarsData,
+    GraphData,
     Measured,
     graph_data,
     page,
     page_data,
+    steps_data,
 )
+from graphshard.show.step import Phase, graph_names, training_step
 from graphshard.show.table import exposed_reason, is_notable
 from graphshard.show.trace import PID
 from tests.plan.dumps import by_hand, dump, dumps
@@ -60,7 +63,7 @@ def _as(shown: Dump, graph: GraphKind, **changes: Any) -> Dump:
 
 @given(dumps())
 def test_the_numbers_of_the_page_are_those_of_the_dump(shown: Dump) -> None:
-    data, plan = graph_data(shown), shown.plan
+    data, plan = graph_data(shown, ""), shown.plan
     assert json.loads(json.dumps(data, allow_nan=False))
     totals = dataclasses.asdict(shown.totals)
     assert data["predicted"] == {**totals, "host_copies_us": data["predicted"]["host_copies_us"]}
@@ -81,8 +84,9 @@ def test_the_numbers_of_the_page_are_those_of_the_dump(shown: Dump) -> None:
 def test_a_graph_computed_by_hand() -> None:
     shown = dataclasses.replace(by_hand(), limits=ScheduleLimits(peak=300, in_flight=50))
     plan = dataclasses.replace(shown.plan, kept=(1,), reasons=((0, "travels as float32"),))
-    data = graph_data(dataclasses.replace(shown, plan=plan), "00-backward")
-    assert (data["name"], data["kind"]) == ("backward 0/0", "backward")
+    data = graph_data(dataclasses.replace(shown, plan=plan), "backward", "00-backward")
+    assert (data["name"], data["kind"]) == ("backward", "backward")
+    assert data["steps"]["module"] == ["up", "down", "down"]
     assert data["lanes"] == [COMPUTE, COMMUNICATION] and data["ranks"] == [4]
     assert data["kept"] == [1] and data["reasons"] == [(0, "travels as float32")]
     assert data["steps"]["start_us"] == [30.0, 60.0, 104.0]
@@ -110,18 +114,57 @@ def test_a_graph_computed_by_hand() -> None:
     }
 
 
-def test_the_summary_adds_up_graphs() -> None:
+def _local(shown: Dump) -> Dump:
+    """Return ``shown`` without its reductions, as under ``no_sync``."""
+    buckets = tuple(bucket for bucket in shown.plan.buckets if not bucket.kind.is_reduction)
+    return _as(shown, GraphKind.BACKWARD, buckets=buckets)
+
+
+def test_a_step_runs_its_graphs_as_often_as_the_profile() -> None:
+    last = by_hand()
+    forward = _as(last, GraphKind.FORWARD, buckets=_local(last).plan.buckets)
+    local = [dataclasses.replace(one, compiled="0/1") for one in (forward, _local(last))]
+    dumps = [*local, forward, last, _as(last, GraphKind.INFERENCE)]
+    names = graph_names(dumps)
+    assert names == [
+        "forward, no_sync",
+        "backward, no_sync",
+        "forward",
+        "backward",
+        "evaluation",
+    ]
+    runs = [Measured(runs=count, median_us=100.0) for count in (6, 6, 2, 2, 1)]
+    graphs = [graph_data(*parts) for parts in zip(dumps, names, names, runs)]
+    step, evaluation = steps_data(dumps, graphs, note="note")
+    parts = [(phase["name"], phase["count"]) for phase in step["phases"]]
+    assert parts == [*zip(names, (3, 3, 1, 1)), ("optimizer (a fused AdamW)", 1)]
+    totals = [dump.totals.total_us for dump in dumps]
+    optimizer_us = step["phases"][-1]["us"]
+    expected = 3 * sum(totals[:2]) + sum(totals[2:4]) + optimizer_us
+    assert step["predicted"]["total_us"] == pytest.approx(expected)
+    assert optimizer_us > 0 and step["predicted"]["peak_bytes"] == 220
+    assert (step["measured_us"], evaluation["measured_us"]) == (800.0, 100.0)
+    assert steps_data([], []) == []
+
+
+def test_of_graphs_with_the_same_parameters_a_step_runs_the_last() -> None:
+    last = by_hand()
+    first = dataclasses.replace(last, compiled="0/0")
+    again = dataclasses.replace(last, compiled="0/1")
+    assert graph_names([first, again]) == ["backward (0/0)", "backward (0/1)"]
+    assert training_step([first, again]) == [Phase(1)]
+
+
+def test_backward_graphs_run_in_reverse_order() -> None:
     shown = by_hand()
-    runs = Measured(runs=2, median_us=100.0)
-    forward = graph_data(_as(shown, GraphKind.FORWARD), measured=runs)
-    evaluation = graph_data(_as(shown, GraphKind.INFERENCE), measured=runs)
-    graphs = [forward, graph_data(shown), evaluation]
-    training, inference = page_data("", graphs)["summary"]
-    assert (training["graphs"], inference["graphs"]) == ([0, 1], [2])
-    assert training["predicted"]["total_us"] == 2 * 154.0
-    assert training["predicted"]["peak_bytes"] == 220
-    assert training["measured_us"] is None and inference["measured_us"] == 100.0
-    assert page_data("", [])["summary"] == []
+    renamed = [dataclasses.replace(param, fqn=f"2.{param.fqn}") for param in shown.plan.params]
+    other = _as(shown, GraphKind.BACKWARD, params=tuple(renamed))
+    dumps = [
+        dataclasses.replace(_as(dump, kind), compiled=str(i))
+        for i, dump in enumerate((shown, other))
+        for kind in (GraphKind.FORWARD, GraphKind.BACKWARD)
+    ]
+    assert [phase.graph for phase in training_step(dumps)] == [0, 2, 3, 1]
 
 
 # --- the file ------------------------------------------------------------------------------------
@@ -130,7 +173,7 @@ def test_the_summary_adds_up_graphs() -> None:
 def test_names_are_escaped() -> None:
     shown = by_hand()
     params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
-    data = page_data(EVIL, [graph_data(_as(shown, GraphKind.BACKWARD, params=params))])
+    data = page_data(EVIL, [graph_data(_as(shown, GraphKind.BACKWARD, params=params), "")])
     text = page(data)
     assert _data(text) == json.loads(json.dumps(data))
     assert text.count("</script>") == TEMPLATE.read_text().count("</script>")
@@ -139,7 +182,7 @@ def test_names_are_escaped() -> None:
 
 
 def test_the_page_needs_no_other_files() -> None:
-    text = page(page_data("x", [graph_data(by_hand())]))
+    text = page(page_data("x", [graph_data(by_hand(), "")]))
     assert not re.search(r"https?://|//\w+\.|src=|<link|@import|url\(|fetch\(|import ", text)
     assert "default-src 'none'" in text
 
@@ -212,11 +255,15 @@ const shown = within => all("tbody tr", within).filter(row => !row.hidden);
 const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", {key}));
 const type = text => { field.value = text; field.dispatchEvent(new Event("input")); };
 setTimeout(() => {
-  const [section, other] = all("section"), canvas = section.querySelector("canvas"), seen = {};
+  const [top, section, other] = all("section"), canvas = section.querySelector("canvas"), seen = {};
   const tip = section.querySelector(".tip");
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
   seen.title = document.title;
   seen.images = all("img").length;
+  seen.sums = top.querySelector(".sums").textContent;
+  seen.first = top.querySelector("canvas").getBoundingClientRect().top;
+  press(top.querySelector("canvas"), "ArrowRight");
+  seen.layers = top.querySelector(".tip").textContent;
   seen.bars = all(".bars i").map(bar => bar.getBoundingClientRect().width);
   seen.tiles = all(".tiles div").map(tile => [tile.firstChild, tile.lastChild.firstChild]);
   seen.tiles = seen.tiles.map(nodes => nodes.map(node => node.textContent));
@@ -236,10 +283,10 @@ setTimeout(() => {
   seen.sorted = shown(section.querySelector(".buckets")).map(row => texts("td", row)[0]);
   seen.sort = all(".buckets thead th", section)[6].getAttribute("aria-sort");
   press(canvas, "ArrowRight");
-  press(canvas, "ArrowDown");
+  ["ArrowDown", "ArrowDown", "ArrowLeft"].forEach(key => press(canvas, key));
   seen.focused = tip.textContent;
   const box = canvas.getBoundingClientRect(), at = views[0].chart.x(130);
-  const [clientX, clientY] = [box.left + at, box.top + 75];
+  const [clientX, clientY] = [box.left + at, box.top + 113];
   canvas.dispatchEvent(new PointerEvent("pointermove", {clientX, clientY}));
   seen.hovered = tip.textContent;
   other.querySelector(".pick").click();
@@ -250,6 +297,12 @@ setTimeout(() => {
 }, 500);
 </script>
 """
+
+
+def _step_label(graph: GraphData, step: int) -> str:
+    """Return how the page names a step: its module and its first node."""
+    steps = graph["steps"]
+    return f"{steps['module'][step]} ({steps['name'][step]})" if step < len(steps["us"]) else "end"
 
 
 def _look(path: Path, profile: Path) -> tuple[dict[str, Any], list[str]]:
@@ -270,13 +323,14 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     reasons = ((1, "travels as float32: used as bfloat16 and float32"),)
     evil = _as(shown, GraphKind.BACKWARD, params=params, kept=(0,), reasons=reasons)
     graphs = [
-        graph_data(evil, "00-backward", Measured(runs=3, median_us=1234.0)),
-        graph_data(_as(shown, GraphKind.INFERENCE), "01-inference"),
-        graph_data(_as(dump(problem([], []), []), GraphKind.INFERENCE)),
+        graph_data(evil, "backward", "00-backward", Measured(runs=3, median_us=1234.0)),
+        graph_data(_as(shown, GraphKind.INFERENCE), "evaluation (0/0)"),
+        graph_data(_as(dump(problem([], []), []), GraphKind.INFERENCE), "evaluation (0/1)"),
     ]
+    steps = steps_data([evil], graphs[:1], optimizer_us=46.0, note="as measured")
     path = tmp_path / "page.html"
     bars = [BarData(name=EVIL, value=3.0, text="3"), BarData(name="short", value=1.5, text="1.5")]
-    data = page_data(EVIL, graphs, charts=[BarsData(title="bars", bars=bars)])
+    data = page_data(EVIL, graphs, steps, charts=[BarsData(title="bars", bars=bars)])
     path.write_text(page(data).replace("</body>", f"{LOOK}</body>"))
     seen, console = _look(path, tmp_path / "profile")
     assert len(console) == 1, console
@@ -286,25 +340,28 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     full, half = seen["bars"]
     assert full == pytest.approx(2 * half, abs=1) and half > 0
     tiles = [
-        ["predicted total", "0.154"],
+        ["predicted total", "0.200"],
         ["predicted compute", "0.074"],
         ["predicted communication", "0.110"],
         ["predicted exposed", "0.080"],
         ["predicted peak memory", "220"],
     ]
-    assert seen["tiles"] == 2 * tiles
+    assert seen["tiles"] == tiles
+    assert "training step 0.200 ms" in seen["sums"] and "0.080 ms exposed (40.0 %)" in seen["sums"]
+    assert "optimizer 0.046 ms" in seen["sums"] and "as measured" in seen["sums"]
+    assert seen["first"] < 300 and "0.020 ms of compute, from 0.030 to 0.050" in seen["layers"]
     numbers = ["0.074", "0.110", "0.080", "0.092", "220 B", "40 B", "3"]
     assert seen["graphs"] == [
-        ["backward 0/0", "0.154", "1.234", *numbers],
-        ["inference 0/0", "0.154", "–", *numbers],
-        ["inference 0/0", "0.000", "–", *["0.000"] * 4, "0 B", "0 B", "0"],
+        ["backward", "1", "0.154", "1.234", *numbers],
+        ["evaluation (0/0)", "–", "0.154", "–", *numbers],
+        ["evaluation (0/1)", "–", "0.000", "–", *["0.000"] * 4, "0 B", "0 B", "0"],
     ]
     assert seen["headers"][3:7] == ["B", "wire dtype", "predicted ms", "exposed ms"]
     assert seen["rows"] == [
         [
             *(str(i), b["kind"], b["label"], str(b["bytes"]), "float32"),
             *(f"{b['us'] / 1e3:.3f}", f"{b['exposed_us'] / 1e3:.3f}", b["reason"]),
-            *(evil.step_label(b["launch"]), evil.step_label(b["wait"])),
+            *(_step_label(graphs[0], b["launch"]), _step_label(graphs[0], b["wait"])),
         ]
         for i, b in enumerate(graphs[0]["buckets"])
     ]

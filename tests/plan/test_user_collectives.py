@@ -117,7 +117,7 @@ def test_traces_and_pages_have_a_lane_for_user_collectives() -> None:
     assert event["name"] == "ncclDevKernel_all_reduce(user collective)"
     assert event["tid"] == THREADS[USER]
     assert (event["ts"], event["dur"]) == (60.0, 23.333)
-    data = graph_data(_shown())
+    data = graph_data(_shown(), "")
     assert data["lanes"] == [COMPUTE, COMMUNICATION, USER]
     assert data["user_collectives"] == [
         {
