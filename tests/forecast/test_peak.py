@@ -22,8 +22,7 @@ from .test_trace import HARDWARE
 
 RECIPES = (
     Recipe(optimizer="momentum"),  # the optimizer of ``check``
-    Recipe("hsdp:4", optimizer="momentum"),
-    Recipe(optimizer="momentum", offload=True),
+    Recipe("hsdp:4", optimizer="momentum", offload=True),
 )
 
 

@@ -174,7 +174,7 @@ def _whole_batch() -> tuple[float, int]:
     for _ in range(2):
         torch.manual_seed(0)
         models.append(MLP())
-    parts, whole_model = (compile_sharded(model, compiler="inductor") for model in models)
+    parts, whole_model = map(compile_sharded, models)
     for _ in range(2):
         for model in models:
             model.zero_grad()
