@@ -53,7 +53,7 @@ class _PutOff:
 
 @contextmanager
 def few_cpp_files(num_graphs: int) -> Iterator[None]:
-    """Make the kernels of each graph that is compiled in this context share files.
+    """Make the kernels of each graph compiled in this context share files.
 
     The thread waits for all kernels at the end, instead of after each graph.
 

@@ -144,7 +144,7 @@ def on_compile_error(act: Callable[[BaseException], None]) -> None:
 
 @dataclass(frozen=True)
 class _OnError:
-    """An end callback; equal ones are registered only once."""
+    """A callback for the end of a compilation; equal callbacks are registered only once."""
 
     act: Callable[[BaseException], None]
 

@@ -1,7 +1,7 @@
 """Process groups of a mesh, and the log of collectives that run on them outside of graphs.
 
-[Note: logged collectives] A rank may run eagerly what its peers still run as a graph: past its
-recompile limit, Dynamo falls back to Python. Collectives outside of graphs therefore go to the
+[Note: logged collectives] A rank may run code eagerly that its peers still run as a graph: past
+its recompile limit, Dynamo falls back to Python. Collectives outside of graphs therefore go to the
 mesh's call log, which makes diverging ranks raise a ``BackendError`` instead of hanging. In
 compiled code, a gather that is new to this rank first waits until all ranks have reached it.
 Gathers in plain calls of a model are only logged, as are reductions, whose order follows from the

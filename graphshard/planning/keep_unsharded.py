@@ -82,7 +82,7 @@ def _hold(
 ) -> bool:
     """Reserve memory from the last use in forward to the first in backward, if there is room.
 
-    Return whether there is.
+    Return whether the memory was reserved.
     """
     forward, backward = memory
     num_bytes = in_backward.num_bytes

@@ -5,7 +5,7 @@ A dump is a JSON object:
     version    version of this format; files with another version are rejected
     compiled   Dynamo's name for the compilation, such as "0/0", or ""
     predicted  ``Totals``, derived from the other fields for the reader's convenience
-    limits     cap, in_flight, peak: as in ``ScheduleLimits``, in bytes or null; reduce
+    limits     as in ``ScheduleLimits``: bytes or null, and the collectives of ``reduce``
     hardware   as in ``Hardware.to_json``
     plan       as in ``Plan.to_json``, with parameter names
 """

@@ -1,4 +1,4 @@
-"""Initialization after `to_empty`: values that a DTensor loses raise instead of becoming NaN."""
+"""Initialization after `to_empty`: values that a DTensor loses raise an error."""
 
 from __future__ import annotations
 

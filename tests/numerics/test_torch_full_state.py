@@ -1,6 +1,6 @@
 """Limits of torch's `StateDictOptions(full_state_dict, cpu_offload, broadcast_from_rank0)`.
 
-Each test shows torch's functions fail where `graphshard.full_state_dict` and
+Each test shows that torch's functions fail where `graphshard.full_state_dict` and
 `load_full_state_dict` work: see [Note: not by torch's StateDictOptions]. If one of these tests
 fails, torch may be able to replace a part of `graphshard.params.state_dict`.
 """

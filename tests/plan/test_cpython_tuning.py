@@ -1,4 +1,4 @@
-"""With stack room, no call maps memory at any depth; full collections can be turned off."""
+"""Stack room: calls map no memory at any depth. Full garbage collections can be turned off."""
 
 from __future__ import annotations
 
