@@ -57,7 +57,7 @@ class LlamaSizes:
 
     @classmethod
     def of(cls, dim: int, layers: int, hidden: int, vocab: int) -> LlamaSizes:
-        """Return sizes with heads of 128, and four query heads per key/value head, as in 8B."""
+        """Return sizes with 128 dims per head and 4 query heads per key/value head, as in 8B."""
         heads = max(1, dim // 128)
         return cls(dim, layers, heads, max(1, heads // 4), hidden, recompute=False, vocab=vocab)
 

@@ -35,7 +35,7 @@ def _batch(rng: Any) -> Tensor:
 
 
 def _train(schedule: graphshard.SchedulePolicy, **options: Any) -> tuple[list[Tensor], Twins]:
-    """Return losses and gradients of two steps with the final parameters, and the twins."""
+    """Train two steps; return losses, gradients and final parameters, and the `Twins`."""
     torch.manual_seed(0)
     twins = Twins(GPT(), schedule=schedule, **options)
     seen: list[Tensor] = []
