@@ -109,7 +109,7 @@ def _backward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def reshard(gm: fx.GraphModule, context: PassContext) -> None:
-    """Tag the nodes that the partitioner must recompute or, if kept unsharded, save, in place."""
+    """Tag, in place, the nodes that the partitioner must recompute or, if kept unsharded, save."""
     for node in gm.graph.nodes:
         if node.target is unshard and _is_kept(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

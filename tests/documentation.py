@@ -144,7 +144,7 @@ def renew_model(names: dict[str, Any]) -> None:
 
 
 def train_model(names: dict[str, Any]) -> None:
-    """Train the model that a block leaves in `names` for one step."""
+    """Train for one step the model that a block has assigned in `names`."""
     model = names["model"]
     loss = model(next(names["batches"]))
     loss.backward()

@@ -1,4 +1,4 @@
-"""The harness itself: results of `ranks.run`, resets between calls, and failures."""
+"""The test harness `ranks.run`: results, resets between calls, and failures."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class _Program:
         self._rows.append((terms, us / self._ever_us - (condition is not None)))
 
     def _constrain(self) -> None:
-        """Add all rows: one launch per bucket, their order, the steps and the end."""
+        """Add all constraints (rows): one launch per bucket, their order, the steps, the end."""
         for b, cost in enumerate(self._costs):
             self._one_of([x for (bucket, _), x in self._launched.items() if bucket == b])
             self._require_after(self._sent[b], self._copied[b], cost.lane_us)
