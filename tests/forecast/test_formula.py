@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import sympy
+import torch
 
 from graphshard.__main__ import main
 from graphshard.forecast.cluster import cluster
@@ -12,21 +15,30 @@ from graphshard.forecast.formula import SAMPLES, TOKENS, formula_text, saved_byt
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.workload import BatchShape, Workload, find_workload
 
+from .test_trace import Stack
+
 _SIZES = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2"
 _LLAMA = f"llama:{_SIZES},vocab_size=96,num_hidden_layers"
 
 
+def _of_llama(num_samples: int, length: int = 32) -> Workload:
+    return find_workload(f"{_LLAMA}=1", BatchShape(num_samples, length))
+
+
+def _of_a_stack(num_samples: int, length: int = 32) -> Workload:
+    ids = torch.zeros((num_samples, length), dtype=torch.int64)
+    return Workload("stack", lambda n: (Stack(n or 6), (ids,)), ids.numel(), num_layers=6)
+
+
 @pytest.mark.parametrize(
-    ("model", "recompute"),
-    [(f"{_LLAMA}=1", 0.0), (f"{_LLAMA}=6", 1.0)],
+    ("workload", "recompute"),
+    [(_of_llama, 0.0), (_of_a_stack, 1.0)],
     ids=["one layer", "recomputed layers"],
 )
-def test_formula_equals_the_bytes_of_static_traces(model: str, recompute: float) -> None:
+def test_formula_equals_the_bytes_of_static_traces(
+    workload: Callable[..., Workload], recompute: float
+) -> None:
     recipe, machine = Recipe(recompute=recompute), cluster("H100", gpus=2)
-
-    def workload(num_samples: int, length: int = 32) -> Workload:
-        return find_workload(model, BatchShape(num_samples, length))
-
     formula = saved_bytes(workload, recipe, machine)
     larger = trace_step(workload(5, 64), recipe, machine)
     assert formula.subs({SAMPLES: 5, TOKENS: 64}) == larger.saved

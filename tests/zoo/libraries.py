@@ -100,6 +100,7 @@ def unet() -> nn.Module:
         cross_attention_dim=CONTEXT,
         attention_head_dim=2,
         norm_num_groups=4,
+        mid_block_type=None,
     )
 
 
@@ -165,7 +166,7 @@ def sentences() -> nn.Module:
     config = transformers.BertConfig(
         vocab_size=len(WORDS) + 3,
         hidden_size=18,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=25,
         max_position_embeddings=32,
