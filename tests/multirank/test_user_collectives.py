@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,9 +23,6 @@ from tests.numerics.parallel import (
     train,
     under_fsdp2,
 )
-
-pytestmark = pytest.mark.alone
-
 
 DIM = 64
 

@@ -291,7 +291,6 @@ def _shard_frozen(frozen: list[int]) -> str:
     return message(lambda: graphshard.shard(model, **options))
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("frozen", [[3], [1, 3]])
 def test_experts_frozen_on_some_ranks(frozen: list[int]) -> None:
     messages = ranks.run_fresh(4, _shard_frozen, frozen)
