@@ -117,6 +117,7 @@ def _amax(call: Call, x: _Value, dims: list[int]) -> _Value:
 def forward(call: Call, x: _Value, weight: Scaled, recipe: str) -> _Value:
     """Return ``x @ weight.T``."""
     left = quantized(call, x, E4M3, recipe, 1)
+    left = left._replace(values=_row_major(call, left.values))
     return _product(call, left, _transposed(call, weight), value_of(x).dtype, recipe, fast=True)
 
 
@@ -139,6 +140,7 @@ def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
     grad, x = _padded(call, grad), _padded(call, x)
     left = _transposed(call, _grad(call, grad, recipe, 0))
     right = quantized(call, x, E4M3, recipe, 0)
+    right = right._replace(values=_column_major(call, right.values))
     return _product(call, left, right, value_of(x).dtype, recipe)
 
 
@@ -183,11 +185,32 @@ def _factor(call: Call, inverse: _Value, recipe: str, dim: int) -> _Value:
         return call(_aten.view.default, inverse, [])
     if num_dims != 1:
         return inverse
-    size = value_of(inverse).shape[0]
-    sizes: list[Any] = [size if isinstance(size, int) else call(_aten.sym_size.int, inverse, 0)]
+    sizes: list[Any] = [_size(call, inverse, 0)]
     sizes.insert(dim, 1)
     # Some kernels check that all strides are 1.
     return call(_aten.as_strided.default, inverse, sizes, [1, 1])
+
+
+# ``as_strided`` makes Inductor write an operand once. Otherwise, each linear that reads a cast of
+# the same input gets a copy in the layout that ``_scaled_mm`` requires. A transposed copy that is
+# written on its own also stays out of kernels that reduce over rows, such as a norm's backward,
+# which would store single bytes far apart.
+
+
+def _row_major(call: Call, x: _Value) -> _Value:
+    rows, columns = _size(call, x, 0), _size(call, x, 1)
+    return call(_aten.as_strided.default, _contiguous(call, x), [rows, columns], [columns, 1])
+
+
+def _column_major(call: Call, x: _Value) -> _Value:
+    rows, columns = _size(call, x, 0), _size(call, x, 1)
+    transposed = _contiguous(call, _t(call, x))
+    return call(_aten.as_strided.default, transposed, [rows, columns], [1, rows])
+
+
+def _size(call: Call, x: Value, dim: int) -> Any:
+    size = value_of(x).shape[dim]
+    return size if isinstance(size, int) else call(_aten.sym_size.int, x, dim)
 
 
 def _t(call: Call, x: _Value) -> _Value:

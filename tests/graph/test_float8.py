@@ -294,3 +294,10 @@ def test_inductor_lays_out_fp8_operands_for_cublaslt(by_inductor: ByInductor) ->
     assert len(by_inductor.layouts) == 3 * len(WEIGHTS)
     for left, right in by_inductor.layouts:
         assert left[1] == 1 and right[0] == 1, (left, right)
+
+
+def test_linears_with_one_input_read_one_cast_of_it(by_inductor: ByInductor) -> None:
+    if float8_math.float8_error("cpu", TENSORWISE):
+        pytest.skip("this CPU has no such product")
+    inputs = re.findall(r"extern_kernels\._scaled_mm\((\w+),", by_inductor.codes[0])
+    assert len(inputs) == len(WEIGHTS) and len(set(inputs)) == len({"q, k, v", "up", "down"})
