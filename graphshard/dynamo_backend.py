@@ -220,12 +220,17 @@ class Backend:
     def summary(self) -> str:
         """Return tables of the collectives of every compiled graph, with their times and costs.
 
-        The candidates of ``SchedulePolicy(auto=True)``, and the models whose padding needs much
-        memory, follow the tables.
+        The candidates of ``SchedulePolicy(auto=True)``, the number of layers traced as one, and the
+        models whose padding needs much memory, follow the tables.
         """
         tables = summary([dump for graph in self._graphs for dump in graph.dumps])
         tried = dict.fromkeys(graph.tried for graph in self._graphs if graph.tried)
-        return "\n\n\n".join([tables, *tried, *filter(None, self._padding)])
+        shared = [
+            f"graph {graph.compile_id}: AOTAutograd traced {graph.num_shared_layers} layers as one"
+            for graph in self._graphs
+            if graph.num_shared_layers
+        ]
+        return "\n\n\n".join([tables, *tried, *shared, *filter(None, self._padding)])
 
     def metrics(self) -> dict[str, float]:
         """Return numbers to log, as a flat dictionary, without measuring anything.

@@ -10,6 +10,7 @@ from graphshard.passes.casts import cast_before_gather
 from graphshard.passes.contract import Fact, Pass, PassContext, Stage, ordered
 from graphshard.passes.dedup import merge_markers
 from graphshard.passes.float8 import gather_float8, use_float8
+from graphshard.passes.layers import SHARED_LAYER, LayersDiffer, inline_layers, share_layers
 from graphshard.passes.lower import lower
 from graphshard.passes.normalize import normalize
 from graphshard.passes.regions import share_regions
@@ -32,10 +33,14 @@ from graphshard.passes.traced import hoist_reads, inline_regions, use_dense_grad
 
 __all__ = [
     "PIPELINE",
+    "SHARED_LAYER",
     "Fact",
+    "LayersDiffer",
     "Pass",
     "PassContext",
     "Stage",
+    "inline_layers",
+    "inline_regions",
     "ordered",
     "param_derived",
     "read_partition",
@@ -48,6 +53,7 @@ PIPELINE = ordered(
     Pass(hoist_reads, Stage.TRACED, requires=(Fact.INLINED,), provides=(Fact.READS_OUTSIDE,)),
     Pass(use_dense_gradients, Stage.TRACED, requires=(Fact.INLINED,)),
     Pass(use_float8, Stage.TRACED, requires=(Fact.READS_OUTSIDE,)),
+    Pass(share_layers, Stage.TRACED, requires=(Fact.READS_OUTSIDE,)),
     #
     Pass(bypass_sync_nodes, Stage.JOINT),
     Pass(merge_markers, Stage.JOINT, provides=(Fact.ONE_MARKER,)),

@@ -60,6 +60,7 @@ class PassContext:
         plan_buckets: plans the buckets of a graph (``planning.search``).
         is_worth_sharing: decides whether to compile equal regions once (``planning.repeats``).
         problems: problems of both partitioned graphs, or None once the graphs have changed.
+        num_shared_layers: number of layers that became calls of a shared subgraph.
         kept: names of forward's nodes that are saved unsharded.
         plan: plan of the graph, once ``lower`` has run.
         regions: counts of the regions that became calls of subgraphs.
@@ -81,6 +82,7 @@ class PassContext:
     )
     is_worth_sharing: Callable[[Regions], bool] | None = None
     problems: PartitionProblems | None = None
+    num_shared_layers: int = 0
     kept: Sequence[str] = ()
     plan: Plan | None = None
     regions: Regions = field(default_factory=Regions)

@@ -126,34 +126,34 @@ def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
 
 def _label(node: fx.Node) -> Hashable:
     """Return a description of a node that is equal for corresponding nodes of similar layers."""
-    return _described(node, lambda used: _metadata(used.meta.get("val")))
+    return _described(node, lambda used: metadata(used.meta.get("val")))
 
 
 def _described(node: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashable:
     args = node.args[:1] if node.target is lookup_seed else node.args
     return (
         str(node.target),
-        _frozen(args, describe),
-        _frozen(node.kwargs, describe),
-        _metadata(node.meta.get("val")),
+        frozen(args, describe),
+        frozen(node.kwargs, describe),
+        metadata(node.meta.get("val")),
     )
 
 
-def _frozen(value: object, describe: Callable[[fx.Node], Hashable]) -> Hashable:
+def frozen(value: object, describe: Callable[[fx.Node], Hashable]) -> Hashable:
     """Return arguments in hashable form, with ``describe(node)`` in place of nodes."""
     if isinstance(value, fx.Node):
         return describe(value)
     if isinstance(value, (tuple, list)):
-        return tuple(_frozen(part, describe) for part in value)
+        return tuple(frozen(part, describe) for part in value)
     if isinstance(value, dict):
-        return tuple((name, _frozen(part, describe)) for name, part in value.items())
+        return tuple((name, frozen(part, describe)) for name, part in value.items())
     return repr(value)
 
 
-def _metadata(value: object) -> Hashable:
+def metadata(value: object) -> Hashable:
     """Return the properties of a value that compiled code depends on."""
     if isinstance(value, (tuple, list)):
-        return tuple(map(_metadata, value))
+        return tuple(map(metadata, value))
     if not isinstance(value, torch.Tensor):
         return repr(value)
     strides = tuple(map(str, value.stride())) if value.layout is torch.strided else None
@@ -196,7 +196,7 @@ class _Region:
 
     def _region_key(self) -> RegionKey:
         number: dict[Input, int] = {pair: i for i, pair in enumerate(self.inputs)}
-        values = [_metadata(node.meta["val"]) for node, _ in number]
+        values = [metadata(node.meta["val"]) for node, _ in number]
         number |= {(node, None): i for i, node in enumerate(self.nodes, len(number))}
 
         def described(node: fx.Node) -> Hashable:

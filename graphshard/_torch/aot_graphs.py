@@ -9,8 +9,9 @@ operator effect (raising an error, printing), and after constants.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,11 +24,16 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.subclass_utils import unwrap_tensor_subclasses
 from torch.fx.node import Argument
 
+from .patches import patch
+
 _PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)_\d+")
 
 # Key in ``meta`` of backward nodes. On a placeholder: its number as an input of forward. On a
 # gradient: the number of the input that it belongs to.
 _INPUT = "graphshard_input"
+
+# Key in ``meta`` of a subgraph that holds the schema of its calls.
+_SCHEMA = "graphshard_schema"
 
 
 def num_constants(gm: fx.GraphModule) -> int:
@@ -164,3 +170,43 @@ def _keep(wait: fx.GraphModule, kept: list[int]) -> None:
         if i not in kept:
             wait.graph.erase_node(node)
     wait.recompile()
+
+
+def on_joint_graph(rewrite: Callable[[fx.GraphModule], None]) -> None:
+    """Call ``rewrite`` with every joint graph, before AOTAutograd partitions its subgraphs."""
+
+    def wrap(partition_subgraphs: Any) -> Any:
+        if hasattr(partition_subgraphs, "__wrapped__"):
+            return partition_subgraphs  # wrapped by an earlier call
+
+        @functools.wraps(partition_subgraphs)
+        def rewritten(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            rewrite(gm)
+            return partition_subgraphs(gm, *args, **kwargs)
+
+        return rewritten
+
+    patch("torch._functorch._aot_autograd.graph_compile.run_joint_graph_passes_on_hops", wrap)
+
+
+def derive_schemas_once(prefix: str) -> None:
+    """Derive the schema of each subgraph once if its name contains ``prefix``.
+
+    All calls of such a subgraph must have equal arguments, but for their values.
+    """
+
+    def wrap(gen_schema: Any) -> Any:
+        if hasattr(gen_schema, "__wrapped__"):
+            return gen_schema
+
+        @functools.wraps(gen_schema)
+        def derived(self: Any, subgraph: Any, name: str, *operands: Any) -> Any:
+            if prefix not in name or not isinstance(subgraph, fx.GraphModule):
+                return gen_schema(self, subgraph, name, *operands)
+            if _SCHEMA not in subgraph.meta:
+                subgraph.meta[_SCHEMA] = gen_schema(self, subgraph, name, *operands)
+            return subgraph.meta[_SCHEMA]
+
+        return derived
+
+    patch("torch._higher_order_ops.invoke_subgraph.InvokeSubgraphHOP.gen_schema", wrap)

@@ -34,6 +34,12 @@ PATCHES = {
         'Detects calls of torch.compile(model, backend="graphshard"), which do not call the '
         "backend before the first compile."
     ),
+    "torch._functorch._aot_autograd.graph_compile.run_joint_graph_passes_on_hops": (
+        "Inlines the layers that AOTAutograd traced once, before it partitions each of them."
+    ),
+    "torch._higher_order_ops.invoke_subgraph.InvokeSubgraphHOP.gen_schema": (
+        "Derives the schema of such a layer once. Torch traces it again at every call, twice."
+    ),
 }
 
 # Reason for adding entries to each table, keyed by its path.

@@ -16,12 +16,14 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import symbolic_shapes
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .dtensor import local_tensor
 
 __all__ = [
+    "FakeTensor",
     "HigherOrderOperator",
     "OpOverload",
     "is_traceable_wrapper_subclass",
@@ -78,6 +80,34 @@ def traced_storage(node: fx.Node) -> int | None:
 def storage_of(tensor: torch.Tensor) -> int:
     """Return an ID of the storage of a strided tensor, real or fake; aliases share it."""
     return tensor.untyped_storage()._cdata
+
+
+def on_storage(value: FakeTensor, storages: dict[int, torch.UntypedStorage]) -> FakeTensor:
+    """Return a fake tensor like ``value`` on another storage.
+
+    Args:
+        storages: new storage for each storage ID; one for ``value`` is added if there is none.
+    """
+    storage = value.untyped_storage()
+    with no_dispatch():
+        new = storages.setdefault(
+            storage._cdata, torch.UntypedStorage(storage.nbytes(), device="meta")
+        )
+        meta = torch.empty(0, dtype=value.dtype, device="meta")
+        meta.set_(new, value.storage_offset(), value.shape, value.stride())
+        return FakeTensor(value.fake_mode, meta, value.fake_device)
+
+
+def is_static(value: torch.Tensor) -> bool:
+    """Return whether a tensor is strided, without symbolic sizes or strides."""
+    if value.layout is not torch.strided:
+        return False
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+
+
+def is_mutated(value: FakeTensor) -> bool:
+    """Return whether an operator has written to a fake tensor, or to any view of it."""
+    return value._version > 0
 
 
 def traced_value(node: fx.Node) -> object:

@@ -17,11 +17,11 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
-from .._torch.aot_graphs import graph_kind
+from .._torch.aot_graphs import derive_schemas_once, graph_kind, on_joint_graph
 from .._torch.cpp_kernels import few_cpp_files
 from .._torch.distributed import group_timeout_s, process_group
 from .._torch.dynamo import compile_id
@@ -42,7 +42,7 @@ from .._torch.inductor import (
 from ..cpython_tuning import with_stack_room, without_full_collections
 from ..kinds import GraphKind
 from ..ops.in_flight import wait_in_flight_on_error
-from ..passes import Stage
+from ..passes import SHARED_LAYER, LayersDiffer, Stage, inline_layers, inline_regions
 from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
 from ..progress import is_logged, report
@@ -55,6 +55,8 @@ from .partition import Partitioner
 from .run_passes import run_stage
 from .settings import CompileSettings, baked_in
 from .traced_graph import Runnable, TracedGraph
+
+_T = TypeVar("_T")
 
 _WAIT_S = 120.0  # timeout for graphs without a process group
 
@@ -70,6 +72,7 @@ class CompiledGraph:
     tried: str = ""  # table of the candidates of ``SchedulePolicy.auto``
     seconds: float = 0.0  # wall time of the compile, including waits for other ranks
     has_loaded: bool = False  # whether Inductor's cache had a graph of it
+    num_shared_layers: int = 0  # number of layers that AOTAutograd traced as one
 
     def max_gathered_bytes(self) -> int:
         """Return the planned peak size of unsharded parameters over all graphs, in bytes."""
@@ -100,9 +103,14 @@ def compile_traced(
         traced.inputs, traced.marker_groups, settings.device, options, traced.tp_groups
     )
     settings = dataclasses.replace(settings, baked_in=facts, regathered=traced.regathered)
-    run_stage(Stage.TRACED, traced.gm, settings.pass_context())
-    settings, tried, context = choose_saving(traced, settings, consensus, writer)
-    compiled = _compile(traced, settings, writer)
+
+    def choose_and_compile() -> tuple[CompiledGraph, CompileSettings, str, str]:
+        chosen, tried, context = choose_saving(traced, settings, consensus, writer)
+        return _compile(traced, chosen, writer), chosen, tried, context
+
+    (compiled, settings, tried, context), num_layers = _share_layers(
+        traced, settings, choose_and_compile
+    )
     if any(plan.buckets for plan in compiled.plans):
         report("comparing plans with other ranks")
     plans = consensus.common_plans(compiled.plans, context, traced.groups)
@@ -113,7 +121,9 @@ def compile_traced(
     run = wait_in_flight_on_error(compiled.run)
     run = log_every_call(run, compiled.plans, traced.groups)
     seconds = time.perf_counter() - start_s
-    compiled = dataclasses.replace(compiled, run=run, tried=tried, seconds=seconds)
+    compiled = dataclasses.replace(
+        compiled, run=run, tried=tried, seconds=seconds, num_shared_layers=num_layers
+    )
     if is_logged():
         report(_result(compiled))
     return compiled
@@ -129,6 +139,26 @@ def _result(compiled: CompiledGraph) -> str:
         f"{loaded} in {compiled.seconds:.1f} s; predicted: {ms:.1f} ms, with "
         f"{exposed_ms:.1f} ms of exposed communication"
     )
+
+
+def _share_layers(
+    traced: TracedGraph, settings: CompileSettings, act: Callable[[], _T]
+) -> tuple[_T, int]:
+    """Run the passes on the traced graph, then ``act``, which traces it with AOTAutograd.
+
+    Returns:
+        The result of ``act``, and the number of layers that share a trace with an equal one.
+    """
+    on_joint_graph(inline_layers)
+    derive_schemas_once(SHARED_LAYER)
+    context = settings.pass_context()
+    run_stage(Stage.TRACED, traced.gm, context)
+    try:
+        return act(), context.num_shared_layers
+    except LayersDiffer:
+        inline_regions(traced.gm, context)
+        traced.gm.recompile()
+        return act(), 0
 
 
 def _warn_over_budget(compiled: CompiledGraph) -> None:
@@ -318,14 +348,16 @@ class _Reader(CustomGraphPass):
 
 def trace_only(traced: TracedGraph, settings: CompileSettings, read: Read) -> Runnable:
     """Trace a Dynamo graph and call ``read`` with each graph that would be lowered."""
-    run_stage(Stage.TRACED, traced.gm, settings.pass_context())
     options: dict[str, Any] = {
         **options_of_plans(settings.device),
         "post_grad_custom_post_pass": _Reader(read),
         "custom_partitioner_fn": Partitioner(settings, DumpWriter()),
     }
+
+    def trace() -> Runnable:
+        decompositions = decompositions_for(traced.inputs)
+        run: Runnable = compile_without_code(traced.gm, traced.inputs, options, decompositions)
+        return run
+
     with eager_backward():
-        run: Runnable = compile_without_code(
-            traced.gm, traced.inputs, options, decompositions_for(traced.inputs)
-        )
-    return run
+        return _share_layers(traced, settings, trace)[0]

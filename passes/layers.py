@@ -1,0 +1,269 @@
+"""Traced and joint graphs: trace repeated layers with AOTAutograd once.
+
+    traced     y = linear(x, p)   z = relu(y)   y_1 = linear(z, q)   z_1 = relu(y_1)   ..
+    shared     z = invoke_subgraph(layer, x, p)[0]   z_1 = invoke_subgraph(layer, z, q)[0]   ..
+    joint      the nodes of the layer's own joint graph, copied to each of its calls
+
+AOTAutograd traces and differentiates ``layer`` once, and calls its forward and backward graphs.
+These calls are inlined before any pass or the partitioner sees the joint graph.
+
+[Note: equal layers] Layers share a trace only if its joint graph is the one that plain tracing
+would record for each of them, so that results are equal to the bit:
+
+- Their nodes are equal in order: targets, constants, modes of autograd and autocast, and dtypes,
+  sizes, strides, devices and ``requires_grad`` of all values.
+- Nothing that they read or return is mutated by any node, and no output aliases an input.
+- One output requires a gradient. AOTAutograd would pass zeros for the gradients of others that
+  backward does not reach.
+- No value that needs a gradient is read several times inside of a layer and also outside of it: its
+  gradients would be added in another order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphshard._torch.tensors import (
+    FakeTensor,
+    HigherOrderOperator,
+    is_mutated,
+    is_static,
+    on_storage,
+    storage_of,
+    traced_storage,
+    tree_leaves,
+    tree_map,
+    writes_arguments,
+)
+from graphshard.passes.contract import PassContext
+from graphshard.passes.regions import frozen, metadata
+from graphshard.planning.repeats import Repeat, find_repeats
+
+_INVOKE = torch.ops.higher_order.invoke_subgraph
+SHARED_LAYER = "graphshard_layer"  # part of the names of their subgraphs
+_LEAST_SAVED = 48  # minimum number of nodes that are not traced again
+
+
+def share_layers(gm: fx.GraphModule, context: PassContext) -> None:
+    """Replace equal layers with calls of one subgraph, in place; see [Note: equal layers]."""
+    if not torch.is_grad_enabled() or not any(map(_needs_gradient, _returned(gm))):
+        return  # AOTAutograd makes an inference graph
+    nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    labels: dict[Hashable, int] = {}
+    sequence = [labels.setdefault(label, len(labels)) for label in _labels(nodes)]
+    for i, repeat in enumerate(find_repeats(sequence, _LEAST_SAVED)):
+        layers = _equal_layers(nodes, repeat)
+        if layers:
+            _replace(gm, f"{SHARED_LAYER}_{i}", layers)
+            context.num_shared_layers += len(layers)
+
+
+def _returned(gm: fx.GraphModule) -> list[fx.Node]:
+    return gm.graph.output_node().all_input_nodes
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    value = _value(node)
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _labels(nodes: Sequence[fx.Node]) -> Iterator[Hashable]:
+    """Yield a description of each node, equal for corresponding nodes of equal layers."""
+    modes = 0  # number of nodes so far that may have changed a mode
+    for node in nodes:
+        if _may_be_inside(node):
+            yield modes, _described(node, lambda used: _metadata(_value(used)))
+        else:
+            modes += node.op == "call_function" and _value(node) is None
+            yield node  # equal to no other node
+
+
+def _described(node: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashable:
+    arguments = frozen(node.args, describe), frozen(node.kwargs, describe)
+    return node.op, node.target, arguments, _metadata(_value(node))
+
+
+def _may_be_inside(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method") or writes_arguments(node.target):
+        return False
+    if isinstance(node.target, HigherOrderOperator):
+        return False
+    values = [_value(node), *map(_value, node.all_input_nodes)]
+    return all(map(_is_plain, values))
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is a tensor of static size that nothing mutates, or a tuple."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, FakeTensor) and is_static(value) and not is_mutated(value)
+
+
+def _metadata(value: object) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return metadata(value), value.requires_grad, value.storage_offset()
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_metadata, value))
+    return repr(value)
+
+
+class _Layer:
+    """Consecutive nodes of the traced graph, to replace with one call."""
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.nodes = nodes
+        self._inside = set(nodes)
+        read = dict.fromkeys(used for node in nodes for used in node.all_input_nodes)
+        self.inputs = [node for node in read if node not in self._inside]
+        self.outputs = [n for n in nodes if any(user not in self._inside for user in n.users)]
+
+    def key(self) -> Hashable:
+        """Return a key that is equal for all layers that one subgraph can replace."""
+        number: dict[Any, int] = {node: i for i, node in enumerate([*self.inputs, *self.nodes])}
+        return (
+            tuple(_metadata(_value(node)) for node in self.inputs),
+            tuple(_described(node, number.__getitem__) for node in self.nodes),
+            tuple(map(number.__getitem__, self.outputs)),
+        )
+
+    def is_separate(self) -> bool:
+        """Return whether tracing the layer by itself gives the same joint graph."""
+        if len(self.outputs) != 1 or not _needs_gradient(self.outputs[0]):
+            return False
+        storages = [traced_storage(node) for node in [*self.inputs, *self.outputs]]
+        if None in storages or len(set(storages)) < len(storages):
+            return False
+        return not any(self._adds_up(node) for node in self.inputs if _needs_gradient(node))
+
+    def _adds_up(self, node: fx.Node) -> bool:
+        """Return whether the gradient of an input adds up both inside and outside of the layer."""
+        inside = [user for user in node.users if user in self._inside]
+        return len(inside) < len(node.users) and _num_reads(node, inside) > 1
+
+    def subgraph(self, owner: fx.GraphModule) -> fx.GraphModule:
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        for i, node in enumerate(self.inputs):
+            made[node] = graph.placeholder(f"in_{i}")
+            made[node].meta = {"example_value": _value(node)}
+        for node in self.nodes:
+            made[node] = graph.node_copy(node, made.__getitem__)
+        graph.output(tuple(made[node] for node in self.outputs))
+        return fx.GraphModule(owner, graph)
+
+    def replace_by_call(self, target: fx.Node, name: str) -> None:
+        (output,) = self.outputs
+        graph = output.graph
+        with graph.inserting_before(self.nodes[-1].next):
+            call = graph.call_function(_INVOKE, (target, name, *self.inputs))
+            call.meta["example_value"] = (_value(output),)
+            result = graph.call_function(operator.getitem, (call, 0))
+            result.meta = dict(output.meta)
+        output.replace_all_uses_with(result, lambda user: user not in self._inside)
+        for node in reversed(self.nodes):
+            graph.erase_node(node)
+
+
+def _num_reads(node: fx.Node, users: Sequence[fx.Node]) -> int:
+    return sum(tree_leaves([user.args, user.kwargs]).count(node) for user in users)
+
+
+def _equal_layers(nodes: Sequence[fx.Node], repeat: Repeat) -> list[_Layer]:
+    """Return the largest set of equal layers in a repeat, or []."""
+    stop = repeat.stop + repeat.rest
+    for begin in range(repeat.start, repeat.start + repeat.length):
+        starts = range(begin, stop - repeat.length + 1, repeat.length)
+        layers = [_Layer(nodes[start : start + repeat.length]) for start in starts[:1]]
+        if len(starts) < 2 or not layers[0].is_separate():
+            continue
+        layers = [_Layer(nodes[start : start + repeat.length]) for start in starts]
+        keys = {layer.key() for layer in layers}
+        # Calls with the same inputs could not be told apart in the joint graph.
+        num_distinct = len({tuple(layer.inputs) for layer in layers})
+        if len(keys) == 1 and num_distinct == len(layers) and all(x.is_separate() for x in layers):
+            return layers
+    return []
+
+
+def _replace(gm: fx.GraphModule, name: str, layers: Sequence[_Layer]) -> None:
+    setattr(gm, name, layers[0].subgraph(gm))
+    with gm.graph.inserting_before(layers[0].nodes[0]):
+        target = gm.graph.get_attr(name)
+    # From the last to the first: the inputs of a layer are outputs of earlier ones.
+    for layer in reversed(layers):
+        layer.replace_by_call(target, name)
+
+
+# --- the joint graph ------------------------------------------------------------------------------
+
+
+class LayersDiffer(Exception):
+    """Raised if AOTAutograd's graphs of a shared layer are not understood."""
+
+
+def inline_layers(gm: fx.GraphModule) -> None:
+    """Replace calls of shared layers with copies of their nodes, in place.
+
+    Raises:
+        LayersDiffer: a call cannot be inlined; trace the layers separately.
+    """
+    calls: list[Any] = gm.graph.find_nodes(op="call_function", target=_INVOKE)
+    calls = [call for call in calls if SHARED_LAYER in call.args[1]]
+    forwards = {call.args[2:]: call for call in calls if not _is_backward(call)}
+    # A backward call reads what its forward call reads, then the gradient of the output.
+    backwards = {call.args[2:-1]: call for call in calls if _is_backward(call)}
+    if len(forwards) + len(backwards) < len(calls) or not backwards.keys() <= forwards.keys():
+        raise LayersDiffer("a backward call of a layer matches no forward call")
+    for arguments, forward in forwards.items():
+        _inline(gm, forward, backwards.get(arguments, forward))
+    if calls:
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+
+
+def _is_backward(call: fx.Node) -> bool:
+    name: Any = call.args[1]  # AOTAutograd adds "fw_" or "bw_"
+    return bool(name.startswith("bw_"))
+
+
+def _inline(gm: fx.GraphModule, forward: fx.Node, backward: fx.Node) -> None:
+    """Replace both calls of a layer; ``backward`` is ``forward`` if it has none."""
+    # The backward call's graph is the layer's joint graph: it returns gradients, then the output.
+    target: Any = backward.args[0]
+    joint = getattr(gm, target.target).graph
+    inputs = joint.find_nodes(op="placeholder")
+    copies: dict[fx.Node, Any] = dict(zip(inputs, backward.args[2:], strict=True))
+    storages = {storage_of(n.meta["val"]): copies[n].meta["val"].untyped_storage() for n in inputs}
+    for node in joint.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op != "call_function":
+            raise LayersDiffer(f"a layer has a node {node.format_node()}")
+        is_backward = node.meta.get("partitioner_tag") == "is_backward"
+        with gm.graph.inserting_before(backward if is_backward else forward):
+            copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+        copies[node].meta["val"] = tree_map(
+            lambda v: on_storage(v, storages) if isinstance(v, FakeTensor) else v, node.meta["val"]
+        )
+    results: Any = joint.output_node().args[0]
+    *gradients, output = [n if n is None else copies[n] for n in results]
+    if backward is not forward:
+        _replace_results(backward, gradients)
+    _replace_results(forward, [output])
+
+
+def _replace_results(call: fx.Node, results: Sequence[Any]) -> None:
+    for item in list(call.users):
+        position: Any = item.args[1]
+        item.replace_all_uses_with(results[position])
+        call.graph.erase_node(item)
+    call.graph.erase_node(call)
