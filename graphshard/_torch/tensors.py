@@ -99,10 +99,11 @@ def on_storage(value: FakeTensor, storages: dict[int, torch.UntypedStorage]) -> 
 
 
 def is_static(value: torch.Tensor) -> bool:
-    """Return whether a tensor is strided, without symbolic sizes or strides."""
+    """Return whether a tensor is strided, without symbolic sizes, strides or offset."""
     if value.layout is not torch.strided:
         return False
-    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    return all(isinstance(number, int) for number in numbers)
 
 
 def is_mutated(value: FakeTensor) -> bool:

@@ -108,7 +108,9 @@ def test_explicit_settings_are_not_overridden(mesh: DeviceMesh) -> None:
 
 
 def test_a_cpu_needs_a_budget(mesh: DeviceMesh) -> None:
-    with pytest.raises(Exception, match=r"auto=True: a cpu does not report .* set schedule"):
+    with pytest.raises(
+        Exception, match=r"auto=True: device 'cpu' does not report .* also set schedule"
+    ):
         _train(mesh)
 
 
