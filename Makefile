@@ -4,6 +4,7 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 
 BIN := .venv/bin
+DEMO_STAMP := .venv/.installed-for-demo
 STAMP := .venv/.installed
 TEST_STAMP := .venv/.installed-for-tests
 TYPECHECK := .cache/typecheck/graphshard
@@ -11,7 +12,7 @@ TESTS := test-two-at-a-time test-zoo test-alone
 
 .PHONY: demo test $(TESTS) coverage lint docs clean
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/python -m graphshard demo
 
 # The ranks of a test share the cores, so each gets one thread. Inductor's cache is kept between
@@ -63,12 +64,16 @@ docs: $(TEST_STAMP)
 	$(BIN)/sphinx-build -E -W --keep-going -q docs .cache/site
 
 # -c and not PIP_CONSTRAINT: that would also bind the isolated build, which needs no pins.
-$(STAMP): pyproject.toml constraints.txt
+$(DEMO_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c $(CONSTRAINTS) -e ".[dev]"
+	$(BIN)/pip install -c $(CONSTRAINTS) -e ".[demo]"
 	touch $@
 
 # What the demo, which has to start soon, does not need.
+$(STAMP): $(DEMO_STAMP)
+	$(BIN)/pip install -c $(CONSTRAINTS) -e ".[dev]"
+	touch $@
+
 $(TEST_STAMP): $(STAMP)
 	$(BIN)/pip install -c $(CONSTRAINTS) -e ".[bench,docs]"
 	touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from graphshard.__main__ import main
 
 def test_demo_prints_comparison_and_writes_chart(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "graphshard", "demo", "--steps", "4"]
-    command += ["--compiler", "aot_eager"]
+    page = tmp_path / "demo.html"
+    command += ["--compiler", "aot_eager", "--html", str(page)]
     chart = tmp_path / "demo.svg"
     try:
         import matplotlib  # noqa: F401
@@ -23,11 +25,23 @@ def test_demo_prints_comparison_and_writes_chart(tmp_path: Path) -> None:
         command += ["--plot", str(chart)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
-    for text in ("loss, first step", "tokens/s", "Why?", "all_gather", "Words", "Next"):
+    for text in (
+        "loss, first step",
+        "bytes/s on the modelled wire",
+        "Why?",
+        "all_gather",
+        "Words",
+        "Next",
+    ):
         assert text in done.stdout
     # With aot_eager, all three first losses are bitwise equal.
     (losses,) = (line for line in done.stdout.splitlines() if line.startswith("loss, first step"))
     assert len(set(losses.split()[3:])) == 1
+    report = done.stdout.split("\n\n")[1:]
+    assert "2.0 times as much" in report[0]
+    real, modelled = re.findall(r"Speed on .*: ([0-9.]+) times FSDP2", report[1])
+    assert float(real) > 0 and float(modelled) > 0
+    assert "training step" in page.read_text()
     assert "--plot" not in command or "<svg" in chart.read_text()
 
 

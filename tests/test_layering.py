@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
         "show",
     },
     "integrations": {"_torch", "dynamo_backend", "options", "params", "ranks", "tools"},
-    "tools": {"_torch", "dynamo_backend", "files", "kinds", "params"},
+    "tools": {"_torch", "dynamo_backend", "files", "kinds", "params", "show"},
     "check": {
         "_torch",
         "cost",

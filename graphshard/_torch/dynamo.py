@@ -9,6 +9,7 @@ unchanged.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import traceback
@@ -38,6 +39,12 @@ __all__ = ["ShortenTraceback", "Source"]
 _F = TypeVar("_F", bound=Callable[..., object])
 
 set_grad_enabled = torch._C._set_grad_enabled  # called in graphs where a grad mode begins or ends
+
+
+def log_only_errors() -> None:
+    """Turn off Dynamo's warnings."""
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+
 
 # Makes Dynamo trace the frame again if a backend raises it, or AOTAutograd within the backend.
 # Torch raises it when a float that Dynamo treated as a variable has to be a constant.

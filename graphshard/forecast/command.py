@@ -106,6 +106,9 @@ def _print_largest(
         raise ValueError(f"--largest: cannot scale {args.model}: pass a config, not a function")
     if args.json is not None:
         raise ValueError("--largest cannot write --json: drop one of the two options")
+    for option in ("search", "formula"):
+        if getattr(args, option):
+            raise ValueError(f"--largest cannot be combined with --{option}: drop one of the two")
     config = find_config(args.model)
 
     def make_workload(factor: float, size: int) -> Workload:

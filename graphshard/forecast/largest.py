@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 from tabulate import tabulate
 
@@ -21,8 +20,6 @@ from .workload import Workload
 
 WIDTHS = 2**0.5  # ratio of successive widths to try
 SMALLEST = 1 / 64  # smallest width to try if nothing fits, as a fraction of the model's width
-
-_N = TypeVar("_N", int, float)
 
 HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
 
@@ -166,55 +163,73 @@ class _Grower:
         # Shallow copies determine any number of layers, so deeper models need no trace.
         step_at = self._steps(self.make_workload(1.0, self.size))
         for strategy in strategies(self.cluster, self.recipe.tp):
-
-            def memory_at(num_layers: int, strategy: str = strategy) -> int:
-                planned = self._plan(step_at(num_layers), strategy)
-                return self.cluster.memory_bytes + 1 if planned is None else planned.memory.total
-
-            layers = largest_that_fits(memory_at, self.cluster.memory_bytes, LEAST_PERIODS + 1)
+            layers = self._most(step_at, strategy, LEAST_PERIODS + 1)
             if layers is not None:
-                yield from self._fits("layers", f"{layers} layers", step_at(layers), [strategy])
+                yield self._fit(strategy, "layers", f"{layers} layers", step_at(layers))
 
     def by_width(self) -> Iterator[LargestFit]:
-        """Yield, for each strategy, the largest model with the same ratio of depth to width."""
-        fits = list(self._growing("layers and width", self._scaled, 1.0, WIDTHS))
-        factor = 1.0
-        while not fits and factor > SMALLEST:
-            factor /= WIDTHS
-            fits = list(self._fits("layers and width", *self._scaled(factor)))
-        yield from fits
+        """Yield, for each strategy, the deepest model of the largest width that fits.
+
+        A width fits if the model of that width and the same ratio of depth to width fits.
+        """
+        for strategy, factor in self._widest().items():
+            workload = self.make_workload(factor, self.size)
+            step_at = self._steps(workload)
+            layers = self._most(step_at, strategy, workload.num_layers or 0)
+            if layers is not None:
+                what = f"{workload.name}, {layers} layers"
+                yield self._fit(strategy, "layers and width", what, step_at(layers))
 
     def by_batch(self) -> Iterator[LargestFit]:
-        yield from self._growing("samples", self._with_batch, 1, 2)
+        """Yield, for each strategy, the largest microbatch."""
 
-    def _growing(
-        self, grown: str, make: Callable[[_N], tuple[str, TracedStep]], start: _N, ratio: _N
-    ) -> Iterator[LargestFit]:
-        """Multiply a number by ``ratio`` until no strategy fits; yield the last fit of each."""
-        best: dict[str, LargestFit] = {}
-        number = start
-        while fits := list(self._fits(grown, *make(number))):
-            best.update({fit.strategy: fit for fit in fits})
-            number *= ratio
-        yield from best.values()
+        def step_at(size: int) -> TracedStep:
+            workload = self.make_workload(1.0, size)
+            return self._steps(workload)(workload.num_layers or 0)
 
-    def _fits(
-        self, grown: str, what: str, step: TracedStep, tried: Sequence[str] = ()
-    ) -> Iterator[LargestFit]:
-        for strategy in tried or strategies(self.cluster, self.recipe.tp):
-            planned = self._plan(step, strategy)
-            if planned is not None and planned.memory.fits:
-                num_params, memory = int(step.held.num_params), planned.memory.total
-                yield LargestFit(strategy, grown, what, num_params, planned.time.step_us, memory)
+        for strategy in strategies(self.cluster, self.recipe.tp):
+            size = self._most(step_at, strategy, 1)
+            if size is not None:
+                yield self._fit(strategy, "samples", f"{size} samples", step_at(size))
 
-    def _scaled(self, factor: float) -> tuple[str, TracedStep]:
+    def _widest(self) -> dict[str, float]:
+        """Return, for each strategy, the largest power of ``WIDTHS`` whose scaled model fits."""
+        best: dict[str, float] = {}
+        factor = 1.0
+        while fitting := self._fitting(factor):
+            best.update(dict.fromkeys(fitting, factor))
+            factor *= WIDTHS
+        while not best and factor > SMALLEST:
+            factor /= WIDTHS
+            best = dict.fromkeys(self._fitting(factor), factor)
+        return best
+
+    def _fitting(self, factor: float) -> list[str]:
+        """Return the strategies with which the model fits, ``factor`` times as wide and deep."""
         workload = self.make_workload(factor, self.size)
-        layers = workload.num_layers or 0
-        return f"{workload.name}, {layers} layers", self._steps(workload)(layers)
+        step = self._steps(workload)(workload.num_layers or 0)
+        limit = self.cluster.memory_bytes
+        tried = strategies(self.cluster, self.recipe.tp)
+        return [strategy for strategy in tried if self._memory(step, strategy) <= limit]
 
-    def _with_batch(self, size: int) -> tuple[str, TracedStep]:
-        workload = self.make_workload(1.0, size)
-        return f"{size} samples", self._steps(workload)(workload.num_layers or 0)
+    def _most(self, step_at: Callable[[int], TracedStep], strategy: str, least: int) -> int | None:
+        """Return the largest number >= ``least`` whose step fits, or None."""
+        return largest_that_fits(
+            lambda number: self._memory(step_at(number), strategy),
+            self.cluster.memory_bytes,
+            least,
+        )
+
+    def _memory(self, step: TracedStep, strategy: str) -> int:
+        """Return the memory of a rank, or more than it has if the step cannot be planned."""
+        planned = self._plan(step, strategy)
+        return self.cluster.memory_bytes + 1 if planned is None else planned.memory.total
+
+    def _fit(self, strategy: str, grown: str, what: str, step: TracedStep) -> LargestFit:
+        planned = self._plan(step, strategy)
+        assert planned is not None
+        num_params, memory = int(step.held.num_params), planned.memory.total
+        return LargestFit(strategy, grown, what, num_params, planned.time.step_us, memory)
 
     def _steps(self, workload: Workload) -> Callable[[int], TracedStep]:
         """Return a function that maps a number of layers to the step; trace each model once."""

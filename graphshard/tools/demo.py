@@ -3,18 +3,21 @@
     python -m graphshard demo ──► torchrun ──► python -m graphshard.tools.demo, once per rank
                                                step k: graphshard, DDP, FSDP2, in turn
 
-All three train a byte-level GPT on the sources of Python's standard library, from the same
-parameters and on the same batches. All numbers in the final table are measured in that run.
+All three are compiled, and train a byte-level GPT on the sources of Python's standard library,
+from the same parameters and on the same batches. All numbers in the report are measured in that
+run. On a CPU, the last steps run on a modelled wire, which needs no cores, so it can be hidden.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,13 +28,18 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from .._torch import modelled_wire
+from .._torch.dynamo import log_only_errors
 from ..dynamo_backend import Backend, backend
+from ..files import write_whole
 from ..kinds import TransferKind
 from ..params.memory_report import memory_report
+from ..show.dump_folder import folder_page
 from .demo_model import SIZES, batches, load_text
 from .demo_training import Settings, Training, new_trainings
 
 FINAL_STEPS = 10  # last steps over which the final loss is averaged
+WIRE_LATENCY_S, WIRE_BYTES_PER_S = 0.2e-3, 125e6  # modelled wire: 1 Gb/s for each rank
 
 
 # --- the launcher -------------------------------------------------------------------------------
@@ -48,12 +56,17 @@ def _settings(args: argparse.Namespace) -> Settings:
         )
     if args.plot:
         _check_plot(args.plot)
+    if args.html and not args.html.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"--html {args.html}: the folder {args.html.parent} does not exist"
+        )
     return Settings(
         device=device,
         num_ranks=args.ranks or (gpus if device == "cuda" else 2),
         num_steps=args.steps or SIZES[device].steps,
         compiler=args.compiler,
         plot=str(args.plot) if args.plot else None,
+        html=str(args.html) if args.html else None,
     )
 
 
@@ -78,6 +91,11 @@ def launch(args: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     settings, start = _settings(args), time.perf_counter()
+    scratch = tempfile.TemporaryDirectory()
+    if settings.html:
+        dump = Path(scratch.name, "demo")
+        dump.mkdir()
+        settings = dataclasses.replace(settings, dump=str(dump))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
     print(f"starting {_ranks(settings)} on {settings.device}", flush=True)
     options = ["--standalone", "--nproc-per-node", str(settings.num_ranks), "--module", __name__]
@@ -88,6 +106,8 @@ def launch(args: argparse.Namespace) -> int:
         return 1
     except SignalException as stop:
         return 128 + int(stop.sigval)
+    finally:
+        scratch.cleanup()
     print(f"\n{time.perf_counter() - start:.0f} s in total")
     return 0
 
@@ -100,17 +120,23 @@ def _ranks(settings: Settings) -> str:
 
 
 def _train(trainings: Sequence[Training], settings: Settings, device: torch.device) -> None:
-    """Train all runs in turn, step by step, on the same batches; show progress on rank 0."""
+    """Train all runs in turn, step by step, on the same batches; show progress on rank 0.
+
+    The last steps run on the modelled wire.
+    """
     ours, data = trainings[0], batches(load_text(), SIZES[settings.device], 1 + dist.get_rank())
-    steps, is_terminal = settings.num_steps, sys.stdout.isatty()
+    steps, is_terminal = settings.num_steps + settings.num_wire_steps, sys.stdout.isatty()
     for step in range(1, steps + 1):
         batch = next(data).to(device)
+        if step > settings.num_steps:
+            modelled_wire.WIRE.latency_s = WIRE_LATENCY_S
+            modelled_wire.WIRE.bytes_per_s = WIRE_BYTES_PER_S
         for training in trainings:
             training.step(batch)
             if training is ours and step == 1:
                 _print(f"compiled, and ran the first step, in {ours.seconds[0]:.0f} s")
         rate = _rate(settings, ours.seconds[1:][-FINAL_STEPS:])
-        text = f"step {step}/{steps}  loss {ours.losses[-1]:.4f}  {rate} tokens/s"
+        text = f"step {step}/{steps}  loss {ours.losses[-1]:.4f}  {rate} bytes/s"
         if is_terminal:  # one line, rewritten
             _print(f"\r\x1b[K{text}", end="\n" if step == steps else "")
         elif step % max(1, steps // 10) == 0:
@@ -124,15 +150,17 @@ def _print(text: str, end: str = "\n") -> None:
 
 def run_rank(settings: Settings) -> None:
     """Train and compare; runs on every rank, prints on rank 0."""
+    log_only_errors()  # compiled DDP causes warnings
     device = torch.device("cpu")
     if settings.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     else:
-        dist.init_process_group("gloo")
+        modelled_wire.register()
+        dist.init_process_group(modelled_wire.BACKEND)
     mesh = init_device_mesh(device.type, (settings.num_ranks,))
-    sharding = backend(mesh, compiler=settings.compiler)
+    sharding = backend(mesh, compiler=settings.compiler, dump=settings.dump)
     trainings = new_trainings(settings, mesh, device, sharding)
     _print(_headline(settings, trainings[1].model))
     _print(f"compiling with {settings.compiler}: may take a minute if nothing is cached")
@@ -141,8 +169,10 @@ def run_rank(settings: Settings) -> None:
         training.count_memory(device)
     report = memory_report(trainings[0].model, trainings[0].optimizer)
     for paragraph in (
+        _memory(trainings),
+        _race(trainings, settings),
         _comparison(trainings, settings),
-        _explanation(trainings, settings),
+        _explanation(settings),
         _collectives(sharding),
         f"graphshard, on this rank\n{report}",
         f"Words\n{tabulate(_WORDS, tablefmt='plain')}",
@@ -152,6 +182,9 @@ def run_rank(settings: Settings) -> None:
     if settings.plot and dist.get_rank() == 0:
         _plot(Path(settings.plot), trainings, settings)
         _print(f"\nwrote {settings.plot}")
+    if settings.html and settings.dump and dist.get_rank() == 0:
+        write_whole(Path(settings.html), folder_page(Path(settings.dump)))
+        _print(f"\nwrote {settings.html}")
     dist.destroy_process_group()
 
 
@@ -176,10 +209,37 @@ def _rate(settings: Settings, seconds: Sequence[float]) -> str:
     return f"{settings.rate(seconds):,.0f}" if seconds else "–"
 
 
+def _memory(trainings: Sequence[Training]) -> str:
+    """Return what sharding saves: memory of graphshard's rank, and of DDP's."""
+    ours, whole, fsdp2 = (sum(training.held_bytes) / 1e6 for training in trainings)
+    return (
+        f"Memory: each rank holds {ours:.1f} MB of parameters, gradients and AdamW state (FSDP2: "
+        f"{fsdp2:.1f} MB). DDP, which shards nothing, needs {whole:.1f} MB, "
+        f"{whole / ours:.1f} times as much."
+    )
+
+
+def _race(trainings: Sequence[Training], settings: Settings) -> str:
+    """Return graphshard's speed relative to the others, on the real and on the modelled wire."""
+    wire = f"on a modelled wire ({WIRE_BYTES_PER_S * 8 / 1e9:g} Gb/s for each rank)"
+    places = [("on this machine's wire", settings.timed)]
+    if settings.num_wire_steps:
+        places.append((wire, settings.wired))
+    lines = []
+    for place, steps in places:
+        ours, ddp, fsdp2 = (settings.rate(t.seconds[steps]) for t in trainings)
+        lines.append(
+            f"Speed {place}: {ours / fsdp2:.2f} times FSDP2 with compiled blocks, "
+            f"{ours / ddp:.2f} times compiled DDP."
+        )
+    return "\n".join(lines)
+
+
 def _comparison(trainings: Sequence[Training], settings: Settings) -> str:
     """Return a table with a row for each measurement and a column for each training run."""
-    first, last = settings.num_untimed, min(FINAL_STEPS, settings.num_steps)
-    final_losses = (f"{statistics.mean(t.losses[-last:]):.6f}" for t in trainings)
+    first, num_steps = settings.num_untimed, settings.num_steps
+    last = min(FINAL_STEPS, num_steps)
+    final_losses = (f"{statistics.mean(t.losses[:num_steps][-last:]):.6f}" for t in trainings)
     rows = [
         ["loss, first step", *(f"{t.losses[0]:.6f}" for t in trainings)],
         [f"loss, mean of last {last} of {settings.num_steps} steps", *final_losses],
@@ -187,11 +247,12 @@ def _comparison(trainings: Sequence[Training], settings: Settings) -> str:
     for other in trainings[1:]:
         cells = ["–" if t is other else f"{t.difference(other):.1e}" for t in trainings]
         rows.append([f"largest loss difference from {other.name.split(',')[0]}", *cells])
-    rows.append(
-        ["first step, s (graphshard compiles)", *(f"{t.seconds[0]:.1f}" for t in trainings)]
-    )
-    rates = [_rate(settings, t.seconds[first:]) for t in trainings]
-    rows.append([f"tokens/s, median of steps {first + 1} to {settings.num_steps}", *rates])
+    rows.append(["first step, s (compiles)", *(f"{t.seconds[0]:.1f}" for t in trainings)])
+    rates = [_rate(settings, t.seconds[settings.timed]) for t in trainings]
+    rows.append([f"bytes/s, median of steps {first + 1} to {num_steps}", *rates])
+    if settings.num_wire_steps:
+        rates = [_rate(settings, t.seconds[settings.wired]) for t in trainings]
+        rows.append([f"bytes/s on the modelled wire, {settings.num_wire_steps - 1} steps", *rates])
     for name, sizes in zip(_HELD, zip(*(t.held_bytes for t in trainings))):
         rows.append([f"{name}, MB per rank", *(f"{size / 1e6:.3f}" for size in sizes)])
     headers, align = ["", *(t.name for t in trainings)], ["left", *["right"] * len(trainings)]
@@ -217,20 +278,18 @@ parameters in forward, and again in backward, and reduces gradients; DDP only re
 In return, each rank needs less memory (last rows)."""
 _ON_CPU = """\
 On a CPU no communication is hidden: gloo runs on the cores that compute, so every byte costs time.
-GPUs send while they compute."""
+GPUs send while they compute, as the modelled wire does. There gloo still takes its time; besides, a
+collective ends only once the wire has carried its bytes."""
 _ON_GPU = "A model this small has little compute to hide communication."
 _INDUCTOR = """\
-Inductor fuses several operations into one kernel, which saves time in every step. Its kernels round
-differently from eager ones, which explains the loss differences. It compiles once, in the first
-step."""
+Inductor fuses operations into kernels, others in each run, whose rounding differs: that explains
+the loss differences. It compiles once, in the first step."""
 _AOT_EAGER = "aot_eager runs the eager kernels, between the same kinds of collectives."
 
 
-def _explanation(trainings: Sequence[Training], settings: Settings) -> str:
-    """Compare graphshard's speed in this run with the others', and explain the differences."""
-    ours, *rates = (settings.rate(t.seconds[settings.num_untimed :]) for t in trainings)
-    others = [f"{ours / r:.2f} times those of {t.name}" for r, t in zip(rates, trainings[1:])]
-    lines = [f"Why? graphshard's tokens/s are {', and '.join(others)}."]
+def _explanation(settings: Settings) -> str:
+    """Explain the differences between the runs."""
+    lines = ["Why?"]
     if settings.num_ranks > 1:
         lines += [_MORE_BYTES, _ON_CPU if settings.device == "cpu" else _ON_GPU]
     lines.append(_INDUCTOR if settings.compiler == "inductor" else _AOT_EAGER)
@@ -238,8 +297,7 @@ def _explanation(trainings: Sequence[Training], settings: Settings) -> str:
 
 
 _WORDS = (
-    ("eager", "run by Python, one operation after the other; not compiled"),
-    ("tokens/s", "bytes of text per second, over all ranks"),
+    ("bytes/s", "bytes of text per second, over all ranks"),
     ("MB per rank", "between steps, on the rank with the most; 1 MB is a million bytes"),
     ("AdamW state", "the optimizer's two averages for each parameter"),
     ("all_gather", "ranks send each other their shards; each has the full parameters for a while"),
@@ -254,6 +312,7 @@ def _next_steps(settings: Settings) -> list[tuple[str, str]]:
     command = "python -m graphshard demo"
     rows = [
         ("train your own model", "examples/train.py"),
+        ("see graphshard's step", f"{command} --html demo.html"),
         ("see curves and bars", f"{command} --plot demo.svg"),
         ("compare losses without different rounding", f"{command} --compiler aot_eager"),
         ("check a step for a GPU without one", "python -m graphshard check --help"),
@@ -277,9 +336,9 @@ def _plot(path: Path, trainings: Sequence[Training], settings: Settings) -> None
         curves.plot(steps, training.losses, color=color, linewidth=width, label=training.name)
     curves.set(xlabel="step", ylabel="loss, mean of ranks", title="loss: on the same batches")
     curves.legend()
-    rates = [settings.rate(training.seconds[settings.num_untimed :]) for training in trainings]
+    rates = [settings.rate(training.seconds[settings.timed]) for training in trainings]
     speeds.bar(names, rates, color=colors)
-    speeds.set(ylabel="tokens/s, median of steps", title="speed: more is better")
+    speeds.set(ylabel="bytes/s, median of steps", title="speed: more is better")
     bottom = [0.0] * len(names)
     held = zip(*(training.held_bytes for training in trainings))
     for label, sizes, alpha in zip(_HELD, held, (1, 0.6, 0.3)):

@@ -1,4 +1,4 @@
-"""The demo's training runs: the same GPT and AdamW under graphshard, DDP and FSDP2."""
+"""The demo's training runs: the same GPT and AdamW under graphshard, DDP and FSDP2, compiled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
 
+from .._torch.modelled_wire import gather_ahead
 from ..dynamo_backend import Backend
 from .demo_model import SIZES, new_model
 
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 20  # learning rate warmup, without which the loss is unstable at first
-UNTIMED_STEPS = 10  # first steps excluded from medians; at most half of all steps
+UNTIMED_STEPS = 5  # first steps excluded from medians; at most half of all steps
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,31 @@ class Settings:
     num_steps: int
     compiler: str
     plot: str | None = None
+    html: str | None = None
+    dump: str | None = None
 
     @property
     def num_untimed(self) -> int:
         return min(UNTIMED_STEPS, self.num_steps // 2)
 
+    @property
+    def timed(self) -> slice:
+        """Steps on the real wire from which speeds are computed."""
+        return slice(self.num_untimed, self.num_steps)
+
+    @property
+    def num_wire_steps(self) -> int:
+        """Number of steps on the modelled wire, after the others; 0 on GPUs or with one rank."""
+        has_wire = self.device == "cpu" and self.num_ranks > 1
+        return max(3, self.num_steps // 3) if has_wire else 0
+
+    @property
+    def wired(self) -> slice:
+        """Steps on the modelled wire, without the first, from which speeds are computed."""
+        return slice(self.num_steps + 1, None)
+
     def rate(self, seconds: Sequence[float]) -> float:
-        """Return the median tokens/s of all ranks together."""
+        """Return the median bytes of text per second of all ranks together."""
         size = SIZES[self.device]
         return self.num_ranks * size.batch * size.context / statistics.median(seconds)
 
@@ -119,16 +139,27 @@ def _storage_bytes(values: Iterable[object]) -> int:
 def new_trainings(
     settings: Settings, mesh: DeviceMesh, device: torch.device, sharding: Backend
 ) -> list[Training]:
-    """Return the runs of graphshard, eager DDP, and eager FSDP2 with a unit per block."""
+    """Return the runs of graphshard, compiled DDP, and FSDP2 with a compiled unit per block."""
     # All runs on all ranks start from the same parameters.
     models = [new_model(SIZES[settings.device], device) for _ in range(3)]
     compiled = torch.compile(models[0], backend=sharding)
     assert isinstance(compiled, nn.Module)
     ids = None if device.index is None else [device.index]
-    for module in (*models[2].blocks, models[2]):
-        fully_shard(module, mesh=mesh)
+    replicated = torch.compile(
+        DistributedDataParallel(models[1], device_ids=ids), backend=settings.compiler
+    )
+    assert isinstance(replicated, nn.Module)
+    # FSDP2 at its best: blocks are compiled, and each is gathered during the one before.
+    for block in models[2].blocks:
+        block.compile(backend=settings.compiler)
+    sharded = [fully_shard(block, mesh=mesh) for block in models[2].blocks]
+    fully_shard(models[2], mesh=mesh)
+    for unit, after in pairwise(sharded):
+        unit.set_modules_to_forward_prefetch([after])
+    if device.type == "cpu":
+        gather_ahead(models[2])
     return [
         Training("graphshard", compiled),
-        Training("DDP, eager", DistributedDataParallel(models[1], device_ids=ids)),
-        Training("FSDP2, eager", models[2]),
+        Training("DDP, compiled", replicated),
+        Training("FSDP2, compiled blocks", models[2]),
     ]

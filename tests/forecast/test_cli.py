@@ -95,6 +95,10 @@ def test_a_model_of_a_script_on_hardware_from_a_file(
             "recompute all layers (1) or none",
         ),
         (
+            [LLAMA, "--batch", "1x8", "--largest", "--formula"],
+            "--largest cannot be combined with --formula",
+        ),
+        (
             [LLAMA, "--offload", "--device", "cpu", "--memory", "1"],
             "shards are in host memory already",
         ),

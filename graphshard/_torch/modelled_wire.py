@@ -1,0 +1,159 @@
+"""A process group for CPUs on a modelled wire: gloo, whose collectives take at least as long.
+
+Each rank's wire carries one collective at a time, in ``latency_s`` plus the time of the bytes that
+a ring sends. The transfer needs no core, as on a GPU's interconnect, so compute can hide it: a wait
+sleeps until the wire is done. Method names are those that c10d calls on a Python process group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+BACKEND = "modelled_wire"
+
+Tensors = list[Tensor]
+
+# DDP calls a group in a compiled forward, where Dynamo would trace methods that are in Python.
+_eager = torch.compiler.disable
+
+
+class ModelledWire:
+    """The wire of this process; without bandwidth, collectives take only gloo's time."""
+
+    def __init__(self) -> None:
+        self.latency_s, self.bytes_per_s = 0.0, 0.0
+        self._free_at = 0.0
+
+    def send(self, num_bytes: float) -> float:
+        """Return the time, as of ``time.perf_counter``, at which bytes sent now have arrived."""
+        if not self.bytes_per_s:
+            return 0.0
+        start = max(self._free_at, time.perf_counter())
+        self._free_at = start + self.latency_s + num_bytes / self.bytes_per_s
+        return self._free_at
+
+
+WIRE = ModelledWire()
+
+
+class _Work(dist.Work):
+    """Gloo's works of one collective; done when all of them and the wire are done."""
+
+    def __init__(self, works: Sequence[dist.Work], done_at: float) -> None:
+        super().__init__()
+        self._works, self._done_at = works, done_at
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout) if timeout else work.wait()
+        self._await_wire()
+        return True
+
+    def is_completed(self) -> bool:
+        arrived = time.perf_counter() >= self._done_at
+        return arrived and all(work.is_completed() for work in self._works)
+
+    def result(self) -> Tensors:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Future[Any]:  # for DDP
+        futures = [work.get_future() for work in self._works]
+        future = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+        return future.then(self._value)
+
+    def _value(self, done: Future[Any]) -> Any:
+        self._await_wire()
+        return done.value()
+
+    def _await_wire(self) -> None:
+        time.sleep(max(0.0, self._done_at - time.perf_counter()))
+
+
+class _WireGroup(dist.ProcessGroup):
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._share = (size - 1) / size  # of a full buffer that a ring sends from each rank
+        self._register_backend(torch.device("cpu"), self.BackendType.GLOO, self._gloo)
+        self._set_default_backend(self.BackendType.GLOO)
+
+    def _send(
+        self, full: Sequence[Tensor], works: Callable[[], Sequence[dist.Work]], times: int = 1
+    ) -> dist.Work:
+        sent = times * self._share * sum(tensor.nbytes for tensor in full)
+        done_at = WIRE.send(sent) if sent else 0.0
+        return _Work(works(), done_at)
+
+    # Method names of torch 2.13.
+
+    @_eager
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    @_eager
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        gather = self._gloo._allgather_base
+        return self._send(outputs, lambda: [gather(o, i) for o, i in zip(outputs, inputs)])
+
+    @_eager
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    @_eager
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> dist.Work:
+        scatter = self._gloo._reduce_scatter_base
+        return self._send(inputs, lambda: [scatter(o, i, opts) for o, i in zip(outputs, inputs)])
+
+    # Method names of torch 2.11.
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # Method names of both versions.
+
+    @_eager
+    def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+        return self._send(tensors, lambda: [self._gloo.allreduce(tensors, opts)], times=2)
+
+    @_eager
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> dist.Work:
+        return self._send(tensors, lambda: [self._gloo.allreduce_coalesced(tensors, opts)], times=2)
+
+    @_eager
+    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
+        return self._send([], lambda: [self._gloo.broadcast(tensors, opts)])
+
+    @_eager
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._send([], lambda: [self._gloo.allgather(outputs, inputs)])
+
+    @_eager
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._send([], lambda: [self._gloo.barrier()])
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+
+def register() -> None:
+    """Register the backend ``BACKEND`` for ``init_process_group``."""
+    dist.Backend.register_backend(BACKEND, _WireGroup, devices=["cpu"])
+
+
+def gather_ahead(model: Any) -> None:
+    """Let FSDP2 gather on a CPU without waiting at once, as it does on a GPU."""
+    model._set_unshard_async_op(True)
