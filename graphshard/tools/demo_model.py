@@ -32,7 +32,7 @@ class Size(NamedTuple):
 
 # On a CPU, the whole demo has to finish within a few minutes.
 SIZES = {
-    "cpu": Size(layers=4, heads=4, dim=256, context=128, batch=8, steps=30),
+    "cpu": Size(layers=4, heads=4, dim=256, context=128, batch=8, steps=20),
     "cuda": Size(layers=12, heads=12, dim=768, context=512, batch=8, steps=200),
 }
 
