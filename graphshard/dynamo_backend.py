@@ -29,12 +29,12 @@ from torch.distributed.tensor import DTensor
 from . import progress
 from ._torch.aot_graphs import flat_inputs
 from ._torch.as_parameter import trace_tables_by_attribute
-from ._torch.callbacks import on_compile_end
 from ._torch.distributed import process_group
 from ._torch.dynamo import (
     Trace,
     freed_on_reset,
     is_capturing,
+    on_compile_end,
     on_compile_error,
     on_compile_start,
     on_lookup,

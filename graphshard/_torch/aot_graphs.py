@@ -172,13 +172,11 @@ def _keep(wait: fx.GraphModule, kept: list[int]) -> None:
     wait.recompile()
 
 
+@functools.cache  # patched once
 def on_joint_graph(rewrite: Callable[[fx.GraphModule], None]) -> None:
     """Call ``rewrite`` with every joint graph, before AOTAutograd partitions its subgraphs."""
 
     def wrap(partition_subgraphs: Any) -> Any:
-        if hasattr(partition_subgraphs, "__wrapped__"):
-            return partition_subgraphs  # wrapped by an earlier call
-
         @functools.wraps(partition_subgraphs)
         def rewritten(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             rewrite(gm)
@@ -189,6 +187,7 @@ def on_joint_graph(rewrite: Callable[[fx.GraphModule], None]) -> None:
     patch("torch._functorch._aot_autograd.graph_compile.run_joint_graph_passes_on_hops", wrap)
 
 
+@functools.cache  # patched once
 def derive_schemas_once(prefix: str) -> None:
     """Derive the schema of each subgraph once if its name contains ``prefix``.
 
@@ -196,9 +195,6 @@ def derive_schemas_once(prefix: str) -> None:
     """
 
     def wrap(gen_schema: Any) -> Any:
-        if hasattr(gen_schema, "__wrapped__"):
-            return gen_schema
-
         @functools.wraps(gen_schema)
         def derived(self: Any, subgraph: Any, name: str, *operands: Any) -> Any:
             if prefix not in name or not isinstance(subgraph, fx.GraphModule):

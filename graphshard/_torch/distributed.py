@@ -47,16 +47,16 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     # The import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    forget_shardings()
+    _forget_shardings()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        forget_shardings()
+        _forget_shardings()
 
 
-def forget_shardings() -> None:
+def _forget_shardings() -> None:
     """Clear DTensor's cache of operator shardings, which refer to meshes."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

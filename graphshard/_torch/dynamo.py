@@ -141,12 +141,17 @@ def on_compile_start(act: Callable[[object], None]) -> None:
         handler.register_start_callback(act)
 
 
+def on_compile_end(act: Callable[[object], None]) -> None:
+    """Call ``act`` after every compilation, even failed; register it like `on_compile_start`."""
+    handler = torch._dynamo.callback_handler
+    if act not in handler.end_callbacks:
+        handler.register_end_callback(act)
+
+
 def on_compile_error(act: Callable[[BaseException], None]) -> None:
     """Call ``act`` with the error that ends a compilation; register it like `on_compile_start`."""
     # End callbacks run while the error passes through ``install_callbacks``.
-    handler, callback = torch._dynamo.callback_handler, _OnError(act)
-    if callback not in handler.end_callbacks:
-        handler.register_end_callback(callback)
+    on_compile_end(_OnError(act))
 
 
 @dataclass(frozen=True)

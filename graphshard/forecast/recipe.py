@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..options.float8_policy import Float8Policy
 from ..options.schedule_policy import SchedulePolicy
+from ..show.dump import ADAMW_PASSES
 from .trace import Ranks
 
 STRATEGIES = "zero3, zero2, hsdp:N (shards over N ranks), hpz:N (backward gathers from N) or ddp"
@@ -35,8 +36,8 @@ class Optimizer:
 
 # Passes: read the parameter, the gradient and each state; write all but the gradient.
 OPTIMIZERS = {
-    "adamw": Optimizer(2, 7, "torch.optim.AdamW(model.parameters(), fused=True)"),
-    "adam": Optimizer(2, 7, "torch.optim.Adam(model.parameters(), fused=True)"),
+    "adamw": Optimizer(2, ADAMW_PASSES, "torch.optim.AdamW(model.parameters(), fused=True)"),
+    "adam": Optimizer(2, ADAMW_PASSES, "torch.optim.Adam(model.parameters(), fused=True)"),
     "momentum": Optimizer(
         1, 5, "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)"
     ),

@@ -56,10 +56,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         )
     if args.plot:
         _check_plot(args.plot)
-    if args.html and not args.html.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"--html {args.html}: the folder {args.html.parent} does not exist"
-        )
+    if args.html:
+        _check_folder("--html", args.html)
     return Settings(
         device=device,
         num_ranks=args.ranks or (gpus if device == "cuda" else 2),
@@ -77,11 +75,17 @@ def _check_plot(path: Path) -> None:
         raise argparse.ArgumentTypeError(
             f"--plot {path}: matplotlib is not installed: pip install matplotlib, or omit --plot"
         ) from None
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"--plot {path}: the folder {path.parent} does not exist")
+    _check_folder("--plot", path)
     formats = Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise argparse.ArgumentTypeError(f"--plot {path}: must end in one of {', '.join(formats)}")
+
+
+def _check_folder(option: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{option} {path}: the folder {path.parent} does not exist"
+        )
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -278,8 +282,8 @@ parameters in forward, and again in backward, and reduces gradients; DDP only re
 In return, each rank needs less memory (last rows)."""
 _ON_CPU = """\
 On a CPU no communication is hidden: gloo runs on the cores that compute, so every byte costs time.
-GPUs send while they compute, as the modelled wire does. There gloo still takes its time; besides, a
-collective ends only once the wire has carried its bytes."""
+A GPU sends while it computes. The modelled wire imitates that: a collective ends only when the wire
+has carried its bytes, but gloo still uses the cores to copy them."""
 _ON_GPU = "A model this small has little compute to hide communication."
 _INDUCTOR = """\
 Inductor fuses operations into kernels, others in each run, whose rounding differs: that explains

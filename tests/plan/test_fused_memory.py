@@ -39,7 +39,7 @@ def test_inputs_of_matmuls_and_outputs_are_in_memory() -> None:
 
 
 def test_a_value_that_several_kernels_read_is_recomputed_in_each() -> None:
-    # As for float32 logits, which cross entropy sums, and a few of which it reads again.
+    # Like float32 logits: cross entropy sums all of them, and reads a few again.
     graph = Graph()
     logits = graph(aten.mm.default, *(graph.input(8, 8, dtype=torch.bfloat16) for _ in range(2)))
     wide = graph(aten._to_copy.default, logits, dtype=torch.float32)
