@@ -10,11 +10,13 @@ import dataclasses
 import functools
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
@@ -283,18 +285,21 @@ class Planted:
             matrix at an offset of 8 bytes.
         channels_last: whether the output of a convolution is channels-last, given contiguous images
             and weight, channels-last images, and a channels-last weight.
+        devices: types of the device that a fake tensor reports to the thread that runs a kernel
+            and to another one.
     """
 
     kernel_errors: list[str]
     product_errors: list[str]
     channels_last: list[bool]
+    devices: list[str]
 
 
 def plant(recorder: Recorder, name: str, source: str) -> Planted:
     """Run the operators of ``Planted``, and compile the given kernel with and without faults."""
     products = ((32, True, 0), (32, False, 0), (24, True, 0), (32, True, 8))
     errors = [_error_of_product(*product) for product in products]
-    return Planted(_compile_planted(name, source), errors, _convolve())
+    return Planted(_compile_planted(name, source), errors, _convolve(), _devices_within_kernel())
 
 
 def _compile_planted(name: str, source: str) -> list[str]:
@@ -315,6 +320,14 @@ def _convolve() -> list[bool]:
             torch.conv2d(images, weight.to(memory_format=last)),
         ]
     return [result.is_contiguous(memory_format=last) for result in results]
+
+
+def _devices_within_kernel() -> list[str]:
+    mode = new_fake_mode()
+    with mode:
+        tensor = torch.empty(1, device="cuda:0")
+    with in_kernel_invocation_manager(mode), ThreadPoolExecutor() as pool:
+        return [tensor.device.type, pool.submit(lambda: tensor.device.type).result()]
 
 
 def _error_of_product(inner: int, turned: bool, offset: int) -> str:

@@ -254,6 +254,10 @@ def test_convolutions_return_cudnn_layout() -> None:
     assert _planted().channels_last == [False, True, True]
 
 
+def test_other_threads_do_not_see_the_device_of_kernels() -> None:
+    assert _planted().devices == ["meta", "cuda"]
+
+
 def _split_into_kernels(action: Action) -> Action:
     """Return a bucket copy that takes many kernels instead of one, as if dtypes differed."""
     if isinstance(action, Work) and action.name.startswith("aten._foreach_copy_"):

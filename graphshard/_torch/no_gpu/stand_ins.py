@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -136,6 +137,7 @@ def install(device: DeviceProperties, hooks: Hooks) -> None:
     # This logger prints tracebacks even of errors that are raised anyway.
     logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
     _stand_in_for_torch_cuda(device)
+    _stand_in_for_kernel_flag()
     _stand_in_for_waiting(hooks)
     _stand_in_for_dynamo(device)
     _stand_in_for_triton(device)
@@ -178,6 +180,22 @@ def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
     # Generated code reads the current stream, and checks that addresses are multiples of 16.
     replace(torch._C, _cuda_getCurrentRawStream=_returns(0))
     replace(torch._C._dynamo.guards, assert_alignment=_returns(None))
+
+
+def _stand_in_for_kernel_flag() -> None:
+    """Give each thread its own ``FakeTensorMode.in_kernel_invocation``."""
+
+    # Backward runs nodes of the CPU and of the device in two threads. While one of them runs a
+    # kernel, fake tensors would report the device "meta" to the other.
+    class Flag(threading.local):
+        value = False
+
+    flag = Flag()
+
+    def put(mode: FakeTensorMode, value: bool) -> None:
+        flag.value = value
+
+    replace(FakeTensorMode, in_kernel_invocation=property(lambda mode: flag.value, put))
 
 
 def _stand_in_for_waiting(hooks: Hooks) -> None:
