@@ -68,6 +68,7 @@ from .params.mixed_precision import advise, advising, check_cast_boundaries
 from .params.shard import shard_module
 from .params.sharded_param import ShardedParam, sharded_param_of
 from .pipeline.compile import CompiledGraph, compile_traced
+from .pipeline.meter import Interval, Meter, measured_metrics
 from .pipeline.settings import CompileSettings
 from .pipeline.traced_graph import Runnable, TracedGraph
 from .planning.plan import Plan
@@ -86,6 +87,8 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._graphs: list[CompiledGraph] = []
+        self._meters: list[Meter] = []  # of each graph
+        self._interval = Interval()
         self._padding: dict[str, None] = {}  # padding advice of each compiled model
         self._compile_numbers = itertools.count()  # includes failed compiles, whose dumps are kept
         self._consensus = PlanConsensus()
@@ -145,9 +148,11 @@ class Backend:
         settings = CompileSettings(self.options.compiler, self.options.schedule, device=device)
         compiled = self._build(traced, settings)
         is_cast = any(spec.dtype is not None for spec in specs)
-        run = refusing_stale_forwards(compiled.run) if sharded else compiled.run
+        meter = Meter(compiled.run, device, waits=any(plan.buckets for plan in compiled.plans))
+        run = refusing_stale_forwards(meter.run) if sharded else meter.run
         run = freed_on_reset(advising(run) if is_cast else run)
         self._graphs.append(dataclasses.replace(compiled, run=run))
+        self._meters.append(meter)
         if sharded:
             stop_watching(self)
         for model in {param.model for param in sharded}:
@@ -232,23 +237,43 @@ class Backend:
         ]
         return "\n\n\n".join([tables, *tried, *shared, *filter(None, self._padding)])
 
-    def metrics(self) -> dict[str, float]:
-        """Return numbers to log, as a flat dictionary, without measuring anything.
+    def metrics(self, *, steps: int | None = None, tokens: int | None = None) -> dict[str, float]:
+        """Return numbers to log, as a flat dictionary; nothing waits for the device.
 
         ``compile_s`` is the wall time of all compiles so far, of ``num_compiles`` Dynamo graphs.
         ``num_recompiles`` of these replaced code whose guards had failed, and ``num_cache_hits``
         came from Inductor's cache. The other numbers cover every forward and backward graph
         compiled so far, once: times predicted for ``schedule.hardware`` in microseconds, the
         largest planned live memory of a graph in bytes, and the bytes of each kind of collective.
+
+        ``measured_us``, ``measured_exposed_us`` and ``measured_exposure``, the fraction, cover the
+        graphs of which a run has been timed: the third, and then one in 100. Exposed is the time
+        that this rank's compute waits for collectives and host copies. ``max_allocated_bytes`` is
+        the peak of CUDA's caching allocator.
+
+        Args:
+            steps: number of optimizer steps since the last call with ``steps``, of which the first
+                only starts the clock. Adds ``step_s``, without the time of compiles, and ``mfu``:
+                the flops of the graphs' products, without recomputation, as a fraction of the peak
+                of ``schedule.hardware`` in their dtypes.
+            tokens: number of tokens in these steps. Adds ``tokens_per_s``.
+
+        Raises:
+            ValueError: ``steps`` is less than 1, or ``tokens`` is given without ``steps``.
         """
         graphs = self._graphs
         frames = {graph.compile_id.rpartition("/")[0] for graph in graphs}  # "0" for "0/1"
+        compile_s = sum(graph.seconds for graph in graphs)
+        peak_us = sum(meter.num_runs * g.peak_us() for g, meter in zip(graphs, self._meters))
+        trained = [m for g, m in zip(graphs, self._meters) if g.trains()]
         return {
             "num_compiles": len(graphs),
             "num_recompiles": len(graphs) - len(frames),
             "num_cache_hits": sum(graph.has_loaded for graph in graphs),
-            "compile_s": sum(graph.seconds for graph in graphs),
+            "compile_s": compile_s,
             **metrics([dump for graph in graphs for dump in graph.dumps]),
+            **measured_metrics(trained),
+            **self._interval.metrics(steps, tokens, compile_s, peak_us),
         }
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from graphshard._torch.aot_graphs import is_tangent
+from graphshard._torch.aot_graphs import is_recomputed, is_tangent
 from graphshard._torch.tensors import storage_of, tree_leaves
 from graphshard.cost.fusion import GraphValues, UnmaterializedValues
 from graphshard.cost.model import CostModel
@@ -93,6 +93,7 @@ def build_problem(
     borders = [*starts, len(nodes)]  # first position of each step, then the graph's end
     placed = [_placed(t, reach, starts) for t, reach in zip(transfers.values(), reaches)]
     early = _freed_early(placed, [last_runs[marker] for marker in transfers], borders)
+    is_backward = kind == GraphKind.BACKWARD
     problem = Problem(
         graph=kind,
         steps=tuple(nodes[start].name for start in starts),
@@ -113,6 +114,7 @@ def build_problem(
             )
             for launch, wait in user_waits.items()
         ),
+        peak_us=cost_model.peak_us(n for n in nodes if not (is_backward and is_recomputed(n))),
     )
     steps = [nodes[start] for start in starts]
     return GraphProblem(problem, list(transfers), steps, _step_of(graph, steps))

@@ -116,6 +116,14 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith("tangents_")
 
 
+def is_recomputed(node: fx.Node) -> bool:
+    """Return whether a node of a backward graph computes a part of forward again."""
+    # AOTAutograd tags the nodes of the joint graph, and backward's copies of forward's nodes keep
+    # their tag; the partitioner wraps random operators that it recomputes, without a tag.
+    is_forward = node.meta.get("partitioner_tag") == "is_forward"
+    return is_forward or str(node.target) == "run_with_rng_state"
+
+
 def mutated_inputs(forward: fx.Graph) -> set[fx.Node]:
     """Return the inputs that a forward graph mutates, in the graph or after it."""
     # Inductor's graph copies the new value into the input. If it cannot, it returns the value, and

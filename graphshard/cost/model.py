@@ -8,7 +8,7 @@ model: Williams et al., CACM 52(4), 2009).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -90,6 +90,11 @@ class CostModel:
         if self.node_cost is not None:
             times.update(_overrides(graph, self.node_cost))
         return times
+
+    def peak_us(self, nodes: Iterable[fx.Node]) -> float:
+        """Return the time of matrix products, attention and convolutions at the peak rates."""
+        counted = map(self._flops, nodes)
+        return sum(1e6 * num / self.hardware.flops_of(dtype).peak for num, dtype, _ in counted)
 
     def collective_us(
         self, kind: TransferKind, num_bytes: float, world: int, stride: int = 1
@@ -178,13 +183,17 @@ class CostModel:
         return min(world, math.ceil(spanned / self.hardware.ranks_per_node))
 
     def _kernel_us(self, node: fx.Node, values: GraphValues) -> float:
-        num_flops, dtype, efficiency = call_with_fallback(Flops(0.0, "float32"), flops, node)
-        if dtype == "float32" and self.tf32:
-            dtype = "tf32"
+        num_flops, dtype, efficiency = self._flops(node)
         compute_us = self.hardware.flops_of(dtype).us(num_flops) / efficiency
         num_bytes = values.read_bytes(node, {}) + values.num_bytes[node]
         moved_us = self.hardware.memory.us(num_bytes)
         return max(compute_us, moved_us) + self.hardware.launch_us
+
+    def _flops(self, node: fx.Node) -> Flops:
+        counted = call_with_fallback(Flops(0.0, "float32"), flops, node)
+        return (
+            counted._replace(dtype="tf32") if self.tf32 and counted.dtype == "float32" else counted
+        )
 
     def _fused_us(self, kernel: FusedKernel) -> float:
         moved_us = self.hardware.memory.us(kernel.num_bytes)

@@ -79,6 +79,13 @@ class CompiledGraph:
         by_step = (gathered_bytes(plan.problem, plan.buckets) for plan in self.plans)
         return max((num_bytes for graph in by_step for num_bytes in graph), default=0)
 
+    def trains(self) -> bool:
+        return any(plan.graph != GraphKind.INFERENCE for plan in self.plans)
+
+    def peak_us(self) -> float:
+        """Return the time of a run at the hardware's peak rates, in microseconds."""
+        return sum(plan.problem.peak_us for plan in self.plans)
+
     @functools.cached_property
     def dumps(self) -> list[Dump]:
         """Plans with their timelines, which a logger may read at every step."""

@@ -179,6 +179,8 @@ class Problem:
         copies_sent: whether the backend copies the data to reduce and holds the copy until the
             wait, like gloo.
         user_collectives: collectives of the model itself, in launch order.
+        peak_us: time of the graph's matrix products, attention and convolutions at the hardware's
+            peak rates, for the MFU, without what backward recomputes; 0 in forecasts.
     """
 
     graph: GraphKind
@@ -189,6 +191,7 @@ class Problem:
     transfers: tuple[Transfer, ...]
     copies_sent: bool = False
     user_collectives: tuple[UserCollective, ...] = ()
+    peak_us: float = 0.0
 
     @property
     def num_steps(self) -> int:

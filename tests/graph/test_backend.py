@@ -160,6 +160,13 @@ def test_metrics_are_those_of_the_plans(mesh: DeviceMesh) -> None:
     twice = backend.metrics()
     assert (twice["num_compiles"], twice["num_recompiles"]) == (2, 1)
     assert twice["compile_s"] > once["compile_s"] and twice["num_cache_hits"] == 0
+    with pytest.raises(ValueError, match="steps=None: pass the number of steps since the last"):
+        backend.metrics(tokens=1)
+    for forward, backward in zip(backend.plans[::2], backend.plans[1::2]):
+        # The first layer has no gradient with respect to its input.
+        rows, products_us = 7 * 13, 7 * 13 + 13 * 11 + 11 * 3
+        ratio = backward.problem.peak_us / forward.problem.peak_us
+        assert ratio == pytest.approx(2 - rows / products_us)
     assert repr(backend) == "<graphshard.Backend: ZeRO-3 over mesh 8, 4 graphs compiled>"
 
 

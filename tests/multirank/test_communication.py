@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import graphshard
 from graphshard.kinds import TransferKind
 from graphshard.planning.plan import Plan
 from tests import ranks, recording
@@ -228,3 +230,33 @@ def _step() -> Sent:
 def test_optimizer_step_sends_nothing() -> None:
     for sent in ranks.run(2, _step, backend="recording"):
         assert sent == []
+
+
+def _measure(compiler: str) -> tuple[float, float, dict[str, float]]:
+    """Return the seconds that a step's collectives and the step take, and the last metrics."""
+    backend = graphshard.backend(compiler=compiler)
+    compiled = torch.compile(MLP(), backend=backend)
+    for step in range(4):
+        recording.wire(
+            alpha_s=0.02 if step == 2 else 0.0
+        )  # the run that is timed; nothing hides 20 ms
+        recording.clear()
+        dist.barrier()
+        start = time.perf_counter()
+        compiled(draw(MLP.batch, 0)[dist.get_rank()]).backward()
+        if step == 2:
+            wall_s, num_sent = time.perf_counter() - start, len(_sent()) - 1  # the barrier
+        metrics = backend.metrics(steps=1, tokens=10)
+        assert ("measured_us" in metrics) == (step >= 2)
+        assert ("step_s" in metrics) == (step >= 1)
+    return 0.02 * num_sent, wall_s, metrics
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_metrics_measure_exposed_time(compiler: str) -> None:
+    for wire_s, wall_s, metrics in ranks.run(2, _measure, compiler, backend="recording"):
+        exposed_s, total_s = metrics["measured_exposed_us"] / 1e6, metrics["measured_us"] / 1e6
+        assert 0.9 * wire_s < exposed_s < total_s < wall_s
+        assert metrics["measured_exposure"] == pytest.approx(exposed_s / total_s)
+        assert metrics["tokens_per_s"] == pytest.approx(10 / metrics["step_s"])
+        assert 0 < metrics["mfu"] < 1

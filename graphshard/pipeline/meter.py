@@ -1,0 +1,195 @@
+"""Measure how long a compiled graph runs, and how long it waits for collectives and host copies.
+
+Waits are timed in one of ``EVERY`` runs: by the host's clock on CPUs, where a wait blocks, and by
+events on the stream on GPUs, where it makes the stream stand still.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .._torch.autograd import compiled_nodes
+from .._torch.waits import replace_wait, restore_wait, wait_tensor
+from .traced_graph import Runnable
+
+# A timed wait costs a GPU's host two events, about 10 us: with 100 waits in a step of 10 ms, 0.1 %
+# of the step on average. The first runs are left out, because they warm up.
+EVERY, FIRST = 100, 3
+
+
+class Measured(NamedTuple):
+    """Times of a run of a graph, or of its forward and backward, in microseconds."""
+
+    total_us: float
+    exposed_us: float  # time in waits
+
+
+class _HostClock:
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def us(self, start: float, end: float) -> float:
+        return (end - start) * 1e6
+
+    def has_passed(self, moment: float) -> bool:
+        return True
+
+
+class _DeviceClock:
+    """Times at which the current stream reaches an event; reading them does not synchronize."""
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) * 1e3
+
+    def has_passed(self, moment: torch.cuda.Event) -> bool:
+        return moment.query()
+
+
+class _TimedRun:
+    """One run of a forward or backward graph whose waits are timed."""
+
+    def __init__(self, clock: Any) -> None:
+        self._clock = clock
+        self._waits: list[tuple[Any, Any]] = []
+        self._start = self._end = None
+
+    def begin(self, *_: object) -> None:
+        self._waits.clear()  # of an earlier backward through the same graph
+        self._end, self._start = None, self._clock.now()
+        replace_wait(self._wait)
+
+    def end(self, *_: object) -> None:
+        restore_wait()
+        self._end = self._clock.now()
+
+    def _wait(self, launched: torch.Tensor) -> torch.Tensor:
+        start = self._clock.now()
+        result = wait_tensor(launched)
+        self._waits.append((start, self._clock.now()))
+        return result
+
+    @property
+    def num_waits(self) -> int:
+        return len(self._waits)
+
+    def measured(self) -> Measured | None:
+        """Return the times once the run has ended; None before that."""
+        if self._end is None or not self._clock.has_passed(self._end):
+            return None
+        exposed_us = sum(self._clock.us(*wait) for wait in self._waits)
+        return Measured(self._clock.us(self._start, self._end), exposed_us)
+
+
+class Meter:
+    """Count the runs of a compiled graph, and time some of them.
+
+    Args:
+        waits: whether the graph waits for anything.
+
+    Attributes:
+        num_runs: number of calls so far; a call runs forward, and later backward if it trains.
+    """
+
+    def __init__(self, compiled: Runnable, device: torch.device, *, waits: bool) -> None:
+        self._compiled, self._waits, self._on_gpu = compiled, waits, device.type == "cuda"
+        self._timed: list[_TimedRun] = []  # the runs that were timed last: forward, backward
+        self._last: Measured | None = None
+        self.num_runs = 0
+
+    def run(self, *args: object) -> Any:
+        """Call the graph."""
+        self.num_runs += 1
+        if self.num_runs % EVERY != FIRST:
+            return self._compiled(*args)
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            return self._compiled(*args)  # events of a CUDA graph cannot be read
+        self.measured()  # keeps the previous times until these are complete
+        return self._run_timed(args)
+
+    def _run_timed(self, args: Sequence[object]) -> Any:
+        clock = _DeviceClock() if self._on_gpu else _HostClock()
+        forward, backward = _TimedRun(clock), _TimedRun(clock)
+        forward.begin()
+        try:
+            outputs = self._compiled(*args)
+        finally:
+            forward.end()
+        # A graph may return its inputs, whose nodes belong to other graphs.
+        found = compiled_nodes(outputs) if isinstance(outputs, Sequence) else []
+        nodes = set(found).difference(compiled_nodes(args))
+        for node in nodes:
+            node.register_prehook(backward.begin)
+            node.register_hook(backward.end)
+        self._timed = [forward, backward] if nodes else [forward]
+        return outputs
+
+    def measured(self) -> Measured | None:
+        """Return the times of the last run that was timed and has ended, or None."""
+        runs = [run.measured() for run in self._timed]
+        # Code that does not look up the wait, such as C++, cannot be timed.
+        is_timed = not self._waits or any(run.num_waits for run in self._timed)
+        if runs and is_timed and None not in runs:
+            self._last = _sum(filter(None, runs))
+        return self._last
+
+
+def _sum(times: Iterable[Measured]) -> Measured:
+    return Measured(*map(sum, zip(*times)))
+
+
+def measured_metrics(meters: Sequence[Meter]) -> dict[str, float]:
+    """Return the measured times, summed over the graphs that have been timed, and peak memory."""
+    found: dict[str, float] = {}
+    if timed := [times for meter in meters if (times := meter.measured()) is not None]:
+        total_us, exposed_us = _sum(timed)
+        found |= {"measured_us": total_us, "measured_exposed_us": exposed_us}
+        found["measured_exposure"] = exposed_us / total_us
+    if torch.cuda.is_initialized():
+        found["max_allocated_bytes"] = torch.cuda.max_memory_allocated()
+    return found
+
+
+class _Moment(NamedTuple):
+    time_s: float
+    compile_s: float
+    peak_us: float  # of all runs so far
+
+
+class Interval:
+    """The time since the last call of ``metrics`` with ``steps``."""
+
+    def __init__(self) -> None:
+        self._start: _Moment | None = None
+
+    def metrics(
+        self, steps: int | None, tokens: int | None, compile_s: float, peak_us: float
+    ) -> dict[str, float]:
+        """Return numbers per step or second, and start the next interval; {} without ``steps``.
+
+        Args:
+            compile_s: time of all compiles so far.
+            peak_us: time of all runs so far at the hardware's peak rates.
+
+        Raises:
+            ValueError: as :meth:`graphshard.Backend.metrics`.
+        """
+        if steps is None and tokens is None:
+            return {}
+        if steps is None or steps < 1:
+            raise ValueError(f"steps={steps!r}: pass the number of steps since the last call")
+        before, now = self._start, _Moment(time.perf_counter(), compile_s, peak_us)
+        self._start = now
+        if before is None:
+            return {}
+        seconds = now.time_s - before.time_s - (now.compile_s - before.compile_s)
+        found = {"step_s": seconds / steps, "mfu": (now.peak_us - before.peak_us) / seconds / 1e6}
+        return found | ({} if tokens is None else {"tokens_per_s": tokens / seconds})
