@@ -43,7 +43,7 @@ from .dump import Dump
 from .page import Measured, TableData, graph_data, page, page_data, steps_data
 from .step import graph_names
 from .table import saving_rows, saving_table, saving_title, table
-from .trace import MEASURED, Trace, measured_us, trace, with_predictions
+from .trace import MEASURED, Trace, measured_runs, trace, with_predictions
 
 PAGE = "index.html"
 
@@ -111,9 +111,13 @@ def _load(path: Path, mtime_ns: int) -> Dump:
 def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
     measured: list[Measured | None] = [None] * len(dumps)
     for recorded in _profiles(folder):  # oldest first: later profiles of a graph replace earlier
-        for i, durations in enumerate(measured_us(recorded, dumps)):
-            if durations:
-                measured[i] = Measured(runs=len(durations), median_us=statistics.median(durations))
+        for i, runs in enumerate(measured_runs(recorded, dumps)):
+            if runs:
+                middle = sorted(runs, key=lambda run: run.us)[(len(runs) - 1) // 2]
+                median_us = statistics.median(run.us for run in runs)
+                measured[i] = Measured(
+                    runs=len(runs), median_us=median_us, us=middle.us, lanes=middle.lanes
+                )
     return measured
 
 

@@ -35,6 +35,8 @@ class Measured(TypedDict):
 
     runs: int
     median_us: float
+    us: float  # duration of the run that ``lanes`` shows
+    lanes: dict[str, list[tuple[float, float]]]  # start and duration of busy times
 
 
 class PhaseData(TypedDict):

@@ -17,10 +17,20 @@ Measured traces come from torch's profiler. They contain the names of the graphs
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Required, TypedDict
+from typing import NamedTuple, Required, TypeAlias, TypedDict
 
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
-from ..planning.simulate import COLLECTIVE, COMPUTE, COPY_IN, COPY_OUT, LANES, STEP, USER, Slot
+from ..planning.simulate import (
+    COLLECTIVE,
+    COMMUNICATION,
+    COMPUTE,
+    COPY_IN,
+    COPY_OUT,
+    LANES,
+    STEP,
+    USER,
+    Slot,
+)
 from .dump import Dump, param_name
 
 PREDICTED, MEASURED = "predicted", "measured"
@@ -219,6 +229,9 @@ _REGION = "Torch-Compiled Region: "
 _FORWARD, _BACKWARD = "CompiledFunction", "CompiledFunctionBackward"
 _SEQUENCE = "Sequence number"
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+_WAIT, _GLOO = "_c10d_functional::wait_tensor", "gloo:"
+_MAX_SPANS = 2000  # per lane of a run: shorter gaps cannot be seen
+BusyUs: TypeAlias = list[tuple[float, float]]
 
 
 class GraphRun(NamedTuple):
@@ -227,20 +240,23 @@ class GraphRun(NamedTuple):
     Attributes:
         start_us: start of its first GPU kernel, or of the call if it launched none.
         us: time until the end of its last GPU kernel, or of the call if it launched none.
+        lanes: start, counted from ``start_us``, and duration of the busy times of each lane. On a
+            CPU, compute is busy unless it waits for a collective.
     """
 
     start_us: float
     us: float
     dump: Dump
+    lanes: dict[str, BusyUs]
 
 
-def measured_us(trace: Trace, dumps: Sequence[Dump]) -> list[list[float]]:
-    """Return, for each dump, the durations of its graph's runs in a trace of ``profile``."""
+def measured_runs(trace: Trace, dumps: Sequence[Dump]) -> list[list[GraphRun]]:
+    """Return, for each dump, the runs of its graph in a trace of ``profile``."""
     events = [event for event in trace["traceEvents"] if event.get("pid") != PID]
-    durations: dict[int, list[float]] = {id(dump): [] for dump in dumps}
+    runs: dict[int, list[GraphRun]] = {id(dump): [] for dump in dumps}
     for run in graph_runs(events, dumps):
-        durations[id(run.dump)].append(run.us)
-    return [durations[id(dump)] for dump in dumps]
+        runs[id(run.dump)].append(run)
+    return [runs[id(dump)] for dump in dumps]
 
 
 def graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[GraphRun]:
@@ -262,29 +278,75 @@ def graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[
             graphs = [(region, GraphKind.BACKWARD)]
         for graph in graphs:
             if graph in dump_of_graph:
-                start_us, end_us = _span_us(call, events)
-                yield GraphRun(start_us, end_us - start_us, dump_of_graph[graph])
+                yield _graph_run(call, events, dump_of_graph[graph])
 
 
-def _span_us(call: TraceEvent, events: Sequence[TraceEvent]) -> tuple[float, float]:
-    """Return the start and end of the GPU kernels that ``call`` launched, or of ``call`` itself."""
+def _graph_run(call: TraceEvent, events: Sequence[TraceEvent], dump: Dump) -> GraphRun:
+    within = [e for e in events if e["ph"] == "X" and 0 <= e["ts"] - call["ts"] <= call["dur"]]
+    work = _device_work(call, within, events)
     start_us, end_us = call["ts"], call["ts"] + call["dur"]
+    if work:
+        start_us = min(event["ts"] for _, event in work)
+        end_us = max(event["ts"] + event["dur"] for _, event in work)
+        spans = [(lane, event["ts"], event["ts"] + event["dur"]) for lane, event in work]
+    else:
+        spans = list(_host_work(call, within))
+    lanes = {
+        lane: _merged(
+            sorted((a - start_us, b - start_us) for one, a, b in spans if one == lane),
+            gap_us=(end_us - start_us) / _MAX_SPANS,
+        )
+        for lane in LANES
+    }
+    return GraphRun(start_us, end_us - start_us, dump, {k: v for k, v in lanes.items() if v})
+
+
+def _device_work(
+    call: TraceEvent, within: Sequence[TraceEvent], events: Sequence[TraceEvent]
+) -> list[tuple[str, TraceEvent]]:
+    """Return the GPU kernels and copies that ``call`` launched, with their lanes."""
     launched = {
         event["args"].get("correlation")
-        for event in events
-        if event.get("cat") in _LAUNCH_CATEGORIES
-        and event["tid"] == call["tid"]
-        and start_us <= event["ts"] <= end_us
+        for event in within
+        if event.get("cat") in _LAUNCH_CATEGORIES and event["tid"] == call["tid"]
     }
-    kernels = [
-        event
+    return [
+        (_device_lane(event["name"]), event)
         for event in events
-        if event.get("cat") == "kernel" and event["args"].get("correlation") in launched
+        if event.get("cat") in ("kernel", "gpu_memcpy")
+        and event["args"].get("correlation") in launched
     ]
-    return (
-        min((kernel["ts"] for kernel in kernels), default=start_us),
-        max((kernel["ts"] + kernel["dur"] for kernel in kernels), default=end_us),
-    )
+
+
+def _device_lane(name: str) -> str:
+    copies = {"Memcpy HtoD": TransferKind.COPY_TO_DEVICE, "Memcpy DtoH": TransferKind.COPY_TO_HOST}
+    found = (lane for prefix, lane in copies.items() if name.startswith(prefix))
+    return next(found, COMMUNICATION if name.startswith("nccl") else COMPUTE)
+
+
+def _host_work(
+    call: TraceEvent, within: Sequence[TraceEvent]
+) -> Iterator[tuple[str, float, float]]:
+    """Yield the lane, the start and the end of the work of a call that launched no kernels."""
+    free_us = call["ts"]  # end of the last wait
+    for event in sorted(within, key=lambda event: event["ts"]):
+        if event["name"].startswith(_GLOO):  # runs in a thread of its own
+            yield COMMUNICATION, event["ts"], event["ts"] + event["dur"]
+        elif event["name"] == _WAIT and event["tid"] == call["tid"]:
+            yield COMPUTE, free_us, event["ts"]
+            free_us = event["ts"] + event["dur"]
+    yield COMPUTE, free_us, call["ts"] + call["dur"]
+
+
+def _merged(spans: Sequence[tuple[float, float]], gap_us: float) -> BusyUs:
+    """Merge sorted (start, end) spans with gaps of at most ``gap_us``; return start and duration."""
+    merged: list[list[float]] = []
+    for start, end in spans:
+        if merged and start <= merged[-1][1] + gap_us:
+            merged[-1][1] = max(end, merged[-1][1])
+        else:
+            merged.append([start, end])
+    return [(round(start, 3), round(end - start, 3)) for start, end in merged]
 
 
 def with_predictions(measured: Trace, dumps: Sequence[Dump]) -> Trace:

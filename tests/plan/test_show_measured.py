@@ -10,7 +10,7 @@ import pytest
 
 from graphshard.kinds import GraphKind
 from graphshard.show import Dump, profile
-from graphshard.show.trace import PID, with_predictions
+from graphshard.show.trace import PID, measured_runs, with_predictions
 from tests.plan.dumps import by_hand
 
 Event = dict[str, Any]
@@ -25,23 +25,23 @@ def _dump(graph: str, compiled: str) -> Dump:
     )
 
 
-def _event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: int) -> Event:
+def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: int) -> Event:
     args = {key.replace("_", " "): value for key, value in args.items()}
     return dict(ph="X", cat=cat, name=name, pid=9, tid=tid, ts=ts, dur=dur, args=args)
 
 
-def _op(name: str, ts: float, dur: float, tid: int = 1, **args: int) -> Event:
-    return _event("cpu_op", name, ts, dur, tid, **args)
+def op(name: str, ts: float, dur: float, tid: int = 1, **args: int) -> Event:
+    return event("cpu_op", name, ts, dur, tid, **args)
 
 
 NAME = {"ph": "M", "name": "process_name", "pid": 9, "tid": 0, "ts": 0, "args": {"name": "python"}}
 STEP = [
-    _op("Torch-Compiled Region: 0/1", 1000.0, 500.0),
-    _op("CompiledFunction", 1010.0, 400.0, Sequence_number=7),
-    _op("Torch-Compiled Region: 1/0", 2000.0, 500.0),
-    _op("CompiledFunction", 2010.0, 400.0, Sequence_number=8),
-    _op("CompiledFunctionBackward", 3000.0, 500.0, tid=2, Sequence_number=8),
-    _op("CompiledFunctionBackward", 4000.0, 500.0, tid=2, Sequence_number=7),
+    op("Torch-Compiled Region: 0/1", 1000.0, 500.0),
+    op("CompiledFunction", 1010.0, 400.0, Sequence_number=7),
+    op("Torch-Compiled Region: 1/0", 2000.0, 500.0),
+    op("CompiledFunction", 2010.0, 400.0, Sequence_number=8),
+    op("CompiledFunctionBackward", 3000.0, 500.0, tid=2, Sequence_number=8),
+    op("CompiledFunctionBackward", 4000.0, 500.0, tid=2, Sequence_number=7),
 ]
 DUMPS = [
     _dump(GraphKind.FORWARD, "0/1"),
@@ -69,22 +69,29 @@ def test_a_graph_that_did_not_run_is_left_out() -> None:
 
 
 def test_predictions_do_not_overlap_each_other() -> None:
-    twice = [_op("Torch-Compiled Region: 0/1", ts, 50.0) for ts in (1000.0, 1100.0)]
+    twice = [op("Torch-Compiled Region: 0/1", ts, 50.0) for ts in (1000.0, 1100.0)]
     assert _starts(twice, DUMPS) == [1000.0, 1154.0]
 
 
 def test_on_a_gpu_a_prediction_begins_at_the_first_kernel() -> None:
     device = [
-        _event("cuda_runtime", "cudaLaunchKernel", 900.0, 5.0, correlation=1),
-        _event("cuda_runtime", "cudaLaunchKernel", 1020.0, 5.0, correlation=2),
-        _event("cuda_driver", "cuLaunchKernel", 1030.0, 5.0, correlation=3),
-        _event("cuda_runtime", "cudaLaunchKernel", 1040.0, 5.0, tid=5, correlation=4),
+        event("cuda_runtime", "cudaLaunchKernel", 900.0, 5.0, correlation=1),
+        event("cuda_runtime", "cudaLaunchKernel", 1020.0, 5.0, correlation=2),
+        event("cuda_driver", "cuLaunchKernel", 1030.0, 5.0, correlation=3),
+        event("cuda_runtime", "cudaLaunchKernel", 1040.0, 5.0, tid=5, correlation=4),
         *(
-            _event("kernel", "mm", ts, 5.0, tid=7, correlation=c, stream=7)
+            event("kernel", "mm", ts, 5.0, tid=7, correlation=c, stream=7)
             for c, ts in ((1, 1200.0), (2, 1900.0), (3, 1800.0), (4, 1300.0))
         ),
     ]
+    nccl = [
+        event("cuda_runtime", "cudaLaunchKernel", 1050.0, 5.0, correlation=5),
+        event("kernel", "ncclDevKernel_AllGather", 1850.0, 90.0, tid=8, correlation=5, stream=8),
+    ]
     assert _starts([*STEP[:2], *device], DUMPS) == [1800.0]
+    (run,), *_ = measured_runs({"traceEvents": [*STEP[:2], *device, *nccl]}, DUMPS)
+    assert (run.start_us, run.us) == (1800.0, 140.0)
+    assert run.lanes == {"compute": [(0.0, 5.0), (100.0, 5.0)], "communication": [(50.0, 90.0)]}
 
 
 def test_measured_and_predicted_are_separate_processes() -> None:

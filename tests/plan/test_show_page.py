@@ -39,7 +39,7 @@ from graphshard.show.table import exposed_reason, is_notable
 from graphshard.show.trace import PID
 from tests.plan.dumps import by_hand, dump, dumps
 from tests.plan.problems import problem
-from tests.plan.test_show_measured import NAME, STEP
+from tests.plan.test_show_measured import NAME, STEP, event, op
 
 EVIL = "</script><img src=x onerror=\"console.error('ran')\"><!--data-->.weight"
 
@@ -133,7 +133,7 @@ def test_a_step_runs_its_graphs_as_often_as_the_profile() -> None:
         "backward",
         "evaluation",
     ]
-    runs = [Measured(runs=count, median_us=100.0) for count in (6, 6, 2, 2, 1)]
+    runs = [Measured(runs=count, median_us=100.0, us=100.0, lanes={}) for count in (6, 6, 2, 2, 1)]
     graphs = [graph_data(*parts) for parts in zip(dumps, names, names, runs)]
     step, evaluation = steps_data(dumps, graphs, note="note")
     parts = [(phase["name"], phase["count"]) for phase in step["phases"]]
@@ -209,12 +209,18 @@ def test_the_page_has_measured_and_predicted_times(tmp_path: Path) -> None:
     measured = {**NAME, "args": {"name": "measured: python"}}
     predicted = {**STEP[0], "pid": PID}
     again = [{**event, "ts": event["ts"] + 9000.0, "dur": 300.0} for event in STEP[2:4]]
-    events = [measured, predicted, *STEP, *again]
+    waits = op("_c10d_functional::wait_tensor", 11100.0, 40.0)
+    gathers = event("user_annotation", "gloo:all_gather", 11050.0, 90.0, tid=3)
+    events = [measured, predicted, *STEP, *again, waits, gathers]
     (tmp_path / "step.trace.json").write_text(json.dumps({"traceEvents": events}))
     (tmp_path / "half.json").write_text('{"traceEvents": [{"name": "measured: ')
     forward, backward = _data(folder_page(tmp_path))["graphs"]
-    assert forward["measured"] == {"runs": 2, "median_us": 400.0}
-    assert backward["measured"] == {"runs": 1, "median_us": 500.0}
+    busy = [[0.0, 100.0], [140.0, 160.0]], [[50.0, 90.0]]
+    assert forward["measured"] == {
+        **{"runs": 2, "median_us": 400.0, "us": 300.0},
+        "lanes": dict(zip(("compute", "communication"), busy)),
+    }
+    assert backward["measured"]["runs"] == 1 and backward["measured"]["median_us"] == 500.0
 
 
 def test_show_html_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,10 +289,12 @@ setTimeout(() => {
   seen.sorted = shown(section.querySelector(".buckets")).map(row => texts("td", row)[0]);
   seen.sort = all(".buckets thead th", section)[6].getAttribute("aria-sort");
   press(canvas, "ArrowRight");
-  ["ArrowDown", "ArrowDown", "ArrowLeft"].forEach(key => press(canvas, key));
+  ["ArrowDown", "ArrowDown"].forEach(key => press(canvas, key));
+  seen.measured = tip.textContent;
+  ["ArrowDown", "ArrowLeft"].forEach(key => press(canvas, key));
   seen.focused = tip.textContent;
   const box = canvas.getBoundingClientRect(), at = views[0].chart.x(130);
-  const [clientX, clientY] = [box.left + at, box.top + 113];
+  const [clientX, clientY] = [box.left + at, box.top + 151];
   canvas.dispatchEvent(new PointerEvent("pointermove", {clientX, clientY}));
   seen.hovered = tip.textContent;
   other.querySelector(".pick").click();
@@ -322,8 +330,10 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
     reasons = ((1, "travels as float32: used as bfloat16 and float32"),)
     evil = _as(shown, GraphKind.BACKWARD, params=params, kept=(0,), reasons=reasons)
+    busy = {"compute": [(0.0, 80.0)], "communication": [(100.0, 50.0)]}
+    measured = Measured(runs=3, median_us=1234.0, us=500.0, lanes=busy)
     graphs = [
-        graph_data(evil, "backward", "00-backward", Measured(runs=3, median_us=1234.0)),
+        graph_data(evil, "backward", "00-backward", measured),
         graph_data(_as(shown, GraphKind.INFERENCE), "evaluation (0/0)"),
         graph_data(_as(dump(problem([], []), []), GraphKind.INFERENCE), "evaluation (0/1)"),
     ]
@@ -373,6 +383,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert seen["found"] == ["norm.weight .. norm.bias (2)norm.weight, norm.bias"]
     assert (seen["count"], seen["pattern"]) == ("2 of 6 buckets", "2 of 6 buckets")
     assert (seen["sorted"], seen["sort"]) == (["2", "0", "1"], "descending")
+    assert seen["measured"] == "busy in the profilemeasured0.080 ms, from 0.000 ms"
     assert seen["focused"].startswith("bucket 0: all_gather") and EVIL in seen["focused"]
     assert seen["hovered"].startswith("bucket 2: reduce_scatterparametersnorm.weight, norm.bias")
     assert "0.040 ms, because: compute after it is too short" in seen["hovered"]
