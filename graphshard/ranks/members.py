@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import socket
 import stat
 import struct
+import termios
+import threading
+import time
 import weakref
 from collections.abc import Collection, Iterator
 
@@ -21,6 +25,10 @@ from .._torch.distributed import (
     store_of,
     uses_only_gloo,
 )
+
+QUIET_S = 0.2  # without data on its way, after which no transfer is in progress
+FINISH_S = 5.0  # longest wait for transfers to finish: the peer may have stopped
+LINGER_S = 1.0  # before a connection whose reads have ended is closed
 
 
 class Members:
@@ -36,6 +44,7 @@ class Members:
         self.name, self.rank = group.group_name, group.rank()
         self.global_ranks = dist.get_process_group_ranks(group)
         self._group = weakref.ref(group)
+        self._lock = threading.Lock()  # guards ``_stores``
         self._stores: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store]
         self._stores = weakref.WeakKeyDictionary()
         self.release_also(group)
@@ -63,21 +72,38 @@ class Members:
     def release_also(self, group: dist.ProcessGroup) -> None:
         """Have :meth:`abort` also release this rank from collectives of ``group``."""
         # Groups with fake ranks never block, and their store makes no connections.
-        if group not in self._stores and not has_fake_ranks(group):
-            self._stores[group] = store_of(group)
+        with self._lock:
+            if group not in self._stores and not has_fake_ranks(group):
+                self._stores[group] = store_of(group)
 
     def abort(self) -> None:
-        """Make this rank's blocked collectives and all later ones raise."""
-        for group, store in list(self._stores.items()):
-            # For gloo, abort() and shutdown() of a group or its backend do nothing: in torch 2.11
-            # and 2.13 a blocked rank waits on until the timeout. It does raise when a peer closes
-            # the connection, so the connections are shut down instead.
-            _shut_down(list(_gloo_addresses(group, store)))
-            group.abort()
+        """Make this rank's blocked collectives and all later ones raise; takes over a second."""
+        with self._lock:
+            stores = list(self._stores.items())
+        # For gloo, abort() and shutdown() of a group or its backend do nothing: in torch 2.11 and
+        # 2.13 a blocked rank waits on until the timeout. It does raise when a connection ends.
+        listeners = [address for pair in stores for address in _gloo_addresses(*pair)]
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(c) for c in _connections(listeners)]
+            _wait_until_quiet(connections)
+            _end_reads(connections)
+            for group, _ in stores:
+                group.abort()
+            time.sleep(LINGER_S if connections else 0)
 
 
-def _shut_down(listeners: Collection[bytes]) -> None:
-    """Shut down the TCP connections of this process to or from ``listeners``.
+# [Note: sends that never end] At the end of a connection, gloo raises in operations that wait for
+# the peer, but forgets those in progress: queued sends, and a receive that has begun. They wait
+# until the group's timeout (``Pair::signalException`` in gloo/transport/tcp/pair.cc). Gloo also
+# queues a send that fails with EPIPE or ECONNRESET until its event loop reads the end. Therefore,
+# ``abort``
+# - waits for transfers in progress, which gloo's event loops finish by themselves;
+# - ends only this rank's reads, since a send may begin before the event loop reads the end;
+# - keeps connections open for a while, for the sends of peers whose event loop is late.
+
+
+def _connections(listeners: Collection[bytes]) -> Iterator[socket.socket]:
+    """Yield duplicates of this process's TCP connections to or from ``listeners``.
 
     Args:
         listeners: byte strings that contain a ``struct sockaddr_in`` or ``sockaddr_in6``.
@@ -88,7 +114,35 @@ def _shut_down(listeners: Collection[bytes]) -> None:
                 continue
             with socket.socket(fileno=os.dup(number)) as connection:
                 if any(end in listener for end in _ends(connection) for listener in listeners):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    # socket.dup() would make gloo's reads block.
+                    yield socket.socket(fileno=os.dup(connection.fileno()))
+
+
+def _wait_until_quiet(connections: Collection[socket.socket]) -> None:
+    """Wait until no data has been on its way for ``QUIET_S``, at most ``FINISH_S``."""
+    now = time.monotonic()
+    give_up, quiet_at = now + FINISH_S, now + QUIET_S
+    while (now := time.monotonic()) < min(give_up, quiet_at):
+        if any(_num_queued(connection) for connection in connections):
+            quiet_at = now + QUIET_S
+        time.sleep(QUIET_S / 10)
+
+
+def _num_queued(connection: socket.socket) -> int:
+    """Return the number of bytes that the peer has not received, or this process not read."""
+    queues = (termios.TIOCOUTQ, termios.FIONREAD)
+    with contextlib.suppress(OSError):  # the platform has no such counts for sockets
+        sizes = [fcntl.ioctl(connection, queue, bytes(4)) for queue in queues]
+        return sum(struct.unpack("i", size)[0] for size in sizes)
+    return 0
+
+
+def _end_reads(connections: Collection[socket.socket]) -> None:
+    """Make reads of the connections return the end of the data once all data is read."""
+    # SHUT_RDWR would make sends fail: see [Note: sends that never end].
+    for connection in connections:
+        with contextlib.suppress(OSError):  # the peer has reset it
+            connection.shutdown(socket.SHUT_RD)
 
 
 def _ends(connection: socket.socket) -> Iterator[bytes]:

@@ -7,6 +7,8 @@ however late some of them are.
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard.ranks.watcher
 from graphshard.errors import BackendError
+from graphshard.ranks import members
 from graphshard.ranks.call_log import CallLog, call_log_of
 from graphshard.ranks.plan_consensus import choose_on_first_rank
 from tests import ranks
@@ -200,6 +203,52 @@ def test_ranks_blocked_in_a_collective_raise_the_same_error(
 ) -> None:
     messages = run(world, _recompile_other, new_rank, collective)
     assert_same(messages, "call 1", f"all_gather 7 (rank {new_rank})", "all_gather 1 (")
+
+
+def _post_amid_a_transfer(group: Group, call_log: CallLog) -> str:
+    """Post an error while a broadcast is on its way to rank 0, whose process is stopped."""
+    call_log.first_run("plan", PLAN)
+    store = dist.distributed_c10d._get_default_store()
+    data = torch.full((2**24,), float(group.rank()))  # 64 MiB, more than the buffers of a socket
+    if group.rank() == 1:
+        pid = int(store.get("pid"))
+        time.sleep(0.5)  # rank 0 is ready to receive
+        os.kill(pid, signal.SIGSTOP)
+    broadcast: Any = dist.broadcast(data, group=group, group_src=1, async_op=True)
+    if group.rank() == 0:
+        store.set("pid", str(os.getpid()))
+    else:
+        call_log.post_error("something went wrong")
+        time.sleep(1.0)  # this rank aborts
+        os.kill(pid, signal.SIGCONT)
+    broadcast.wait()  # what is on its way arrives
+    assert data[-1] == 1
+    return message(_gather_on, group, call_log)  # what comes later raises
+
+
+def _gather_on(group: Group, call_log: CallLog) -> None:
+    for _ in range(200):
+        call(call_log, gather, group)
+        time.sleep(0.05)
+
+
+def test_transfer_on_its_way_ends_before_the_abort() -> None:
+    assert_same(run(2, _post_amid_a_transfer), "something went wrong")
+
+
+def test_sends_succeed_until_the_end_is_read() -> None:
+    """Gloo queues a send that fails, and forgets it when it reads the end of the connection."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+        server.accept()[0] as theirs,
+    ):
+        members._end_reads([ours, theirs])
+        for connection in (ours, theirs):
+            connection.sendall(b"to a rank that reads no more")
+            connection.sendall(b"which must not answer with a reset")
+        assert ours.recv(99) and theirs.recv(99)
+        assert ours.recv(1) == theirs.recv(1) == b""
 
 
 def _choose_other(group: Group, call_log: CallLog) -> str:

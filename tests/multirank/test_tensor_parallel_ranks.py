@@ -57,6 +57,7 @@ def _step_alone(alone: int) -> str:
     _, compiled = under_graphshard(MLP, mesh)
     data = batches(MLP, mesh, 3)
     compiled(data[0]).backward()
+    dist.barrier()  # otherwise the error may reach a rank that is still in the first step
 
     def go_on() -> None:
         if dist.get_rank() == alone:
@@ -80,6 +81,7 @@ def _leave(alone: int) -> str:
     _, compiled = under_graphshard(MLP, mesh)
     data = batches(MLP, mesh, 2)
     compiled(data[0]).backward()
+    dist.barrier()  # otherwise the error may reach a rank that is still in the first step
     if dist.get_rank() != alone:
         return message(lambda: [compiled(batch).backward() for batch in data]).splitlines()[0]
     assert dist.group.WORLD is not None
