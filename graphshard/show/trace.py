@@ -339,7 +339,7 @@ def _host_work(
 
 
 def _merged(spans: Sequence[tuple[float, float]], gap_us: float) -> BusyUs:
-    """Merge sorted (start, end) spans with gaps of at most ``gap_us``; return start and duration."""
+    """Return start and duration of sorted (start, end) spans; merge gaps up to ``gap_us``."""
     merged: list[list[float]] = []
     for start, end in spans:
         if merged and start <= merged[-1][1] + gap_us:
