@@ -3,8 +3,10 @@
     torchrun --nproc_per_node 8 examples/train.py   # as many ranks as the machine has GPUs
     torchrun --nproc_per_node 2 examples/train.py   # on CPUs
 
-Run it again, and it resumes from the last checkpoint, on any number of ranks. The task at the top
-fine-tunes a language model of Hugging Face on ``text.txt`` (at least 100 kB): put yours there.
+Run it again, and it resumes from the last checkpoint, on any number of ranks. ``tensorboard
+--logdir checkpoints`` shows the loss, times and memory, if TensorBoard is installed. The task at
+the top fine-tunes a language model of Hugging Face on ``text.txt`` (at least 100 kB): put yours
+there.
 """
 
 from itertools import count, islice
@@ -19,6 +21,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import graphshard
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError:
+    SummaryWriter = None
 
 # --- the task: replace it with yours --------------------------------------------------------------
 
@@ -43,6 +50,7 @@ def loss_of(model, ids):
 
 # Each rank trains on ACCUMULATE microbatches of BATCH samples in a step.
 STEPS, ACCUMULATE, BATCH, SAVE_EVERY = 1000, 4, 8, 100
+LOG_EVERY = 10
 FOLDER = Path("checkpoints")  # on a file system that all ranks share
 
 dist.init_process_group()  # torchrun has set the rank and the world size
@@ -57,7 +65,8 @@ is_first = dist.get_rank() == 0
 model = make_model().to(device).train()
 graphshard.shard(model, mesh)  # without it, the first call shards: too late to load a checkpoint
 # Call `compiled`, but save `model`: names in compiled.state_dict() begin with "_orig_mod.".
-compiled = torch.compile(model, backend=graphshard.backend(mesh))
+backend = graphshard.backend(mesh)
+compiled = torch.compile(model, backend=backend)
 optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optim, STEPS)
 
@@ -96,6 +105,16 @@ if start:
     set_state_dict(model, optim, model_state_dict=saved["model"], optim_state_dict=saved["optim"])
     schedule.load_state_dict(saved["schedule"])
 
+
+def log(step, loss):
+    """Log the first rank's loss and the backend's metrics."""
+    tokens = LOG_EVERY * ACCUMULATE * BATCH * LENGTH * dist.get_world_size()
+    numbers = {"loss": loss.item(), **backend.metrics(steps=LOG_EVERY, tokens=tokens)}
+    for name, value in numbers.items():  # for Weights & Biases: wandb.log(numbers, step)
+        writer.add_scalar(name, value, step)
+
+
+writer = SummaryWriter(FOLDER) if SummaryWriter and is_first else None
 data = islice(batches(), start * ACCUMULATE, None)  # skip what was trained on before
 for step in range(start + 1, STEPS + 1):
     for _ in range(ACCUMULATE - 1):
@@ -107,6 +126,8 @@ for step in range(start + 1, STEPS + 1):
     optim.step()
     schedule.step()
     optim.zero_grad()
+    if writer and step % LOG_EVERY == 0:
+        log(step, loss)
     if step % SAVE_EVERY == 0 or step == STEPS:
         held_out_loss = evaluate()
         dcp.save(state(), checkpoint_id=FOLDER / str(step))
@@ -119,4 +140,6 @@ for step in range(start + 1, STEPS + 1):
 weights = graphshard.full_state_dict(model)
 if is_first:
     torch.save(weights, FOLDER / "model.pt")
+if writer:
+    writer.close()
 dist.destroy_process_group()

@@ -3,6 +3,8 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)               # DDP
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)              # this
 
+    accelerator.log(metrics(model, steps=10), step)      # times, memory, bytes, for any tracker
+
 Accelerate wraps a model in DDP, or rejects one with DTensors, unless the model is marked as
 prepared. ``Accelerator.prepare_model`` first prepares the model for evaluation (device, autocast of
 ``mixed_precision``), which marks it; then the model is sharded and compiled in place. The
@@ -37,6 +39,7 @@ from .common import (
     save_sharded,
     shard_and_compile,
 )
+from .common import metrics as metrics
 
 # Subfolder of a ``save_state`` folder with the checkpoint of the first sharded model; other models
 # append a number to the name.

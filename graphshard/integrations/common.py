@@ -1,4 +1,4 @@
-"""Shard models in place, and save and load sharded checkpoints, for all integrations.
+"""Shard models in place, log metrics, and save and load checkpoints, for all integrations.
 
 Modules are compiled in place: frameworks keep the module that they were given, look up its
 attributes and save it under its parameter names, whereas ``torch.compile`` returns a different
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -31,6 +32,9 @@ from torch.optim import Optimizer
 from ..dynamo_backend import Backend, shard
 from ..params.grad_sync import no_sync
 from ..params.sharded_param import sharded_model_of, sharded_param_of
+
+# The backend of each module that an integration has compiled.
+_backends: WeakKeyDictionary[nn.Module, Backend] = WeakKeyDictionary()
 
 
 def is_sharded(model: object) -> bool:
@@ -68,7 +72,39 @@ def shard_and_compile(
     """
     shard(model, **options)
     model.compile(backend=dynamo_backend)
+    _backends[model] = dynamo_backend
     model.no_sync = MethodType(no_sync, model)  # type: ignore[assignment]
+
+
+def metrics(
+    model: nn.Module, *, steps: int | None = None, tokens: int | None = None
+) -> dict[str, float]:
+    """Return :meth:`graphshard.Backend.metrics` of a model, for the logger of a framework.
+
+    Args:
+        model: module that an integration has sharded, or one that contains such modules.
+        steps: number of optimizer steps since the last call with ``steps``.
+        tokens: number of tokens of all ranks in these steps.
+
+    Returns:
+        The numbers, as ``graphshard/step_s``. If ``model`` contains several sharded modules, their
+        names come first, as in ``graphshard/student/step_s``.
+
+    Raises:
+        ValueError: no module of ``model`` has been sharded by an integration; otherwise as
+            :meth:`graphshard.Backend.metrics`.
+    """
+    sharded = {name: _backends[m] for name, m in model.named_modules() if m in _backends}
+    if not sharded:
+        raise ValueError(
+            f"{type(model).__name__} has no module that an integration has sharded: call metrics "
+            "of the backend that compiles it"
+        )
+    return {
+        "/".join(["graphshard", *([name] if len(sharded) > 1 else []), key]): value
+        for name, its_backend in sharded.items()
+        for key, value in its_backend.metrics(steps=steps, tokens=tokens).items()
+    }
 
 
 def save_sharded(

@@ -7,6 +7,9 @@
     Trainer(strategy=ShardedStrategy(), accelerator="auto", devices=8)
     Fabric(strategy=ShardedFabricStrategy(mp_policy=policy), devices=8)
 
+    Trainer(callbacks=[LogMetrics()])                     # times, memory, bytes, for any logger
+    fabric.log_dict(metrics(model, steps=10))
+
 Both strategies are Lightning's ``ModelParallelStrategy``, which saves DTensors (one folder written
 by all ranks, or one file) and leaves sharding to the user. They change three things:
 
@@ -32,7 +35,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning import LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -45,6 +48,7 @@ from ..params.clip_grad import clip_grad_norm_
 from ..params.grad_sync import no_sync
 from ..params.shard import repoint_param_groups
 from .common import is_sharded, is_split, may_be_moved, shard_and_compile
+from .common import metrics as metrics
 
 Parallelize = Callable[[nn.Module, DeviceMesh], nn.Module]
 """``parallelize(model, mesh)``: splits ``model`` in place over ``mesh["tensor_parallel"]``, and
@@ -134,6 +138,34 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
         assert self.model is not None
         with no_sync(self.model):
             yield
+
+
+class LogMetrics(Callback):
+    """Callback that logs :meth:`graphshard.Backend.metrics` every ``log_every_n_steps`` steps.
+
+    Args:
+        tokens_per_step: number of tokens of all ranks in an optimizer step, for ``tokens_per_s``.
+    """
+
+    def __init__(self, tokens_per_step: int | None = None) -> None:
+        self._tokens_per_step, self._logged = tokens_per_step, 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._logged = trainer.global_step
+        metrics(pl_module, steps=1)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Log, if it is time to, after an optimizer step."""
+        steps = trainer.global_step - self._logged
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if trainer.global_step % every or steps < 1:
+            return
+        self._logged = trainer.global_step
+        tokens = None if self._tokens_per_step is None else steps * self._tokens_per_step
+        numbers = metrics(pl_module, steps=steps, tokens=tokens)
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=trainer.global_step)
 
 
 class ShardedFabricStrategy(_DataParallel, FabricStrategy):

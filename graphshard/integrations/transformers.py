@@ -26,7 +26,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from .._torch.nn import remove_forward_hooks
 from ..params.save_pretrained import refuse_prompt_learning, saved_state_dict
 from .accelerate import ShardedAccelerator, prepare
-from .common import is_sharded, load_sharded, may_be_moved, save_sharded
+from .common import is_sharded, load_sharded, may_be_moved, metrics, save_sharded
 from .pretrained import from_pretrained as from_pretrained
 
 # Subfolder of a checkpoint with the optimizer state, saved by ``torch.distributed.checkpoint``.
@@ -38,6 +38,7 @@ class ShardedTrainerMixin(Trainer):
 
     Args:
         sharding: arguments of :func:`graphshard.backend`, as a dictionary.
+        backend_metrics: whether to log :meth:`graphshard.Backend.metrics` together with the loss.
         args, kwargs: arguments of the trainer, which may include an optimizer. The model is sharded
             when training begins. ``gradient_checkpointing``, ``bf16`` and peft models work as
             usual.
@@ -53,12 +54,19 @@ class ShardedTrainerMixin(Trainer):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, *args: Any, sharding: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        sharding: dict[str, Any] | None = None,
+        backend_metrics: bool = False,
+        **kwargs: Any,
+    ) -> None:
         if not isinstance(sharding, dict | None):
             raise ValueError(
                 f"sharding={sharding!r}: must be a dict of arguments of graphshard.backend"
             )
-        self.sharding = sharding or {}
+        self.sharding, self._backend_metrics = sharding or {}, backend_metrics
+        self._logged_step = self._logged_tokens = 0  # when metrics were logged last
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -86,6 +94,17 @@ class ShardedTrainerMixin(Trainer):
                 _remove_input_hooks(model)
             prepare(self.accelerator, model, **self.sharding)
         return super()._wrap_model(model, training, dataloader)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as the Trainer does, with the backend's metrics if asked for."""
+        if self._backend_metrics and "loss" in logs:
+            step, tokens = self.state.global_step, int(self.state.num_input_tokens_seen)
+            steps = step - self._logged_step  # less than 1 if training has begun again
+            counted = {"tokens": tokens - self._logged_tokens} if tokens else {}
+            numbers = metrics(self.model, steps=max(1, steps), **counted)
+            logs |= numbers if steps > 0 else {}
+            self._logged_step, self._logged_tokens = step, tokens
+        super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the full model on the first rank; all ranks must call this."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -34,6 +36,16 @@ class Kept(NamedTuple):
 def small_llama() -> PreTrainedModel:
     """Return a Llama of one layer; with two, compilation would take 50 % longer."""
     return llama(num_hidden_layers=1)
+
+
+def scalars(folder: Path) -> dict[str, list[float]]:
+    """Return the values of each scalar in TensorBoard's files in ``folder``."""
+    found: dict[str, list[float]] = {}
+    for file in sorted(folder.rglob("events.out.tfevents.*")):
+        events = EventAccumulator(str(file)).Reload()
+        for tag in events.Tags()["scalars"]:
+            found.setdefault(tag, []).extend(event.value for event in events.Scalars(tag))
+    return found
 
 
 def same(values: dict[str, Tensor], model: nn.Module | dict[str, Tensor]) -> bool:

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.integrations.accelerate import ShardedAccelerator, prepare
+from graphshard.integrations.accelerate import ShardedAccelerator, metrics, prepare
 from tests import ranks
 from tests.numerics.compare import assert_rounded, relative_error, whole
 from tests.numerics.parallel import MLP, mesh_2d, split
 from tests.ranks import on_ranks
 
-from .launched import Kept, Texts, as_by_torchrun, same, small_llama, updates
+from .launched import Kept, Texts, as_by_torchrun, same, scalars, small_llama, updates
 
 OPTIMIZERS: dict[str, Any] = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
 STEPS, MICROBATCHES = 6, 2
@@ -105,13 +105,17 @@ def test_accelerate_trains_like_ddp_in_bfloat16() -> None:
 def save_and_resume(folder: str) -> Kept:
     """Save midway, together with a second model without an optimizer, and resume."""
     path = Path(folder)
-    first = Training("graphshard")
+    first = Training("graphshard", log_with="tensorboard", project_dir=folder)
+    first.accelerator.init_trackers("run")
     teacher = _add_teacher(first)
     first.train(0, 3)
     first.accelerator.save_state(str(path / "state"))
     before = first.weights()
     first.accelerator.save_model(first.model, str(path / "model"))
     rest = first.train(3)
+    first.accelerator.log(metrics(first.model), step=STEPS)
+    for tracker in first.accelerator.trackers:
+        tracker.finish()
     again = Training("graphshard")
     other = _add_teacher(again)
     with torch.no_grad():
@@ -132,11 +136,14 @@ def _add_teacher(training: Training) -> nn.Linear:
 
 def test_accelerate_saves_and_resumes_bitwise(tmp_path: Path) -> None:
     assert ranks.run(2, save_and_resume, str(tmp_path)) == [Kept(True, True)] * 2
+    assert scalars(tmp_path)["graphshard/measured_exposure"][0] > 0
 
 
 def _refuse(folder: str) -> None:
     model: nn.Module = nn.Linear(3, 4)
     as_by_torchrun()
+    with pytest.raises(ValueError, match="Linear has no module that an integration has sharded"):
+        metrics(model)
     with pytest.raises(ValueError, match="others contains a ReLU: prepare one model per call"):
         prepare(Accelerator(cpu=True), model, nn.ReLU())
     with pytest.raises(ValueError, match=r"model is a SGD: pass the nn\.Module to train"):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from .launched import Kept, same, small_llama
+from .launched import Kept, same, scalars, small_llama
 from .models import ZOO
 from .scripts import free_port, run_script
 from .words import WORDS, tokenizer
@@ -80,6 +80,7 @@ def pretrain_and_resume(folder: Path) -> Kept:
 # Replacements in train.py for speed: fewer steps, a local model, and aot_eager.
 SMALLER = {
     "= 1000, 4, 8, 100\n": "= 4, 2, 2, 2\n",
+    "LOG_EVERY = 10\n": "LOG_EVERY = 1\n",
     "backend(mesh)": 'backend(mesh, compiler="aot_eager")',
     '"Qwen/Qwen3-0.6B", 512': '"base", 12',
 }
@@ -99,6 +100,9 @@ def test_training_resumes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     run_script(tmp_path, "train.py")
     assert "step 2: loss" in capfd.readouterr().out
     saved = tmp_path / "checkpoints"
+    logged = scalars(saved)
+    assert len(logged["loss"]) == 4 and min(logged["tokens_per_s"]) > 0
+    assert logged["measured_exposure"][-1] > 0
     trained = torch.load(saved / "model.pt")
     shutil.rmtree(saved / "4")
     (saved / "model.pt").unlink()

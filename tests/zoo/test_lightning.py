@@ -7,6 +7,7 @@ checkpoints.
 from __future__ import annotations
 
 import copy
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,20 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.loggers import CSVLogger as FabricLogger
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, DistributedSampler
 
 import graphshard
-from graphshard.integrations.lightning import ShardedFabricStrategy, ShardedStrategy, configure
+from graphshard.integrations.lightning import (
+    LogMetrics,
+    ShardedFabricStrategy,
+    ShardedStrategy,
+    configure,
+    metrics,
+)
 from graphshard.kinds import TransferKind
 from graphshard.params.sharded_param import sharded_param_of
 from graphshard.tools.consolidate import consolidate
@@ -95,7 +104,8 @@ def _fit(
         accumulate_grad_batches=MICROBATCHES,
         gradient_clip_val=1.0,
         default_root_dir=folder,
-        logger=False,
+        logger=CSVLogger(folder, "logs") if model.sharded else False,
+        log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -118,7 +128,7 @@ def compare_with_ddp(folder: str) -> float:
     """Fit with graphshard and with DDP; return the largest relative difference of a loss."""
     recording.clear()
     ours, theirs = Model(True), Model(False)
-    trainer = _fit(folder, ours, validates=True)
+    trainer = _fit(folder, ours, callbacks=[LogMetrics(tokens_per_step=10)], validates=True)
     reduced = [e for e in recording.collectives() if e.kind == TransferKind.REDUCE_SCATTER]
     other = _fit(folder, theirs, validates=True)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
@@ -133,6 +143,12 @@ def compare_with_ddp(folder: str) -> float:
 
 def test_lightning_fits_like_ddp_and_reduces_once_per_step(tmp_path: Path) -> None:
     ranks.run(2, compare_with_ddp, str(tmp_path), backend="recording")
+    (file,) = tmp_path.rglob("metrics.csv")
+    with file.open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row["graphshard/step_s"]]
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+    assert all(float(row["graphshard/tokens_per_s"]) > 0 for row in rows)
+    assert float(rows[-1]["graphshard/measured_exposure"]) > 0
 
 
 def resume(folder: str, distributed: bool) -> Kept:
@@ -177,9 +193,10 @@ def test_other_lightning_strategy_is_refused(tmp_path: Path) -> None:
     ranks.run(1, _refuse_strategy, str(tmp_path))
 
 
-def _fabric(strategy: Any) -> lightning.Fabric:
+def _fabric(strategy: Any, folder: str) -> lightning.Fabric:
     as_by_torchrun()
     return lightning.Fabric(
+        loggers=FabricLogger(folder, flush_logs_every_n_steps=1) if folder else None,
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=strategy,
@@ -195,7 +212,7 @@ def _train_by_fabric(strategy: Any, folder: str = "", start: int = 0) -> tuple[l
             nothing.
         start: step at which to resume from that checkpoint; 0 starts from scratch.
     """
-    fabric = _fabric(strategy)
+    fabric = _fabric(strategy, folder)
     fabric.launch()
     torch.manual_seed(0)
     net = small_llama()
@@ -221,6 +238,8 @@ def _train_by_fabric(strategy: Any, folder: str = "", start: int = 0) -> tuple[l
             if folder and not start and step + 1 == STEPS // 2:
                 fabric.save(f"{folder}/saved", {**state, "step": step + 1})
                 torch.save(_weights(net), f"{folder}/weights{dist.get_rank()}.pt")
+    if folder:
+        fabric.log_dict(metrics(model), step=STEPS)
     return losses, _weights(net)
 
 
@@ -258,6 +277,9 @@ def test_fabric_trains_like_ddp_and_reduces_once_per_step() -> None:
 def test_fabric_saves_and_resumes_bitwise(tmp_path: Path, distributed: bool) -> None:
     kept = ranks.run(2, fabric_resume, str(tmp_path), distributed)
     assert kept == [Kept(not distributed, True)] * 2
+    first = min(tmp_path.rglob("metrics.csv"))
+    (row,) = csv.DictReader(first.read_text().splitlines())
+    assert float(row["graphshard/measured_exposure"]) > 0
 
 
 def test_deepcopy_of_backend_returns_itself() -> None:

@@ -40,7 +40,7 @@ from tests import ranks
 from tests.numerics.compare import assert_rounded, graphshard_warnings, relative_error, whole
 from tests.ranks import on_ranks
 
-from .launched import Kept, Texts, as_by_torchrun, same, small_llama, updates
+from .launched import Kept, Texts, as_by_torchrun, same, scalars, small_llama, updates
 from .models import t5
 
 STEPS = 6
@@ -76,7 +76,7 @@ def _trainer(
     data = {"train_dataset": Texts(64), "eval_dataset": Texts(held_out)}
     if plain:
         return Trainer(model, arguments, **data)
-    return ShardedTrainer(model, arguments, sharding=SHARDING, **data)
+    return ShardedTrainer(model, arguments, sharding=SHARDING, backend_metrics=True, **data)
 
 
 def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -90,11 +90,16 @@ def _history(trainer: Trainer, key: str) -> list[float]:
 
 def _numbers(folder: str, plain: bool, bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Train; return the numbers that the Trainer reports, and the final weights."""
-    trainer = _trainer(folder, plain=plain, optim="sgd", bf16=bf16)
+    logs = {} if plain else {"report_to": "tensorboard", "include_num_input_tokens_seen": True}
+    trainer = _trainer(folder, plain=plain, optim="sgd", bf16=bf16, **logs)
     with graphshard_warnings() as texts:
         trainer.train()
     assert not texts, texts  # the model is one graph
     assert any(map(sharded_param_of, trainer.model.parameters())) != plain
+    if not plain:
+        for key in ("step_s", "mfu", "tokens_per_s"):  # the first log starts the clock
+            values = _history(trainer, f"graphshard/{key}")
+            assert len(values) == STEPS - 1 and min(values) > 0
     numbers = {key: _history(trainer, key) for key in ("loss", "grad_norm")}
     numbers["eval_loss"] = [trainer.evaluate()["eval_loss"]]
     weights = {n.removeprefix("module."): value for n, value in _weights(trainer).items()}
@@ -114,6 +119,8 @@ def compare_with_ddp(folder: str) -> dict[str, float]:
 def test_trainer_trains_and_evaluates_like_ddp(tmp_path: Path) -> None:
     for errors in ranks.run(2, compare_with_ddp, str(tmp_path)):
         assert max(errors.values()) <= 1e-5, errors
+    logged = scalars(tmp_path)
+    assert {"train/loss", "train/graphshard/measured_exposure"} <= logged.keys(), logged
 
 
 def _in_bfloat16(folder: str) -> None:
