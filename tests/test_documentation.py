@@ -6,6 +6,7 @@ need frameworks.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import shlex
@@ -14,6 +15,7 @@ import types
 from pathlib import Path
 
 import pytest
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import graphshard
 import graphshard.passes
@@ -109,6 +111,14 @@ def test_command_prints_the_documented_strategies(capsys: pytest.CaptureFixture[
     assert graphshard_command(["strategies"]) == 0
     header, _rule, first, *_ = capsys.readouterr().out.splitlines()
     assert header.split()[0] == "FSDP1" and first.split()[0] == "FULL_SHARD"
+
+
+def test_page_for_fsdp2_names_its_arguments_and_methods() -> None:
+    page = (ROOT / "docs/fsdp2.md").read_text()
+    names = [name for name in vars(FSDPModule) if not name.startswith("_")]
+    names += [name for name in inspect.signature(fully_shard).parameters]
+    assert len(names) > 20
+    assert not [name for name in names if not re.search(rf"`{name}\b", page)]
 
 
 def test_reference_lists_all_public_names_and_commands() -> None:
