@@ -250,17 +250,16 @@ def memory_rows(forecast: Forecast) -> list[tuple[str, float]]:
     return [(name, num_bytes / GB) for name, num_bytes in kinds.items()]
 
 
-CHANGE_HEADERS = ["saves", "GB", ""]
+CHANGE_HEADERS = ["saves", "GB"]
 
 
-def change_rows(forecast: Forecast) -> list[tuple[str, str, float, str]]:
+def change_rows(forecast: Forecast) -> list[tuple[str, str, float]]:
     """Return the rows of the table of changes: the change, then ``CHANGE_HEADERS``."""
     return [
         (
-            change.what,
+            change.what if change.fits else f"{change.what}: does not fit",
             f"{change.gain:.1%}",
             change.memory_bytes / GB,
-            "" if change.fits else "does not fit",
         )
         for change in forecast.changes
     ]

@@ -23,7 +23,7 @@ def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
         note=f"likely measured: {time.step_us / 1e3:,.0f} ms "
         f"({time.low_us / 1e3:,.0f} to {time.high_us / 1e3:,.0f})",
     )
-    changes = [(what, gain, f"{gb:.1f}", fits) for what, gain, gb, fits in change_rows(forecast)]
+    changes = [(what, gain, f"{gb:.1f}") for what, gain, gb in change_rows(forecast)]
     tables = [
         text_table("forecast", ["", ""], list(summary_rows(forecast))),
         text_table(

@@ -35,7 +35,7 @@ class _HostClock:
     def us(self, start: float, end: float) -> float:
         return (end - start) * 1e6
 
-    def has_passed(self, moment: float) -> bool:
+    def has_passed(self, time_s: float) -> bool:
         return True
 
 
@@ -50,8 +50,8 @@ class _DeviceClock:
     def us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return start.elapsed_time(end) * 1e3
 
-    def has_passed(self, moment: torch.cuda.Event) -> bool:
-        return moment.query()
+    def has_passed(self, event: torch.cuda.Event) -> bool:
+        return event.query()
 
 
 class _TimedRun:
@@ -158,7 +158,7 @@ def measured_metrics(meters: Sequence[Meter]) -> dict[str, float]:
     return found
 
 
-class _Moment(NamedTuple):
+class _Sample(NamedTuple):
     time_s: float
     compile_s: float
     peak_us: float  # of all runs so far
@@ -168,7 +168,7 @@ class Interval:
     """The time since the last call of ``metrics`` with ``steps``."""
 
     def __init__(self) -> None:
-        self._start: _Moment | None = None
+        self._start: _Sample | None = None
 
     def metrics(
         self, steps: int | None, tokens: int | None, compile_s: float, peak_us: float
@@ -186,7 +186,7 @@ class Interval:
             return {}
         if steps is None or steps < 1:
             raise ValueError(f"steps={steps!r}: pass the number of steps since the last call")
-        before, now = self._start, _Moment(time.perf_counter(), compile_s, peak_us)
+        before, now = self._start, _Sample(time.perf_counter(), compile_s, peak_us)
         self._start = now
         if before is None:
             return {}
