@@ -6,9 +6,10 @@ group of torch/testing/_internal; the names are the same in torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,6 +30,31 @@ def process_group(name: str) -> dist.ProcessGroup:
     """
     # One torch version types the argument as a NewType of str, the other as str.
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
+
+
+def name_for_graphs(group: dist.ProcessGroup) -> str:
+    """Return a name of the group that does not depend on groups which no graph uses.
+
+    ``process_group`` finds the group by this name, as do torch's collectives. Torch counts all
+    groups of a job for its names: with these, creating another group first would change the code of
+    graphs and their keys in caches, and replicas would share no code.
+    """
+    if group is dist.group.WORLD:
+        return group.group_name
+    names = (f"graphshard_{number}" for number in itertools.count())
+    return next(name for name in names if _take_name(name, group))
+
+
+def _take_name(name: str, group: dist.ProcessGroup) -> bool:
+    """Register the group by this name too; return False if another group has or had the name."""
+    registry: Any = torch._C._distributed_c10d
+    try:
+        registry._register_process_group(name, group)
+    except RuntimeError:  # taken: a name is free again only after the default group has gone
+        with suppress(RuntimeError):  # raised if the group that had the name has been destroyed
+            return process_group(name) is group
+        return False
+    return True
 
 
 def is_registered(group: dist.ProcessGroup | None) -> bool:

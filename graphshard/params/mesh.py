@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch.distributed import group_timeout_s, is_registered, process_group
+from .._torch.distributed import group_timeout_s, is_registered, name_for_graphs, process_group
 from .._torch.dtensor import concatenated
 from .._torch.dynamo import at_recompile_limit
 from .._torch.frames import compiled_call, describe_code
@@ -83,13 +83,13 @@ class MeshGroups:
     @cached_property
     def shards(self) -> str:
         """Shard group: the ranks that hold the shards of one replica."""
-        return self.mesh.get_group(self.mesh.ndim - 1).group_name
+        return name_for_graphs(self.mesh.get_group(self.mesh.ndim - 1))
 
     @cached_property
     def replicas(self) -> str | None:
         """Replica group: the ranks that hold the same shards, or None with one replica."""
         several = self.mesh.ndim == 2 and self.mesh.size(0) > 1
-        return self.mesh.get_group(0).group_name if several else None
+        return name_for_graphs(self.mesh.get_group(0)) if several else None
 
     @cached_property
     def data_ranks(self) -> str:
@@ -132,7 +132,7 @@ class MeshGroups:
             # may shard something else, or nothing.
             group = dist.new_group(list(key), timeout=timeout, use_local_synchronization=True)
             _created[key] = group
-        return group.group_name
+        return name_for_graphs(group)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from tests import ranks
 from tests.numerics.compare import assert_rounded, assert_same, full_grads, generator
 
 REPLICATED = {"overrides": {"*": {"shard": False}}}
+SHARDS_OF_ONE = (2, 1)  # a mesh of two replicas, each with its own shard group
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 REDUCE_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 
@@ -126,11 +127,17 @@ def _in_new_processes(run: Run, caches: Path, **env: str) -> list[Found]:
     return ranks.run_fresh(math.prod(run.mesh), _train, run, str(caches), import_env=env or None)
 
 
-def _with_hardware_file(folder: Path) -> Run:
+def _with_hardware_file(folder: Path) -> dict[str, Any]:
     folder.mkdir()
     path = folder / "machine.json"
     path.write_text(HARDWARE["cpu"].to_json())
-    return Run(options={"schedule": graphshard.SchedulePolicy(hardware=str(path))})
+    return {"schedule": graphshard.SchedulePolicy(hardware=str(path))}
+
+
+def _create_other_groups() -> None:
+    """Change the names that torch gives to later groups."""
+    for _ in range(3):
+        dist.new_group()
 
 
 def _sum_of_misses(found: Sequence[Found]) -> int:
@@ -211,14 +218,24 @@ def _misses(run: Run, caches: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def unchanged(caches: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Found]]:
-    """Return the results of a run, and of a restart with other folders and hashes of strings."""
+def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("own_caches")
+
+
+@pytest.fixture(scope="module")
+def unchanged(own_caches: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Found]]:
+    """Return the results of two runs with other folders, names of groups and hashes of strings."""
     found = []
-    for seed in ("1", "2"):
+    for seed, prepare in ("1", int), ("2", _create_other_groups):
         folder = tmp_path_factory.mktemp("temporary")
-        run = _with_hardware_file(folder / f"hardware {seed}")
-        found.append(_in_new_processes(run, caches, TMPDIR=str(folder), PYTHONHASHSEED=seed))
+        options = _with_hardware_file(folder / f"hardware {seed}")
+        run = Run(SHARDS_OF_ONE, options=options, prepare=prepare)
+        found.append(_in_new_processes(run, own_caches, TMPDIR=str(folder), PYTHONHASHSEED=seed))
     return found
+
+
+def test_replicas_share_code(unchanged: list[list[Found]]) -> None:
+    assert _sum_of_misses(unchanged[0]) == 2  # forward and backward
 
 
 def test_unchanged_restart_compiles_nothing(unchanged: list[list[Found]]) -> None:
@@ -228,9 +245,9 @@ def test_unchanged_restart_compiles_nothing(unchanged: list[list[Found]]) -> Non
         assert new.hits and new.plans == old.plans and len(new.plans) == 2
 
 
-def test_lost_plan_file_is_rebuilt(unchanged: list[list[Found]], caches: Path) -> None:
-    for path in (caches / "graphshard").glob("*-backward.json"):
+def test_lost_plan_file_is_rebuilt(unchanged: list[list[Found]], own_caches: Path) -> None:
+    for path in (own_caches / "graphshard").glob("*-backward.json"):
         path.unlink()
-    after = _in_new_processes(Run(), caches)
+    after = _in_new_processes(Run(SHARDS_OF_ONE), own_caches)
     for old, new in zip(unchanged[0], after):
         assert new.plans == old.plans and len(new.plans) == 2
