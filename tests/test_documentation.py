@@ -7,9 +7,12 @@ need frameworks.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
+import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -73,6 +76,35 @@ def test_blocks_run(page: str, tmp_path: Path) -> None:
 
 def _run_page_on_rank(page: str, folder: Path) -> int:
     return run_page(page, folder, common_names())
+
+
+def test_notebook_runs_on_one_rank() -> None:
+    notebook = json.loads((ROOT / "examples/tour.ipynb").read_text())
+    sources = [(cell, "".join(cell["source"])) for cell in notebook["cells"]]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell, _ in sources)
+    code = [text for cell, text in sources if cell["cell_type"] == "code"]
+    script = f"{_SHOW}\n" + "\n".join(f"run({text!r})" for text in code)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", done.stdout)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2
+    assert "'measured_us': " in done.stdout and "<title>graphshard plan" in done.stdout
+    assert "what would help" in done.stdout and "MFU" in done.stdout
+
+
+# Runs a cell, and prints the value of an expression at its end as a notebook would show it.
+_SHOW = """
+import ast, html
+def run(code):
+    *body, last = ast.parse(code).body
+    is_value = isinstance(last, ast.Expr)
+    exec(compile(ast.Module(body if is_value else [*body, last], []), "cell", "exec"), globals())
+    if is_value:
+        value = eval(compile(ast.Expression(last.value), "cell", "eval"), globals())
+        as_html = getattr(value, "_repr_html_", None)
+        print(html.unescape(as_html()) if as_html else value)
+"""
 
 
 def test_documented_pass_can_be_added(tmp_path: Path) -> None:

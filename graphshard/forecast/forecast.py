@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Time and memory of a training step on a cluster; ``print`` shows them.
+    """Time and memory of a training step on a cluster; ``print`` and notebooks show them.
 
     Attributes:
         model: name of the model.
@@ -147,6 +148,12 @@ class Forecast:
 
     def __str__(self) -> str:
         return forecast_text(self)
+
+    def _repr_html_(self) -> str:
+        """Return the page of ``plan --html`` in a frame, which notebooks show."""
+        from .report import forecast_page  # imports this module
+
+        return f'<iframe srcdoc="{html.escape(forecast_page(self))}" width="100%" height="900">'
 
 
 def _with_properties(part: TimeForecast | MemoryForecast, *names: str) -> dict[str, object]:
