@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -93,7 +92,6 @@ class Backend:
         self._compile_numbers = itertools.count()  # includes failed compiles, whose dumps are kept
         self._consensus = PlanConsensus()
         self.forward_check = ForwardCheck(options)
-        self._made_at_s = time.time()
         on_compile_start(_shard_before_trace)
         trace_parameters()
         trace_tables_by_attribute(_is_read_full)
@@ -291,7 +289,7 @@ class Backend:
         if groups:
             first_rank = min(dist.get_process_group_ranks(process_group(groups[0])))
         folder = self.options.dump if rank == first_rank else None
-        return DumpWriter(folder, next(self._compile_numbers), since_s=self._made_at_s)
+        return DumpWriter(folder, next(self._compile_numbers))
 
     def _shard_plain_inputs(
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall

@@ -62,9 +62,15 @@ class PlanCache:
         path = self._path(kind)
         return Plan.from_json(path.read_text()) if path.exists() else None
 
-    def was_compiled_before(self, time_s: float) -> bool:
-        mark = self._mark()
-        return mark.exists() and mark.stat().st_mtime < time_s
+    def save_code(self, code: Mapping[str, str]) -> None:
+        """Write the code that a dump shows, keyed by file name."""
+        write_whole(self._code_path(), json.dumps(code))
+
+    def load_code(self) -> dict[str, str]:
+        """Return the code of ``save_code``, or {} if this graph was compiled without a dump."""
+        path = self._code_path()
+        code: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+        return code
 
     @contextlib.contextmanager
     def compiling(self, wait_s: float) -> Iterator[None]:
@@ -99,6 +105,9 @@ class PlanCache:
 
     def _path(self, kind: GraphKind) -> Path:
         return self._folder() / f"{self.key}-{kind}.json"
+
+    def _code_path(self) -> Path:
+        return self._folder() / f"{self.key}-code.json"
 
     def _folder(self) -> Path:
         return Path(cache_dir()) / PLANS_FOLDER

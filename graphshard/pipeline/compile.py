@@ -186,19 +186,19 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
     lowering = Lowering(traced, settings, writer)
     cache = lowering.cache
     warn_unless_loaded(cache.key)
-    # A graph that another rank has compiled since this backend was created is not a warm start.
-    starts_warm = cache.was_compiled_before(writer.since_s)
     kinds = "forward and backward" if traced.trains() else "inference"
     report(f"tracing {kinds} of {len(traced.gm.graph.nodes)} nodes")
     # A dump shows code only if the passes run on this rank: do not wait for another rank's compile.
     with cache.compiling(0.0 if writer.dumps else _half_timeout_s(traced.groups)):
         run = _compile_graphs(traced, lowering, traced.inductor_options)
     plans = lowering.known_plans()
-    is_without_code = writer.dumps and lowering.has_loaded and not starts_warm
-    if is_without_code or not _is_complete(plans):  # plans may be missing if files were deleted
+    has_code = not (writer.dumps and lowering.has_loaded) or writer.write_all(cache.load_code())
+    if not has_code or not _is_complete(plans):  # plans may be missing if files were deleted
         uncached = {**traced.inductor_options, "force_disable_caches": True}
         run = _compile_graphs(traced, lowering, uncached)
         plans = lowering.known_plans()
+    if writer.code:
+        cache.save_code(writer.code)
     named = tuple(plan.named(traced.fqns) for plan in plans)
     return CompiledGraph(run, named, settings, lowering.compile_id, has_loaded=lowering.has_loaded)
 

@@ -26,7 +26,7 @@ import re
 import statistics
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -46,8 +46,6 @@ from .table import saving_rows, saving_table, saving_title, table
 from .trace import MEASURED, Trace, measured_runs, trace, with_predictions
 
 PAGE = "index.html"
-
-NO_CODE = "No FX code was written: the graph came from a compiler's cache, and no pass ran."
 
 
 def dump_paths(folder: Path) -> list[Path]:
@@ -146,16 +144,15 @@ class DumpWriter:
     Args:
         folder: existing folder, or None to write no files.
         number: number of the graph, the prefix of file names.
-        since_s: time when the backend was created, in seconds since the epoch.
+
+    Attributes:
+        code: code written so far, keyed by file name without the number; empty without a folder.
     """
 
-    def __init__(
-        self, folder: Path | None = None, number: int = 0, *, since_s: float = 0.0
-    ) -> None:
+    def __init__(self, folder: Path | None = None, number: int = 0) -> None:
         self._folder = folder
         self._number = number
-        self.since_s = since_s
-        self._stages_with_code: set[str] = set()
+        self.code: dict[str, str] = {}
         self._logged: dict[GraphKind, Dump] = {}
 
     @property
@@ -165,9 +162,16 @@ class DumpWriter:
     def write_code(self, stage: str, when: Literal["before", "after"], graph: fx.Graph) -> None:
         """Write the code of ``graph`` before or after a stage."""
         if self._folder is not None:
-            self._stages_with_code.add(stage)
             code = graph.python_code("self", verbose=True).src
-            self._write(self._folder, f"{stage}.{when}.py", code.strip() + "\n")
+            self.write_all({f"{stage}.{when}.py": code.strip() + "\n"})
+
+    def write_all(self, code: Mapping[str, str]) -> bool:
+        """Write ``code``, as in ``self.code``; return whether there is any."""
+        self.code.update(code)
+        if self._folder is not None:
+            for name, text in code.items():
+                self._write(self._folder, name, text)
+        return bool(code)
 
     def write_plan(self, dump: Dump) -> None:
         """Write the dump, its trace and its table; log dump and table to ``TORCH_TRACE``."""
@@ -177,10 +181,9 @@ class DumpWriter:
             trace_artifact(f"graphshard_{kind}_plan", "json", dump.to_json)
             trace_artifact(f"graphshard_{kind}_table", "string", lambda: table(dump))
         if self._folder is not None:
-            note = "" if kind in self._stages_with_code else f"\n\n{NO_CODE}"
             self._write(self._folder, f"{kind}.json", dump.to_json())
             self._write(self._folder, f"{kind}.trace.json", json.dumps(trace(dump)))
-            self._write(self._folder, f"{kind}.txt", f"{table(dump)}{note}\n")
+            self._write(self._folder, f"{kind}.txt", f"{table(dump)}\n")
             write_page(self._folder)
 
     def write_saving(self, choice: SavingChoice) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 from graphshard.__main__ import main
 from graphshard.kinds import GraphKind
 from graphshard.show import Dump, DumpWriter, diff, table
-from graphshard.show.dump_folder import NO_CODE, PAGE, dump_paths
+from graphshard.show.dump_folder import PAGE, dump_paths
 from tests.plan.dumps import by_hand, dumps
 
 
@@ -78,7 +78,7 @@ def test_write_plan_writes_json_trace_table_and_page(tmp_path: Path) -> None:
     assert Dump.load(tmp_path / "03-backward.json") == shown
     trace = json.loads((tmp_path / "03-backward.trace.json").read_text())
     assert len(trace["traceEvents"]) > 10
-    assert (tmp_path / "03-backward.txt").read_text() == f"{table(shown)}\n\n{NO_CODE}\n"
+    assert (tmp_path / "03-backward.txt").read_text() == f"{table(shown)}\n"
     assert len(list(tmp_path.iterdir())) == 4 and (tmp_path / PAGE).exists()
 
 
