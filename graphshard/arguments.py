@@ -79,6 +79,12 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         metavar="FRACTION",
         help="recompute the first FRACTION of the layers in backward (without FRACTION: all)",
     )
+    add(
+        "--reduce",
+        choices=("ring", "exchange", "auto"),
+        default="ring",
+        help="how gradients are reduced: SchedulePolicy(reduce=...) (%(default)s)",
+    )
     add("--offload", action="store_true", help="keep shards, gradients and optimizer on the host")
     add("--accumulate", type=int, default=1, help="microbatches in a step (%(default)s)")
     add("--budget", metavar="72GB", help="GPU memory that the schedule may use")

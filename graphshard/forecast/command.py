@@ -145,6 +145,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         budget,
         args.offload,
         1 if args.tp is None else args.tp,
+        args.reduce,
     )
 
 

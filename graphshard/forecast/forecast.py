@@ -247,6 +247,8 @@ def _recipe_text(forecast: Forecast) -> str:
         parts.append(f"{' and '.join(forecast.recomputed)} recomputed")
     if recipe.accumulate > 1:
         parts.append(f"{recipe.accumulate} microbatches")
+    if recipe.reduce != "ring":
+        parts.append(f"reduce {recipe.reduce}")
     return ", ".join(parts)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..kinds import GraphKind
+from ..planning.memory_budget import Reduce
 from ..scripts import Inputs
 from ..show.dump import Dump
 from ..show.table import exposed_reason, is_notable
@@ -37,6 +38,7 @@ def plan(
     offload: bool = False,
     tp: int = 1,
     parallelize: Parallelize | None = None,
+    reduce: Reduce = "ring",
 ) -> Forecast:
     """Forecast a training step of a model on a cluster that need not exist.
 
@@ -64,6 +66,7 @@ def plan(
             ``strategy`` counts groups of ``tp`` ranks.
         parallelize: function ``parallelize(model, mesh)`` that applies torch's
             ``parallelize_module`` to a copy of the model; required if ``tp`` > 1.
+        reduce: "ring", "exchange" or "auto": how gradients are reduced, as in ``SchedulePolicy``.
 
     Raises:
         ValueError: an argument is invalid, the strategy's N or ``tp`` does not divide the number of
@@ -71,7 +74,9 @@ def plan(
         BackendError: no schedule stays within ``budget_gb``.
         RuntimeError: this process already has a process group.
     """
-    recipe = Recipe(strategy, dtype, optimizer, recompute, accumulate, budget_gb, offload, tp)
+    recipe = Recipe(
+        strategy, dtype, optimizer, recompute, accumulate, budget_gb, offload, tp, reduce
+    )
     return forecast(module_workload(model, inputs, parallelize), recipe, cluster)
 
 

@@ -114,7 +114,7 @@ def plan_step(
 def _limits(graphs: Sequence[StepGraph], recipe: Recipe, outside: MemoryForecast) -> ScheduleLimits:
     """Return the limits of all graphs: the budget minus memory held outside of the graphs."""
     if recipe.budget_gb is None:
-        return ScheduleLimits()
+        return ScheduleLimits(reduce=recipe.reduce)
     # A graph's peak already includes its input shards.
     inside = min((graph.input_bytes for graph in graphs), default=0)
     held = outside.allocated - (outside.gradients if recipe.accumulate == 1 else 0)
@@ -124,7 +124,7 @@ def _limits(graphs: Sequence[StepGraph], recipe: Recipe, outside: MemoryForecast
             f"budget_gb={recipe.budget_gb:g}: parameters and optimizer alone need "
             f"{held / 1e9:.1f} GB on each GPU; raise the budget or use more GPUs"
         )
-    return ScheduleLimits(peak=peak)
+    return ScheduleLimits(peak=peak, reduce=recipe.reduce)
 
 
 # --- parameters kept unsharded -------------------------------------------------------------------

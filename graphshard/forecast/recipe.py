@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..options.float8_policy import Float8Policy
 from ..options.schedule_policy import SchedulePolicy
+from ..planning.memory_budget import Reduce
 from ..show.dump import ADAMW_PASSES
 from .trace import Ranks
 
@@ -61,6 +62,7 @@ class Recipe:
         offload: whether the host keeps shards, gradients and optimizer state, and runs the
             optimizer.
         tp: number of ranks over which tensor parallelism splits the model; they share a microbatch.
+        reduce: how gradients are reduced, as in ``SchedulePolicy``.
 
     Raises:
         ValueError: a value is invalid, or two values are incompatible.
@@ -74,6 +76,7 @@ class Recipe:
     budget_gb: float | None = None
     offload: bool = False
     tp: int = 1
+    reduce: Reduce = "ring"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"zero3|zero2|ddp|(hsdp|hpz):[1-9]\d*", self.strategy):
@@ -86,6 +89,8 @@ class Recipe:
             raise ValueError(
                 'dtype="fp8" with strategy="ddp": replicated parameters cannot use fp8; use bf16'
             )
+        if self.reduce not in get_args(Reduce):
+            raise ValueError(f"reduce={self.reduce!r}: must be one of {get_args(Reduce)}")
         if not (isinstance(self.accumulate, int) and self.accumulate > 0):
             raise ValueError(f"accumulate={self.accumulate!r}: must be a positive integer")
         if not (isinstance(self.recompute, (int, float)) and 0 <= self.recompute <= 1):
@@ -184,10 +189,13 @@ class Recipe:
             f"mesh[{data_axes}]" if self.tp > 1 else "mesh",
             *(f"{name}={code}" for name, _, code in self._arguments()),
         ]
+        schedule = []
         if memory_budget_gb is not None:
-            arguments.append(
-                f"schedule=graphshard.SchedulePolicy(memory_budget_gb={memory_budget_gb:.1f})"
-            )
+            schedule.append(f"memory_budget_gb={memory_budget_gb:.1f}")
+        if self.reduce != "ring":
+            schedule.append(f'reduce="{self.reduce}"')
+        if schedule:
+            arguments.append(f"schedule=graphshard.SchedulePolicy({', '.join(schedule)})")
         lines = ["", f'mesh = init_device_mesh("{device_type}", {tuple(axes.values())}{names})']
         if self.recompute == 1:
             lines.append("model.gradient_checkpointing_enable()  # or checkpoint() of each layer")

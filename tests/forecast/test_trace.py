@@ -23,7 +23,7 @@ from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.search import RESERVED, search
 from graphshard.forecast.trace import Ranks, TracedStep, UntraceableError, trace
 from graphshard.forecast.workload import Workload, recompute_layers, recomputed_layers
-from graphshard.kinds import HOST_COPIES
+from graphshard.kinds import HOST_COPIES, TransferKind
 
 HARDWARE = find_hardware("H100")
 
@@ -251,6 +251,16 @@ def test_a_budget_is_kept_and_changes_that_break_it_are_left_out() -> None:
     assert kept[0] and all(bytes_ <= plans[1][0].memory_bytes for bytes_ in kept[1])
     with pytest.raises(ValueError, match="alone need"):
         plan_step(traced, Recipe(budget_gb=1e-5), machine)
+
+
+def test_reductions_are_exchanged_on_request() -> None:
+    machine, traced = cluster("H100", 8), trace_stack(4, Recipe())
+    for recipe in (Recipe(), Recipe(reduce="exchange"), Recipe(reduce="exchange", budget_gb=70)):
+        dumps = plan_step(traced, recipe, machine).dumps
+        buckets = [bucket for dump in dumps for bucket in dump.plan.buckets]
+        reductions = [b.exchanges for b in buckets if b.kind == TransferKind.REDUCE_SCATTER]
+        assert set(reductions) == {recipe.reduce == "exchange"}
+        assert ('reduce="exchange"' in recipe.code(8)) == (recipe.reduce == "exchange")
 
 
 def test_the_search_recomputes_as_few_layers_as_fit() -> None:
