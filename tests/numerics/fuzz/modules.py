@@ -225,9 +225,12 @@ class Split(nn.Sequential):
 
     def parallelize(self, tp: DeviceMesh) -> None:
         """Parallelize the layers over the ranks of `tp`; the style of "" is for the whole block."""
+        trained = {name: param.requires_grad for name, param in self.named_parameters()}
         parallelize_module(self, tp, {name: style for name, style in self.plan.items() if name})
         if "" in self.plan:
             parallelize_module(self, tp, self.plan[""])
+        for name, param in self.named_parameters():
+            param.requires_grad_(trained[name])  # SequenceParallel unfreezes parameters
 
 
 class Heads(nn.Module):
