@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -148,12 +147,6 @@ class Forecast:
 
     def __str__(self) -> str:
         return forecast_text(self)
-
-    def _repr_html_(self) -> str:
-        """Return the page of ``plan --html`` in a frame, which notebooks show."""
-        from .report import forecast_page  # imports this module
-
-        return f'<iframe srcdoc="{html.escape(forecast_page(self))}" width="100%" height="900">'
 
 
 def _with_properties(part: TimeForecast | MemoryForecast, *names: str) -> dict[str, object]:

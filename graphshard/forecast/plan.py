@@ -18,6 +18,7 @@ from .derive import Progress, trace_step
 from .forecast import Exposed, Forecast
 from .planned_step import find_bottleneck, find_changes, plan_step
 from .recipe import Recipe
+from .report import ShownForecast
 from .trace import TracedStep
 from .workload import Workload, module_workload, recomputed_layers
 
@@ -148,7 +149,7 @@ def make_forecast(
     forward = sum(g.num_flops for g in traced.graphs if g.kind == GraphKind.FORWARD)
     # With fp8, too, MFU is relative to the bfloat16 peak.
     peak = cluster.hardware.flops_of("float32" if recipe.dtype == "float32" else "bfloat16").peak
-    return Forecast(
+    return ShownForecast(
         model=model,
         num_params=int(traced.held.num_params),
         cluster=cluster,
