@@ -217,6 +217,9 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``graphshard diff``."""
     parser.add_argument("before", type=Path, metavar="A", help="a dump")
     parser.add_argument("after", type=Path, metavar="B", help="a dump")
+    parser.add_argument(
+        "--html", type=Path, metavar="OUT", help="also write a page of both plans to this file"
+    )
 
 
 def add_strategies(parser: argparse.ArgumentParser) -> None:

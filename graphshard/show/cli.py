@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..files import write_whole
-from .diff import diff
+from .diff import diff, diff_page
 from .dump import Dump
 from .dump_folder import dump_paths, folder_page, saving_choices
 from .table import saving_table, summary
@@ -28,11 +28,15 @@ def _write_page(args: argparse.Namespace) -> int:
     if others or not folder.is_dir():
         raise argparse.ArgumentTypeError("--html: pass exactly one folder of dumps")
     _files(folder)
+    _write(args.html, folder_page(folder))
+    return 0
+
+
+def _write(path: Path, page: str) -> None:
     try:
-        write_whole(args.html, folder_page(folder))
+        write_whole(path, page)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"--html: {error}") from error
-    return 0
 
 
 def _files(path: Path) -> list[Path]:
@@ -44,7 +48,10 @@ def _files(path: Path) -> list[Path]:
 
 def compare(args: argparse.Namespace) -> int:
     """Run the command ``diff`` and return its exit status."""
-    report = diff(_load(args.before), _load(args.after))
+    before, after = _load(args.before), _load(args.after)
+    report = diff(before, after)
+    if args.html is not None:
+        _write(args.html, diff_page(before, after))
     print(report or "no difference")
     return 1 if report else 0
 

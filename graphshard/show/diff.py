@@ -1,4 +1,4 @@
-"""Report the changes between two plans of a graph, as text.
+"""Report the changes between two plans of a graph, as text or as a page.
 
 Buckets that share a parameter are related; each set of related buckets makes one line:
 
@@ -18,22 +18,48 @@ from tabulate import tabulate
 from ..kinds import TransferKind
 from ..planning.plan import Bucket, PlanParam
 from .dump import Dump, param_name
+from .page import TableData, graph_data, page, page_data, step_data
+from .step import Phase
 
 # Divisor and displayed unit for each unit in a field's name.
 _DISPLAY_UNITS = {"us": (1e3, "ms"), "bytes": (1e9, "GB")}
+_HEADERS = ["", "before", "after", ""]
 
 
 def diff(before: Dump, after: Dump) -> str:
     """Return a report of the changes, or "" if the dumps are equal."""
+    rows = _total_rows(before, after)
+    table = [tabulate(rows, _HEADERS, floatfmt=".3f")] if rows else []
+    return "\n".join([*_changes(before, after), *table])
+
+
+def diff_page(before: Dump, after: Dump) -> str:
+    """Return an HTML page of both plans, their timelines over each other, and of the changes."""
+    graphs = [graph_data(before, "before"), graph_data(after, "after")]
+    steps = [step_data(graph["name"], [Phase(i)], graphs) for i, graph in enumerate(graphs)]
+    totals = [
+        [what, *(f"{total:.3f}" for total in pair), change]
+        for what, *pair, change in _total_rows(before, after)
+    ]
+    changes = [[line] for line in _changes(before, after)] or [["no difference"]]
+    tables = [
+        TableData(title="totals", headers=_HEADERS, numbers=[1, 2, 3], rows=totals),
+        TableData(title="changes", headers=[""], numbers=[], rows=changes),
+    ]
+    title = f"graphshard diff: {before.plan.graph}"
+    return page(page_data(title, graphs, steps, tables=tables[not totals :], compares=True))
+
+
+def _changes(before: Dump, after: Dump) -> list[str]:
+    """Return a line for each change except those of totals."""
     lines = [
         *_setting_changes(before, after),
         *_param_changes(before, after),
         *_bucket_changes(before, after),
     ]
-    lines += _totals_table(before, after)
-    if not lines and not _equal(before, after):
+    if not lines and not _total_rows(before, after) and not _equal(before, after):
         lines = _changed_fields(before, after)
-    return "\n".join(lines)
+    return lines
 
 
 def _equal(before: Dump, after: Dump) -> bool:
@@ -151,7 +177,8 @@ def _buffer_params(dump: Dump, bucket: Bucket) -> set[frozenset[str]]:
     return {frozenset(dump.param_names(part)) for part in parts}
 
 
-def _totals_table(before: Dump, after: Dump) -> list[str]:
+def _total_rows(before: Dump, after: Dump) -> list[tuple[str, float, float, str]]:
+    """Return the totals that differ, as rows with ``_HEADERS``."""
     old_totals, new_totals = dataclasses.asdict(before.totals), dataclasses.asdict(after.totals)
     rows = []
     for name, old in old_totals.items():
@@ -161,9 +188,9 @@ def _totals_table(before: Dump, after: Dump) -> list[str]:
             scale, shown_unit = _DISPLAY_UNITS[unit]
             change = f"{new / old - 1:+.1%}" if old else ""
             rows.append(
-                [f"{what.replace('_', ' ')} {shown_unit}", old / scale, new / scale, change]
+                (f"{what.replace('_', ' ')} {shown_unit}", old / scale, new / scale, change)
             )
-    return [tabulate(rows, ["", "before", "after", ""], floatfmt=".3f")] if rows else []
+    return rows
 
 
 def _changed_fields(before: Dump, after: Dump) -> list[str]:

@@ -179,7 +179,8 @@ class PageData(TypedDict):
     """Content of a page, in display order."""
 
     title: str
-    steps: list[StepData]  # training, evaluation
+    steps: list[StepData]  # training, evaluation; only the first has a chart, unless ``compares``
+    compares: bool  # whether to draw all steps over each other, on one time axis
     notes: list[str]  # missing parts, with reasons
     charts: list[BarsData]
     tables: list[TableData]
@@ -201,11 +202,14 @@ def page_data(
     notes: Sequence[str] = (),
     tables: Sequence[TableData] = (),
     charts: Sequence[BarsData] = (),
+    *,
+    compares: bool = False,
 ) -> PageData:
     """Assemble a page's data; ``steps`` come from ``steps_data``."""
     return PageData(
         title=title,
         steps=list(steps),
+        compares=compares,
         notes=list(notes),
         charts=list(charts),
         tables=list(tables),
@@ -237,20 +241,21 @@ def steps_data(
         if optimizer_us is None:
             name = "optimizer (a fused AdamW)"
             optimizer_us = sum(graphs[phase.graph]["optimizer_us"] for phase in trained)
-        steps.append(_step("training step", trained, graphs, note))
+        steps.append(step_data("training step", trained, graphs, note))
         if optimizer_us > 0:
             phase = PhaseData(name=name, graph=None, count=1, us=_rounded(optimizer_us))
             steps[0]["phases"].append(phase)
             steps[0]["predicted"]["total_us"] += optimizer_us
     evaluated = [Phase(i) for i, g in enumerate(graphs) if g["kind"] == GraphKind.INFERENCE]
     if evaluated:
-        steps.append(_step("evaluation", evaluated, graphs))
+        steps.append(step_data("evaluation", evaluated, graphs))
     return steps
 
 
-def _step(
+def step_data(
     name: str, phases: Sequence[Phase], graphs: Sequence[GraphData], note: str = ""
 ) -> StepData:
+    """Return a step of some graphs: their sums, and their highest peaks."""
     run = [(graphs[phase.graph], phase.runs) for phase in phases]
     measured = [count * m["median_us"] for graph, count in run if (m := graph["measured"])]
     predicted = {

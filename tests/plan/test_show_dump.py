@@ -151,13 +151,18 @@ def test_show_prints_tables(two: tuple[Path, Path], capsys: pytest.CaptureFixtur
 
 
 def test_diff_prints_differences(
-    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    two: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = map(str, two)
     assert main(["diff", one, other]) == 1
     report = capsys.readouterr().out
     assert report == f"{diff(Dump.load(two[0]), Dump.load(two[1]))}\n"
     assert "launch before 2 step2 -> before end" in report
+    page = tmp_path / "diff.html"
+    assert main(["diff", one, other, "--html", str(page)]) == 1
+    shown = page.read_text().replace("\\u003c", "<")
+    assert '"compares":true' in shown and report.splitlines()[0] in shown
+    capsys.readouterr()
     assert main(["diff", one, one]) == 0
     assert capsys.readouterr().out == "no difference\n"
 
