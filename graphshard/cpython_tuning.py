@@ -40,7 +40,7 @@ def with_stack_room(
 
 @contextlib.contextmanager
 def without_full_collections() -> Iterator[None]:
-    """Restrict garbage collection to young objects while the context is active."""
+    """Turn off full garbage collections in this context; younger generations are collected."""
     # CPython runs a full collection whenever the number of objects has grown by a quarter. torch
     # alone has 400,000 objects, and a compile makes and drops millions: 11 full collections took 7
     # of the 50 seconds of a first step of 48 layers.

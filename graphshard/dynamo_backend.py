@@ -187,7 +187,7 @@ class Backend:
         return _backend_of(call) is self
 
     def shard_compiled(self, root: nn.Module, call: CompiledCall) -> None:
-        """Shard a module given to ``torch.compile``, before Dynamo traces its first frame."""
+        """Shard the root of a compiled call before Dynamo traces it, if it has plain parameters."""
         will_cast = has_yet_to_cast(root, call)
         if not will_cast:
             forget_first_forward(root)
@@ -359,7 +359,8 @@ def backend(
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
         dump: folder for the plans, traces, tables and FX code of every compiled graph, and a page
             that shows them all, ``index.html``; created if missing. Backends cannot share it.
-        sync_module_states: whether to broadcast the first rank's parameters and buffers first.
+        sync_module_states: whether to broadcast the first rank's parameters and buffers before
+            sharding.
 
     Raises:
         ValueError: an argument is invalid. At the first call, on every rank and before anything is

@@ -1,4 +1,4 @@
-"""The error that all ranks raise, unwrapped by Dynamo."""
+"""The error class of graphshard, which Dynamo does not wrap."""
 
 from __future__ import annotations
 

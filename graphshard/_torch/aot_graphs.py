@@ -45,7 +45,10 @@ def num_constants(gm: fx.GraphModule) -> int:
 
 
 def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
-    """Return each input's position in Dynamo's graph, or None for a constant; omit tokens."""
+    """Return each AOTAutograd input's position in Dynamo's graph, or None for constants.
+
+    Tokens are omitted.
+    """
     positions: list[int | None] = [None] * num_constants(gm)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
@@ -57,9 +60,9 @@ def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
 
 
 def original_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the number of each placeholder that is an original input.
+    """Return the input number of each placeholder, counted from 0 and including constants.
 
-    Constants count as inputs, tokens do not.
+    Tokens, and a backward graph's tangents and saved activations, are omitted.
 
     A backward graph must have gone through :func:`number_inputs` if its forward graph has tokens.
     """
@@ -199,7 +202,7 @@ def on_joint_graph(rewrite: Callable[[fx.GraphModule], None]) -> None:
 def derive_schemas_once(prefix: str) -> None:
     """Derive the schema of each subgraph once if its name contains ``prefix``.
 
-    All calls of such a subgraph must have equal arguments, but for their values.
+    Arguments of different calls of such a subgraph may differ only in their values.
     """
 
     def wrap(gen_schema: Any) -> Any:

@@ -177,7 +177,7 @@ def _parameter(
 
 
 def _as_parameter(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """Return a leaf that passes ``isinstance(_, nn.Parameter)``; only Dynamo sees it."""
+    """Make ``fake`` pass ``isinstance(_, nn.Parameter)``, as a leaf outside of ``torch.func``."""
     if torch._C._functorch.maybe_current_level() is None:
         with torch.enable_grad():
             fake = fake.detach().requires_grad_(requires_grad)

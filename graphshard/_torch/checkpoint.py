@@ -35,14 +35,18 @@ _CLASSES: dict[str, tuple[str, ...]] = {
 }
 
 
+_NEVER_DOES = (
+    "which metadata of torch.distributed.checkpoint never does: pass a checkpoint that "
+    "torch.distributed.checkpoint.save wrote"
+)
+
+
 def _set_attributes(unpickler: Any) -> None:
     """Set attributes (the BUILD opcode) of an object that the pickle itself has built."""
     # Classes, functions and enum members belong to torch and must not change.
     made = unpickler.stack[-2]
     if isinstance(made, type) or not dataclasses.is_dataclass(made):
-        raise pickle.UnpicklingError(
-            f"the file modifies {made!r}, which torch.distributed.checkpoint metadata never does"
-        )
+        raise pickle.UnpicklingError(f"the .metadata file modifies {made!r}, {_NEVER_DOES}")
     pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
 
 
@@ -59,17 +63,14 @@ class _Unpickler(pickle._Unpickler):
             return PurePosixPath
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f"the file refers to {module}.{name}, which torch.distributed.checkpoint metadata "
-            "never does"
-        )
+        raise pickle.UnpicklingError(f"the .metadata file refers to {module}.{name}, {_NEVER_DOES}")
 
 
 def read_metadata(path: Path) -> Any:
     """Unpickle a checkpoint's metadata file, and return its content, usually a ``Metadata``.
 
     Raises:
-        Exception: of any type; the file is damaged, or has names that metadata never has.
+        Exception: of any type; the file is damaged, or is not checkpoint metadata.
     """
     with path.open("rb") as file:
         return _Unpickler(file).load()

@@ -123,7 +123,7 @@ class _Kernel:
         return is_alone and not _OTHER_DIRECTIVE.search(self.source)
 
     def module_code(self, name: str) -> str:
-        """Return the code of a Python module with this kernel as its function ``name``."""
+        """Return the C++ code of an extension module with this kernel as its function ``name``."""
         cache = CppPythonBindingsCodeCache
         arguments = ", ".join(
             f"parse_arg<{argtype.replace('const ', '')}>(args, {i})"

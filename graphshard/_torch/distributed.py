@@ -33,11 +33,11 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def name_for_graphs(group: dist.ProcessGroup) -> str:
-    """Return a name of the group that does not depend on groups which no graph uses.
+    """Register and return a name of the group that is independent of groups which no graph uses.
 
-    ``process_group`` finds the group by this name, as do torch's collectives. Torch counts all
-    groups of a job for its names: with these, creating another group first would change the code of
-    graphs and their keys in caches, and replicas would share no code.
+    ``process_group`` and torch's collectives find the group by this name. Torch's own names number
+    all groups of a job: if graphs used them, creating another group first would change the code of
+    graphs and their cache keys, and replicas would share no code. The default group keeps its name.
     """
     if group is dist.group.WORLD:
         return group.group_name
@@ -126,7 +126,7 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether a collective failed because a peer closed its connection or timed out."""
+    """Return whether a collective's error suggests that a peer closed its connection or stalled."""
     # gloo's errors have no special class, but contain paths of its source files.
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
@@ -157,8 +157,11 @@ class PendingCollective(NamedTuple):
 
 
 def pending_collective(thread: int) -> PendingCollective | None:
-    """Return the collective in progress on a thread of this process, or None."""
-    # Point-to-point operations, functional collectives and those of compiled graphs do not count.
+    """Return the collective in progress on a thread of this process, or None.
+
+    Point-to-point operations, functional collectives and those of compiled graphs do not count, nor
+    do collectives of a backend that does not number them.
+    """
     # Functions and their local variable "group" are those of distributed_c10d.py.
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code.co_filename != _COLLECTIVES:

@@ -100,7 +100,10 @@ class Trace:
         return is_resumed(self._tx.f_code)
 
     def graph_break(self) -> str | None:
-        """Return ``file:line: reason`` if this graph ends in a graph break, otherwise None."""
+        """Return ``file:line: reason`` of the graph break that ends this graph, or None.
+
+        If the line is unknown, the reason alone is returned.
+        """
         # See ``GraphCompileReason`` in torch/_dynamo/output_graph.py.
         reason = self._tx.output.compile_subgraph_reason
         if reason is None or not reason.graph_break:
@@ -142,7 +145,7 @@ def on_compile_start(act: Callable[[object], None]) -> None:
 
 
 def on_compile_end(act: Callable[[object], None]) -> None:
-    """Call ``act`` after every compilation, even failed; register it like `on_compile_start`."""
+    """Call ``act`` after every compilation, even a failed one; register like `on_compile_start`."""
     handler = torch._dynamo.callback_handler
     if act not in handler.end_callbacks:
         handler.register_end_callback(act)
@@ -156,7 +159,10 @@ def on_compile_error(act: Callable[[BaseException], None]) -> None:
 
 @dataclass(frozen=True)
 class _OnError:
-    """A callback for the end of a compilation; equal callbacks are registered only once."""
+    """End-of-compilation callback that acts only if the compilation failed.
+
+    Equal callbacks are registered once.
+    """
 
     act: Callable[[BaseException], None]
 
@@ -212,7 +218,7 @@ def at_recompile_limit(code: CodeType) -> bool:
 
 
 def graph_break_reasons() -> list[str]:
-    """Return the first line of each graph-break reason since the last ``torch.compiler.reset``."""
+    """Return the first line of each graph-break reason that Dynamo has counted in this process."""
     return [reason.splitlines()[0] for reason in counters["graph_break"]]
 
 
@@ -239,9 +245,10 @@ def is_capturing() -> bool:
 
 
 def capture_graph(call: Callable[[], object]) -> tuple[fx.GraphModule, list[Any]] | None:
-    """Return the first graph that Dynamo traces of ``call()``, with its inputs, without running it.
+    """Return the first graph that Dynamo captures from ``call()``, and its inputs.
 
-    Return None if Dynamo captures no graph.
+    The graph is not run. Return None if Dynamo captures no graph; ``call()`` then runs as plain
+    Python.
     """
     global _capturing
     captured: list[tuple[fx.GraphModule, list[Any]]] = []
@@ -364,5 +371,5 @@ def _empty(wrappers: weakref.WeakSet[_FreedOnReset]) -> None:
 
 def _is_dropped(*args: object) -> None:
     raise RuntimeError(
-        "torch._dynamo.reset() has freed this graph while its forward ran; call the model again"
+        "torch._dynamo.reset() freed this graph while its forward was running: call the model again"
     )

@@ -233,14 +233,15 @@ def _first_argument(frame: FrameType) -> object:
 def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] | None:
     """Return a dictionary that lives as long as the innermost call in progress.
 
-    The dictionary also holds the keyword arguments of that call: use keys that are not strings.
+    It is the call's own ``kwargs``: use keys that are not strings.
 
     Args:
         is_part_of_model: returns whether a module's calls count.
 
     Returns:
-        The ``kwargs`` of the innermost call of such a module or of compiled code, or None outside
-        of any forward.
+        The ``kwargs`` of the innermost call of such a module or of compiled code; a new dictionary
+        on every call if a forward runs without one, as in ``module.forward(x)`` or when
+        torch.utils.checkpoint reruns part of it; None outside of any forward.
     """
     inside = False
     for frame in frames():
@@ -249,8 +250,6 @@ def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] 
             kwargs: dict[Any, Any] = frame.f_locals["kwargs"]
             return kwargs
         inside = inside or part or is_recomputation(frame)
-    # A new one if a module's forward runs without a call (``module.forward(x)``), or
-    # torch.utils.checkpoint reruns part of one.
     return {} if inside else None
 
 

@@ -210,8 +210,9 @@ def compile_without_code(
 ) -> Any:
     """Run all of Inductor's passes on a graph with fake inputs, without generating code.
 
-    The result returns new fake tensors with the shapes of the graph's outputs. ``inner_compile``
-    is called with each partitioned graph, in place of the post-grad passes.
+    The returned callable returns uninitialized tensors like the graph's outputs, and inputs as they
+    are. ``inner_compile``, if given, compiles each partitioned graph instead, without the post-grad
+    passes.
     """
     patches = {**options, "force_disable_caches": True}
     return compile_fx(
@@ -298,7 +299,10 @@ def donate_nothing() -> None:
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add a file, with encoding "json" or "string", to the ``TORCH_TRACE`` log of tlparse."""
+    """Log an artifact, with encoding "json" or "string", to ``TORCH_TRACE``.
+
+    tlparse shows it as a file.
+    """
     # ``payload`` is called only if the log is enabled (torch/_logging/_internal.py).
     metadata = {"name": name, "encoding": encoding}
     trace_structured("artifact", metadata_fn=lambda: metadata, payload_fn=payload)

@@ -24,7 +24,7 @@ _instances: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary(
 
 
 def live_instances(kind: type[_T]) -> dict[int, _T]:
-    """Return the live optimizers or modules of type ``kind``, keyed by id."""
+    """Return the recorded optimizers or modules of type ``kind`` that are alive, keyed by id."""
     return {key: thing for key, thing in _instances.items() if issubclass(type(thing), kind)}
 
 

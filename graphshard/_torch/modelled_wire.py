@@ -2,7 +2,8 @@
 
 Each rank's wire carries one collective at a time, in ``latency_s`` plus the time of the bytes that
 a ring sends. The transfer needs no core, as on a GPU's interconnect, so compute can hide it: a wait
-sleeps until the wire is done. Method names are those that c10d calls on a Python process group.
+sleeps until the wire is done. Broadcasts, barriers and all-gathers into lists of tensors take only
+gloo's time. Method names are those that c10d calls on a Python process group.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _eager = torch.compiler.disable
 
 
 class ModelledWire:
-    """The wire of this process; without bandwidth, collectives take only gloo's time."""
+    """The wire of this process; until ``bytes_per_s`` is set, collectives take only gloo's time."""
 
     def __init__(self) -> None:
         self.latency_s, self.bytes_per_s = 0.0, 0.0

@@ -98,8 +98,8 @@ _EMPTIES = "Module.to_empty.<locals>.<lambda>"  # function that ``to_empty`` app
 class NoticesReplacement(nn.Module):
     """A module that is notified after calls that may have replaced parameters or storages.
 
-    These calls are ``.to()``, ``to_empty()`` and the like, ``load_state_dict(assign=True)``,
-    unpickling and copying.
+    These calls are ``.to()``, ``to_empty()`` and the like, ``load_state_dict``, unpickling and
+    copying.
     """
 
     def _graphshard_on_replacement(self, *, empty: bool = False) -> None:

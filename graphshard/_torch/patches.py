@@ -59,7 +59,8 @@ ENTRIES = {
         "Shards a module before Dynamo traces it, and frees compiled graphs on a reset."
     ),
     "torch._dynamo.callback.callback_handler.end_callbacks": (
-        "Adds advice to dtype errors of models with an mp_policy, and clears the progress line."
+        "Clears the progress line. If the compilation failed, adds advice to dtype errors of "
+        "models with an mp_policy, and suppresses the warning that the backend sharded nothing."
     ),
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers": (
         "Traces the results of unshard markers as parameters."

@@ -180,7 +180,7 @@ def chunk_cat_is_one_kernel(target: torch.Tensor, sources: Sequence[torch.Tensor
 
 
 def chunk_cat_(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-    """Pad the rows of each source to a multiple of the rows of ``target``, and pack them.
+    """Pad each source to a multiple of ``target.shape[0]`` rows, and pack all into ``target``.
 
     Row ``i`` of ``target`` holds the ``i``-th chunk of every source, in the order of ``sources``.
     """

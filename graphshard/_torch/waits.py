@@ -20,11 +20,11 @@ wait_tensor: Wait = _packet.default
 
 
 def replace_wait(wait: Wait) -> None:
-    """Have graphs that run call ``wait`` until :func:`restore_wait`, or until a compile begins."""
+    """Make running graphs call ``wait`` until :func:`restore_wait` or the next compile."""
     on_compile_start(restore_wait)  # graphs that are compiled must contain the operator itself
     _packet.default = wait
 
 
 def restore_wait(_: object = None) -> None:
-    """Have graphs call the operator again."""
+    """Make graphs call ``wait_tensor`` again."""
     _packet.default = wait_tensor

@@ -68,9 +68,9 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         The result of ``Accelerator.prepare(model, *others)``. The model is the same object.
 
     Raises:
-        ValueError: the accelerator uses a sharding strategy, compiler or fp8, tensor parallelism
-            has split the model, one of ``others`` is a module, or :func:`graphshard.backend`
-            rejects an option.
+        ValueError: the accelerator uses a sharding strategy, compiler or fp8, ``model`` is not a
+            module or tensor parallelism has split it, one of ``others`` is a module, or
+            :func:`graphshard.backend` rejects an option.
     """
     _check(accelerator, model, others)
     dynamo_backend = backend(**options)
@@ -88,13 +88,15 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
 
 def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) -> None:
     """Raise ValueError if a setting or an argument prevents graphshard from sharding ``model``."""
-    kind, how = accelerator.distributed_type, "unset it, and set arguments of graphshard.backend"
+    kind, how = accelerator.distributed_type, "pass arguments of graphshard.backend to prepare"
     # Accelerate silently ignores FSDP on CPUs, so ``distributed_type`` does not show it.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         kind = DistributedType.FSDP
     if kind not in _PLAIN:
         raise ValueError(
-            f"the accelerator is set to {kind.value}, which shards models itself: {how}"
+            f"the accelerator has distributed_type={kind.value}, but graphshard shards the model "
+            f"and needs one of {', '.join(plain.value for plain in _PLAIN)}: turn the strategy off "
+            f"in Accelerator(...) or accelerate config, and {how}"
         )
     compiler = accelerator.state.dynamo_plugin.backend
     if compiler.value != "NO":
@@ -109,7 +111,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
             "with torchtitan, Lightning or your own loop"
         )
     if accelerator.parallelism_config is not None:
-        raise ValueError(f"the accelerator has a parallelism_config: {how}")
+        raise ValueError(f"the accelerator has a parallelism_config: remove it, and {how}")
     if accelerator.mixed_precision == "fp8":
         raise ValueError(
             "the accelerator has mixed_precision='fp8': use 'bf16' and, for graphshard, "

@@ -151,12 +151,12 @@ class LogMetrics(Callback):
         self._tokens_per_step, self._logged = tokens_per_step, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Start to measure ``step_s``."""
         self._logged = trainer.global_step
         metrics(pl_module, steps=1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log, if it is time to, after an optimizer step."""
+        """Log after every ``log_every_n_steps`` optimizer steps."""
         steps = trainer.global_step - self._logged
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if trainer.global_step % every or steps < 1:
@@ -234,8 +234,8 @@ def _shard_on(
     num_parts = mesh["tensor_parallel"].size()
     if num_parts > 1 and not is_split(model):
         raise ValueError(
-            f"tensor_parallel_size={num_parts}, but {type(model).__name__} is not split: pass "
-            "parallelize_fn, which calls parallelize_module"
+            f"tensor_parallel_size={num_parts}, but {type(model).__name__} is not split: pass a "
+            "parallelize_fn that calls parallelize_module"
         )
     shard_and_compile(model, dynamo_backend, options)
 

@@ -51,16 +51,20 @@ _QUANTIZED = (
     "graphshard.shard with these parameters in ignored_params"
 )
 _PARALLELIZE = (
-    "graphshard shards the model; leave it out. For tensor parallelism, pass a function that calls "
-    "parallelize_module as parallelize"
+    "graphshard splits the model: omit this argument. For tensor parallelism, pass as parallelize "
+    "a function that calls parallelize_module"
 )
+_PLACED = "graphshard places the shards on the mesh: omit this argument"
 # Arguments of ``from_pretrained`` that are incompatible with sharding, with advice.
 _REFUSED = {
-    "device_map": "the mesh places the shards; leave it out",
-    "max_memory": "the mesh places the shards; leave it out",
-    "offload_folder": 'to keep shards on the host, pass sharding={"offload_policy": ...} instead',
+    "device_map": _PLACED,
+    "max_memory": _PLACED,
+    "offload_folder": (
+        "to keep shards in host memory, pass instead "
+        'sharding={"offload_policy": CPUOffloadPolicy()}'
+    ),
     "distributed_config": _PARALLELIZE,
-    "device_mesh": "pass it to graphshard as mesh instead",
+    "device_mesh": "pass the mesh to shard over as mesh instead",
     "tp_plan": _PARALLELIZE,
     "tp_size": _PARALLELIZE,
     "quantization_config": _QUANTIZED,
@@ -152,8 +156,8 @@ def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, 
             raise ValueError(f"{name}={kwargs[name]!r}: {advice}")
     if options.get("ignored_params") is not None:
         raise ValueError(
-            "ignored_params: the model has no parameters yet; to replicate parameters, set "
-            'overrides={glob: {"shard": False}}'
+            "sharding has ignored_params, but the model has no parameters yet: to replicate some, "
+            'pass sharding={"overrides": {glob: {"shard": False}}}'
         )
 
 
@@ -193,8 +197,9 @@ class _Outline:
             model, report = cls.from_pretrained(name_or_path, **arguments)
         if not self._has_loaded:
             raise ValueError(
-                f"{name_or_path} was not loaded by PreTrainedModel's code: call "
-                "the class's own from_pretrained, then graphshard.shard"
+                f"{cls.__name__}.from_pretrained did not load {name_or_path} through "
+                "PreTrainedModel, so it cannot be sharded while it loads: call "
+                f"{cls.__name__}.from_pretrained yourself, then graphshard.shard"
             )
         return model, report
 
@@ -213,8 +218,9 @@ class _Outline:
             raise ValueError(f"{type(model).__name__}: {_QUANTIZED}")
         if self._has_loaded:
             raise ValueError(
-                "the checkpoint has adapters or a nested pretrained model: load only the base "
-                "model, then add adapters with peft; they are sharded when the model is compiled"
+                f"{type(model).__name__} loads a second checkpoint, for adapters or a nested "
+                "pretrained model: load only the base model, then add adapters with peft; they are "
+                "sharded when the model is compiled"
             )
         self._has_loaded = True
         stored = _stored_state(state_dict, checkpoint_files or (), load_config)
@@ -353,8 +359,8 @@ def _check_ties(model: nn.Module, values: Values) -> None:
     for name, _ in model.named_parameters():
         if name not in values:
             raise ValueError(
-                f"parallelize unties {name!r}: parallelize_module splits tied modules separately; "
-                "leave them out of the plan"
+                f"parallelize unties {name!r}, because parallelize_module splits tied modules "
+                "separately: leave tied modules out of its plan"
             )
 
 

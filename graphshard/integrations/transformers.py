@@ -63,7 +63,7 @@ class ShardedTrainerMixin(Trainer):
     ) -> None:
         if not isinstance(sharding, dict | None):
             raise ValueError(
-                f"sharding={sharding!r}: must be a dict of arguments of graphshard.backend"
+                f"sharding={sharding!r}: must be a dict of arguments of graphshard.backend, or None"
             )
         self.sharding, self._backend_metrics = sharding or {}, backend_metrics
         self._logged_step = self._logged_tokens = 0  # when metrics were logged last
@@ -74,8 +74,9 @@ class ShardedTrainerMixin(Trainer):
         for name in ("fsdp", "fsdp_config"):
             if value := getattr(self.args, name, None):
                 raise ValueError(
-                    f"{name}={value!r}: graphshard shards the model; leave it out, and pass the "
-                    "arguments of graphshard.backend as sharding={...}"
+                    f"{name}={value!r}: graphshard already shards the model; remove {name} from "
+                    "TrainingArguments, and pass the arguments of graphshard.backend as "
+                    "sharding={...}"
                 )
         super().create_accelerator_and_postprocess()
 

@@ -67,7 +67,8 @@ class Muon(torch.optim.Muon):
 
     Parameters are matrices: plain, replicated, or split by rows over a 1D mesh (``Shard(0)``) or
     over the second axis of a 2D mesh (``Replicate(), Shard(0)``), as graphshard and FSDP2 split
-    them. All ranks of the mesh have to step together. A step sends each matrix twice, in bfloat16.
+    them. All ranks of the mesh have to step together. A step sends each split matrix twice, in
+    bfloat16.
 
     Raises:
         ValueError: a parameter is not a matrix; or, in a step, has another placement, is complex,

@@ -70,5 +70,5 @@ def check_fp8(fp8: object, param_dtype: torch.dtype | None) -> None:
     if param_dtype is not None and param_dtype not in DTYPES:
         raise ValueError(
             f"fp8 with mp_policy.param_dtype={param_dtype}: fp8 linears take and return one of "
-            f"{DTYPES}; choose one of these, or omit fp8"
+            f"{DTYPES}; set param_dtype to one of these or to None, or omit fp8"
         )

@@ -134,7 +134,9 @@ class Options:
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler={self.compiler!r}: must be one of {COMPILERS}")
         if not isinstance(self.schedule, SchedulePolicy):
-            raise ValueError(f"schedule={self.schedule!r}: must be a graphshard.SchedulePolicy")
+            raise ValueError(
+                f"schedule={self.schedule!r}: must be a graphshard.SchedulePolicy or None"
+            )
         object.__setattr__(self, "ignored_params", _parameter_set(self.ignored_params))
         object.__setattr__(self, "dump", _writable_folder(self.dump))
 
@@ -228,13 +230,15 @@ def matches(glob: str, fqn: str) -> bool:
 def _check_overrides(overrides: object) -> None:
     if not isinstance(overrides, Mapping):
         raise ValueError(
-            f"overrides={overrides!r}: must be a dict of {{fqn glob: {{argument: value}}}}"
+            f"overrides={overrides!r}: must be a dict of {{fqn glob: {{argument: value}}}}, or None"
         )
     known = [f.name for f in fields(ParamOptions)]
     for glob, arguments in overrides.items():
         where = f"overrides[{glob!r}]"
         if not isinstance(glob, str) or not isinstance(arguments, Mapping):
-            raise ValueError(f"{where}={arguments!r}: must be a dict of {{argument: value}}")
+            raise ValueError(
+                f"{where}={arguments!r}: must map a glob (str) to a dict of {{argument: value}}"
+            )
         for name in arguments:
             if name not in known:
                 raise ValueError(f"{where} has unknown argument {name!r}: must be one of {known}")
@@ -288,7 +292,8 @@ def _parameter_set(params: Iterable[nn.Parameter] | None) -> frozenset[nn.Parame
         return frozenset()
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         raise ValueError(
-            f"ignored_params is a {type(params).__name__}: pass a set of nn.Parameter objects"
+            f"ignored_params is a {type(params).__name__}: pass an iterable of nn.Parameter "
+            "objects, or None"
         )
     unique = frozenset(params)
     for param in unique:
@@ -303,7 +308,7 @@ def _writable_folder(dump: object) -> Path | None:
     if dump is None:
         return None
     if not isinstance(dump, (str, os.PathLike)) or not os.fspath(dump):
-        raise ValueError(f"dump={dump!r}: must be the path of a folder")
+        raise ValueError(f"dump={dump!r}: must be the path of a folder, or None")
     path = Path(os.fsdecode(dump)).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)

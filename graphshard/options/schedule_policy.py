@@ -86,10 +86,10 @@ class SchedulePolicy:
         if self.regions not in (True, False, "auto"):
             raise ValueError(f'schedule.regions={self.regions!r}: must be True, False or "auto"')
         if self.bucket_cap_mb != "auto":
-            _check_size("bucket_cap_mb", self.bucket_cap_mb)
+            _check_size("bucket_cap_mb", self.bucket_cap_mb, '"auto"')
         for name in ("max_in_flight_gb", "memory_budget_gb"):
             if getattr(self, name) is not None:
-                _check_size(name, getattr(self, name))
+                _check_size(name, getattr(self, name), "None")
         budget = self.activation_memory_budget
         if budget is not None and not (_is_number(budget) and 0 <= budget <= 1):
             raise ValueError(
@@ -143,9 +143,9 @@ class SchedulePolicy:
         return CostModel(hardware, self.node_cost, tf32 and device.type == "cuda")
 
 
-def _check_size(name: str, value: object) -> None:
+def _check_size(name: str, value: object, alternative: str) -> None:
     if not _is_number(value) or not value > 0:  # type: ignore[operator]
-        raise ValueError(f"schedule.{name}={value!r}: must be a positive number")
+        raise ValueError(f"schedule.{name}={value!r}: must be a positive number or {alternative}")
 
 
 def _is_number(value: object) -> bool:

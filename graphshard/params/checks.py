@@ -41,7 +41,7 @@ _OTHER_WRAPPERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel
 def find_groups(
     root: nn.Module, plain_params: Sequence[PlainParam], mesh: DeviceMesh, options: Options
 ) -> MeshGroups:
-    """Return the groups of ``mesh`` and, if tensors are already DTensors, of their mesh.
+    """Return the groups of ``mesh`` and of the tensor parallel mesh, if the model has DTensors.
 
     A DTensor mesh that does not fit is left out, and :func:`find_error` reports it. Parameters with
     their own mesh in ``overrides`` are ignored.
@@ -247,7 +247,10 @@ def _tp_mesh_error(tp_mesh: DeviceMesh, mesh: DeviceMesh) -> str | None:
     if slice_equal_to(tp_mesh, mesh) is None:
         return f"and cannot be sharded over {mesh}: both must be {slices}"
     if tp_mesh.ndim != 1:
-        return "but only tensor parallelism over one axis is supported"
+        return (
+            "but tensor parallelism over several axes is not supported: pass parallelize_module a "
+            'mesh with one axis, as in mesh["tp"]'
+        )
     if set(tp_mesh.mesh.tolist()) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
         return (
             f"which overlaps {mesh}: they must be different {slices}; experts need their own mesh, "
@@ -350,7 +353,10 @@ def _device_error(device: torch.device, mesh: DeviceMesh, options: ParamOptions)
         return None
     if device.type == "cpu" and options.host_memory(mesh.device_type) is not None:
         return None
-    return f"is on {device}, but the mesh is on {mesh.device_type}: move one of them"
+    return (
+        f"is on {device}, but the mesh is on {mesh.device_type}: move the model to "
+        f"{mesh.device_type}, or pass a mesh on {device.type}"
+    )
 
 
 def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:

@@ -46,14 +46,21 @@ class ForwardCheck:
         self._plain: tuple[_Step, ...] | None = None
 
     def trace_plain(self, module: nn.Module, call: Callable[[], object]) -> None:
-        """Trace a call of a module that is about to be sharded, without computing anything."""
+        """Trace a call of a module before it is sharded, up to the first graph break.
+
+        Does nothing unless the environment variable ``GRAPHSHARD_CHECK`` is 1 and ``mp_policy``
+        casts nothing. If Dynamo captures no graph, the call runs as plain Python.
+        """
         enabled = os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._casts
         captured = capture_graph(call) if enabled else None  # up to the first graph break
         if captured is not None:
             self.expect(*captured, names_of(module))
 
     def expect(self, gm: fx.GraphModule, inputs: Sequence[object], fqns: Mapping[int, str]) -> None:
-        """Store a plain model's graph for :meth:`check`; ``fqns`` maps parameter ids to names."""
+        """Store a plain model's graph for :meth:`check`, unless ``mp_policy`` casts.
+
+        ``fqns`` maps parameter ids to names; if it is empty, nothing is stored.
+        """
         if fqns and not self._casts:  # without names, the model was sharded before
             self._plain = _trace_of(gm, [self._fqn(value, fqns) for value in inputs])
 
@@ -64,7 +71,7 @@ class ForwardCheck:
         return None if ignored else fqns.get(id(value))
 
     def check(self, gm: fx.GraphModule, inputs: Sequence[object]) -> None:
-        """Compare a sharded model's graph with the stored one, if any, and drop the latter.
+        """Compare a sharded model's graph with the stored graph, if any, and drop the stored graph.
 
         Raises:
             BackendError: the graphs differ; the message shows the first difference.

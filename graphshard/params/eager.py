@@ -43,9 +43,10 @@ class _Read(NamedTuple):
 
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
-    """Return differentiable full parameters of ``module``, or None outside of any forward.
+    """Return the full parameters ``names`` of ``module``, or None outside of any forward.
 
-    A collective: gathers the parameters that the call in progress has not read yet.
+    They are differentiable. This is a collective, which gathers the parameters that the call in
+    progress has not read yet.
 
     Raises:
         BackendError: a full parameter was changed in place, or a shard was lost or replaced.

@@ -119,7 +119,7 @@ class _Copied:
 
 
 class _FirstForward:
-    """A forward pre-hook that shards a module in its first compiled forward."""
+    """A forward pre-hook that shards a module in its first compiled forward, and casts inputs."""
 
     handle: RemovableHandle
     casts_anyway = False  # even if the module is sharded already
@@ -209,7 +209,7 @@ def watch(sharder: Sharder, compiled: object) -> None:
 
 
 def stop_watching(sharder: Sharder) -> None:
-    """Stop watching ``sharder``, which has sharded a model, and all models sharded by now."""
+    """Stop watching ``sharder``, and all models that are sharded by now."""
     _idle.discard(sharder)
     _watched[:] = [w for w in _watched if any(w.plain_modules())]
     if not _watched and not _idle:

@@ -18,7 +18,7 @@ from .param_spec import ParamSpec
 
 
 def spec_of(dtensor: DTensor) -> ParamSpec | None:
-    """Return the spec of ``dtensor``, or None if its placements are not ours."""
+    """Return the spec of ``dtensor``, or None if no spec has its placements."""
     if dtensor.device_mesh.ndim > 2:
         return None
     last = dtensor.placements[-1]
@@ -111,7 +111,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_expanded_dims(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view without expanded dims (stride 0), whose elements share memory."""
+    """Return a view at index 0 of every expanded dim (stride 0), where elements share memory."""
     return tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
 
 

@@ -29,7 +29,7 @@ from ..errors import BackendError
 from .param_spec import ParamSpec
 from .sharded_param import Assigned, ShardedParam, sharded_param_of
 
-_REMEDY = "{}, or use torch.distributed.checkpoint, or save and load one file per rank"
+_REMEDY = "{}, or use torch.distributed.checkpoint"
 _SAVE_MODEL = "save graphshard.full_state_dict(model), which has all rows and loads everywhere"
 _SAVE_OPTIMIZER = (
     "save graphshard.full_state_dict(model, optim) and load it with load_full_state_dict"
@@ -142,5 +142,6 @@ def _check_origin(saved: DeviceMesh, spec: ParamSpec, name: str, advice: str) ->
     if theirs[num_replica_axes:] != ours[num_replica_axes:]:
         raise BackendError(
             f"{name!r} has the rows of the rank at {list(theirs)} of the mesh, but this rank is at "
-            f"{list(ours)}: only one rank saved the file. Instead, {remedy}"
+            f"{list(ours)}: only one rank saved the file. Instead, {remedy}, or save and load one "
+            "file per rank"
         )

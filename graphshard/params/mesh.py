@@ -98,7 +98,10 @@ class MeshGroups:
 
     @cached_property
     def all_ranks(self) -> str:
-        """Group of all ranks that train the model: these agree, and raise together."""
+        """Group of all ranks that train the model.
+
+        Consistency checks compare all of these ranks, and fail on all of them.
+        """
         if self.default is not None:
             return self.default.all_ranks
         return self.data_ranks if self.tp_mesh is None else self._group_of_mesh(self.whole_mesh)

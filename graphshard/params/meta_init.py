@@ -194,7 +194,10 @@ def _init_some(
 
 
 def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
-    """Return a plain, full-size, unwritten parameter with the attributes users set on ``param``."""
+    """Return a plain, full-size parameter with the attributes that users set on ``param``.
+
+    It is uninitialized, on ``device`` or, for None, on the meta device.
+    """
     place = torch.device("meta") if device is None else device
     empty = torch.empty(param.shape, dtype=param.dtype, device=place)
     mark_uninitialized(empty)

@@ -75,7 +75,7 @@ def cast_at_boundary(boundary: CastBoundary) -> None:
 def check_cast_boundaries(
     root: nn.Module, options: Options, in_use: bool, will_cast: bool = False
 ) -> None:
-    """Raise BackendError if a running forward should have had its inputs cast.
+    """Raise BackendError if a running forward has missed casts of its inputs or outputs.
 
     Args:
         in_use: whether the forward of ``root`` is already running.
@@ -85,8 +85,8 @@ def check_cast_boundaries(
         begun, runs = call_arguments(module), in_use and module is root
         if casts_change(begun, policy) if begun else runs and casts_values(policy):
             raise BackendError(
-                f"mp_policy={policy}: the first forward of {type(module).__name__} has begun "
-                "before its inputs were cast: compile the module itself, with "
+                f"mp_policy={policy}: the first forward of {type(module).__name__} began before "
+                "graphshard could cast its inputs and outputs: compile the module itself, with "
                 "torch.compile(model, backend=graphshard.backend(...)), or call "
                 "graphshard.shard(model, ...) first"
             )

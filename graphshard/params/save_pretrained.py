@@ -44,7 +44,10 @@ def has_save_pretrained(cls: type) -> bool:
 
 
 def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a class's ``save_pretrained`` to gather the model and write it on the first rank."""
+    """Wrap a class's ``save_pretrained`` to gather the model and write it on the first rank.
+
+    Calls that pass a ``state_dict``, or that save an unsharded model, are not changed.
+    """
     signature = inspect.signature(save)
 
     @functools.wraps(save)

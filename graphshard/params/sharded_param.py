@@ -617,7 +617,8 @@ class ShardedModel:
             self.warned_of_options = True
             warnings.warn(
                 f"graphshard: {', '.join(ignored)} of the backend has no effect: {self.name} was "
-                "already sharded with different arguments. Pass the same ones to graphshard.shard",
+                "already sharded with different arguments. Pass the same arguments to "
+                "graphshard.shard and graphshard.backend",
                 stacklevel=2,
             )
 

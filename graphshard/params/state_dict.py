@@ -212,7 +212,11 @@ def _select(
     """Return the entries of a state dict in ``names``, in its order and with its versions."""
     names = {names} if isinstance(names, str) else set(names)
     unknown = sorted(names - {plain_name(name) for name in state})
-    error = f"names has {unknown[0]!r}, which is not in the state dict" if unknown else None
+    error = (
+        f"names has {unknown[0]!r}, which is not in the state dict: pass keys of model.state_dict()"
+        if unknown
+        else None
+    )
     if groups is not None:
         advice = "Pass the same names on all ranks: do they depend on the rank?"
         wanted = dict.fromkeys(names, "wanted")

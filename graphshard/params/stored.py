@@ -99,7 +99,7 @@ def _with(read: Callable[[StoredTensor], torch.Tensor], values: Any) -> Any:
 
 
 def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor:
-    """Read the given rows of a stored tensor (a slice with step 1), or all of it, to the host."""
+    """Return ``rows`` (a slice with step 1) of a stored tensor, or all of it, in host memory."""
     if rows is not None:
         start, stop, _ = rows.indices(stored.shape[0])
         rows = slice(start, max(start, stop))

@@ -36,8 +36,8 @@ def raise_if_different(
         error: error message of this rank, or None.
 
     Raises:
-        BackendError: on all ranks, with the error of the first rank that has one, or else of the
-            first rank that differs from the first.
+        BackendError: on all ranks, with the error of the first rank that has one, or else with the
+            difference between rank 0 and the first rank that differs from it.
     """
     text = "\n".join(f"{name} {value}" for name, value in sorted(descriptions.items()))
     number = int(digest(text)[:14], 16)  # fits into an int64

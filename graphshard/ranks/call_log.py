@@ -202,7 +202,7 @@ _call_logs: weakref.WeakKeyDictionary[dist.ProcessGroup, CallLog] = weakref.Weak
 
 
 def call_log_of(group: dist.ProcessGroup) -> CallLog:
-    """Return the call log of ``group``; every rank of the group must call this, at any time."""
+    """Return the call log of ``group``; all its ranks must call this, not necessarily together."""
     if group not in _call_logs:
         is_alone = group.size() == 1 or has_fake_ranks(group)
         _call_logs[group] = CallLog(Members(group), is_alone=is_alone)

@@ -26,9 +26,9 @@ from .._torch.distributed import (
     uses_only_gloo,
 )
 
-QUIET_S = 0.2  # without data on its way, after which no transfer is in progress
+QUIET_S = 0.2  # time without data in flight, after which transfers count as finished
 FINISH_S = 5.0  # longest wait for transfers to finish: the peer may have stopped
-LINGER_S = 1.0  # before a connection whose reads have ended is closed
+LINGER_S = 1.0  # time for which connections stay open after their reads have ended
 
 
 class Members:
@@ -77,7 +77,7 @@ class Members:
                 self._stores[group] = store_of(group)
 
     def abort(self) -> None:
-        """Make this rank's blocked collectives and all later ones raise; takes over a second."""
+        """Make this rank's blocked and all later collectives raise; takes 1 to 6 s with gloo."""
         with self._lock:
             stores = list(self._stores.items())
         # For gloo, abort() and shutdown() of a group or its backend do nothing: in torch 2.11 and

@@ -63,15 +63,17 @@ class PlanConsensus:
         """Return the first rank's choice for all ranks, before there is a plan.
 
         An earlier choice that this rank can use is returned without communication, because a rank
-        may compile again while its peers do not. Otherwise all ranks must call this.
+        may compile again while its peers do not. Otherwise all ranks must call this: the first rank
+        makes a choice for all, and chooses again until no rank reports an excess.
 
         Args:
             about: subject of the choice; equal on all ranks.
-            choose: makes the choice on the first rank, given the largest excess of any rank under
-                the previous attempt (0 at first). "" means no choice and is not remembered.
+            choose: makes the choice, given the largest excess that any rank reported for its last
+                choice (0 at first). "" means no choice, ends the search and is not remembered.
             groups: names of the process groups of all ranks that must agree.
             serves: returns whether this rank can use an earlier choice.
-            excess: returns how far this rank exceeds its limit under a new choice, or 0.
+            excess: returns 0 if a new choice fits this rank, else a measure of how far it exceeds
+                the limit.
         """
         known = self._choices.setdefault((about, tuple(groups)), [])
         if (earlier := next(filter(serves, known), None)) is not None:
@@ -91,7 +93,10 @@ class PlanConsensus:
     def common_plans(
         self, plans: Sequence[Plan], context: str, groups: Sequence[str]
     ) -> list[Plan]:
-        """Return the plans that all ranks follow instead of ``plans``.
+        """Return the first rank's plans for these graphs, to follow instead of ``plans``.
+
+        Plans that this rank already has for the same communication and ``context`` are returned
+        without communication. Otherwise all ranks must call this, if the plans have buckets.
 
         Args:
             context: text of everything other than the graph that plans depend on.
@@ -119,7 +124,8 @@ def choose_on_first_rank(
 ) -> str:
     """Return, on every rank, the result of ``choose()`` on the first rank of all groups.
 
-    This is a call of each group's log: all ranks must make it, about the same ``text``.
+    This is a call of each group's log: all ranks must make it, about the same ``text``. A rank
+    without peers in any group makes its own choice.
 
     Args:
         what: name of the choice, used in errors.

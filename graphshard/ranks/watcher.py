@@ -99,7 +99,7 @@ class Watcher:
         return threading.get_ident() == self._rank_thread
 
     def wait_until(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """Wait for ``done()``, an error, or the loss of the store."""
+        """Wait for ``done()``, an error, or the loss of the store, for at most ``timeout_s``."""
         with self.changed:
             self.changed.wait_for(
                 lambda: done() or self.error is not None or self.lost is not None, timeout_s
@@ -111,7 +111,7 @@ class Watcher:
     # --- called by all threads ---------------------------------------------------------------
 
     def post_call(self, call: int) -> None:
-        """Post this rank's last call, unless a rank has posted about it."""
+        """Post this rank's ``call``, unless it has agreed to it or any rank has posted about it."""
         # Once all ranks have agreed, another post would start another round.
         if self.events.progress < call:
             plan_id, history = self._history.entry(call)
@@ -196,7 +196,7 @@ class Watcher:
     # --- the watcher's thread ----------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Read events until there is a reason to stop or abort, then tell the rank's thread why."""
+        """Read events until this rank leaves or an error occurs; then set ``lost``."""
         lost = "the group was destroyed"
         try:
             self._read_all()

@@ -154,7 +154,7 @@ def _refuse(folder: str) -> None:
     as_by_torchrun()
     with mock.patch.dict(os.environ):
         accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-        with pytest.raises(ValueError, match="set to FSDP, which shards models itself"):
+        with pytest.raises(ValueError, match="distributed_type=FSDP, but graphshard shards"):
             prepare(accelerator, model)
     as_by_torchrun()
     accelerator = Accelerator(cpu=True)

@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "'transformer.wpe.weight' (32, 32), not (16, 32)",
     ),
     "no model": ("GPT2Config", {}, "pass a model class of transformers"),
-    "device_map": ("GPT2LMHeadModel", {"device_map": "auto"}, "device_map='auto': the mesh"),
+    "device_map": ("GPT2LMHeadModel", {"device_map": "auto"}, "device_map='auto': graphshard"),
     "ignored_params": (
         "GPT2LMHeadModel",
         {"sharding": {"ignored_params": []}},

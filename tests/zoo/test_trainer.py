@@ -234,10 +234,13 @@ def _refuse(folder: str) -> None:
     with pytest.raises(ValueError, match="sharding='full': must be a dict of arguments"):
         ShardedTrainer(small_llama(), sharding="full")  # type: ignore[arg-type]
     for name, value in (("fsdp", "full_shard"), ("fsdp", True), ("fsdp_config", {"version": 2})):
-        with pytest.raises(ValueError, match=f"{name}=.*: graphshard shards the model"):
+        with pytest.raises(ValueError, match=f"{name}=.*: graphshard already shards the model"):
             _trainer(folder, **{name: value})
     by_launcher = mock.patch.dict(os.environ, ACCELERATE_USE_FSDP="true")
-    with by_launcher, pytest.raises(ValueError, match="set to FSDP, which shards models itself"):
+    with (
+        by_launcher,
+        pytest.raises(ValueError, match="distributed_type=FSDP, but graphshard"),
+    ):
         _trainer(folder).train()
     with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR: graphshard compiles"):
         _trainer(folder, torch_compile=True).train()

@@ -47,7 +47,8 @@ class DeviceProperties:
     """Device properties that Inductor reads, as from ``torch.cuda.get_device_properties``.
 
     Attributes:
-        shared_memory_per_block_optin: maximum shared memory of a kernel, in bytes.
+        shared_memory_per_block_optin: maximum shared memory of a thread block whose kernel opts
+            in, in bytes.
     """
 
     name: str
@@ -107,7 +108,7 @@ def listen(library: ctypes.CDLL, listener: StreamListener) -> object:
 
 
 class Hooks:
-    """Callbacks for the creation and execution of generated code; they do nothing by default."""
+    """Callbacks for the creation and execution of generated code; the defaults change nothing."""
 
     def kernel_made(self, name: str, source: str) -> None:
         """Handle a Triton kernel that Inductor has written."""
@@ -329,13 +330,13 @@ def _stand_in_for_scaled_mm() -> None:
     # column-major ("TN"), and sizes and addresses must be multiples of 16 bytes (cuBLAS
     # documentation, ``cublasLtMatmul``).
     def scaled_mm(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        for matrix in (*args[:2], out):
+        for name, matrix in zip(("self", "mat2", "out"), (*args[:2], out)):
             # The storage's address is a multiple of 512.
             offset = matrix.storage_offset() * matrix.element_size()
             if offset % 16:
                 raise ValueError(
-                    f"_scaled_mm: a matrix begins at byte {offset} of its storage; cuBLASLt "
-                    "requires a multiple of 16"
+                    f"_scaled_mm: {name} begins at byte {offset} of its storage, but cuBLASLt "
+                    "requires a multiple of 16: clone() it"
                 )
         made = torch.ops.aten._scaled_mm.default(*args, **kwargs)
         assert made.shape == out.shape and made.dtype == out.dtype

@@ -100,7 +100,9 @@ def parallelize(
     dump_folder: str,
     options: dict[str, Any],
 ) -> nn.Module:
-    """Shard and compile ``model`` in place; the ``parallelize_fn`` of torchtitan's ``model_spec``.
+    """Apply torchtitan's parallelism and checkpointing, then shard and compile ``model``, in place.
+
+    This is the ``parallelize_fn`` of torchtitan's ``model_spec``.
 
     Raises:
         ValueError: graphshard does not support a setting, or rejects an option.
@@ -135,7 +137,7 @@ def parallelize(
 
 
 def _split(model: Any, parallel_dims: ParallelDims) -> None:
-    """Apply torchtitan's tensor parallelism."""
+    """Apply torchtitan's tensor and expert parallelism."""
     model.parallelize(parallel_dims)
     # This unties the embeddings. torchtitan ties them again only when it initializes the model, but
     # they must be tied when they are sharded.
