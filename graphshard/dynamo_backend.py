@@ -239,21 +239,22 @@ class Backend:
         """Return numbers to log, as a flat dictionary; nothing waits for the device.
 
         ``compile_s`` is the wall time of all compiles so far, of ``num_compiles`` Dynamo graphs.
-        ``num_recompiles`` of these replaced code whose guards had failed, and ``num_cache_hits``
-        came from Inductor's cache. The other numbers cover every forward and backward graph
-        compiled so far, once: times predicted for ``schedule.hardware`` in microseconds, the
-        largest planned live memory of a graph in bytes, and the bytes of each kind of collective.
+        ``num_recompiles`` of these recompiled a frame because its guards failed, and
+        ``num_cache_hits`` came from Inductor's cache. The other numbers cover every forward and
+        backward graph compiled so far, once: times predicted for ``schedule.hardware`` in
+        microseconds, the largest planned live memory of a graph in bytes, and the bytes of each
+        kind of collective.
 
         ``measured_us``, ``measured_exposed_us`` and ``measured_exposure``, the fraction, cover the
-        graphs of which a run has been timed: the third, and then one in 100. Exposed is the time
-        that this rank's compute waits for collectives and host copies. ``max_allocated_bytes`` is
-        the peak of CUDA's caching allocator.
+        training graphs that have been timed: in their third run, and then in one of 100. Exposed is
+        the time that this rank's compute waits for collectives and host copies.
+        ``max_allocated_bytes`` is the peak of CUDA's caching allocator.
 
         Args:
-            steps: number of optimizer steps since the last call with ``steps``, of which the first
-                only starts the clock. Adds ``step_s``, without the time of compiles, and ``mfu``:
-                the flops of the graphs' products, without recomputation, as a fraction of the peak
-                of ``schedule.hardware`` in their dtypes.
+            steps: number of optimizer steps since the last call with ``steps``. The first such call
+                only starts the clock; later ones add ``step_s``, without the time of compiles, and
+                ``mfu``: the flops of the graphs' products, without recomputation, as a fraction of
+                the peak of ``schedule.hardware`` in their dtypes.
             tokens: number of tokens in these steps. Adds ``tokens_per_s``.
 
         Raises:

@@ -86,7 +86,7 @@ def decompositions_for(inputs: Sequence[object]) -> dict[Any, Any] | None:
 def options_of_plans(
     device: torch.device, on_schedule: Callable[[str], object] | None = None
 ) -> dict[str, Any]:
-    """Return Inductor options that keep the planned order and free dead buffers at once.
+    """Return Inductor options that keep the planned order and, on a GPU, free dead buffers at once.
 
     ``on_schedule`` is called with the name of each graph and subgraph before its code is generated.
     """

@@ -55,6 +55,8 @@ class Incoming(torch.Tensor):
 def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assigns: bool) -> object:
     """Convert a state dict's value to one that a sharded parameter can load.
 
+    Other types and shapes are returned unchanged, because torch reports them.
+
     Args:
         assigns: whether the value replaces the parameter (``assign=True``) or is copied into it.
 
