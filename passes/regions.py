@@ -23,7 +23,7 @@ from graphshard._torch.aot_graphs import graph_kind
 from graphshard._torch.inductor import call_subgraph, lookup_seed, uses_channels_last
 from graphshard._torch.tensors import OpOverload, returns_nothing, writes_arguments
 from graphshard.cost.fusion import GraphValues, unmaterialized_values
-from graphshard.ops.nodes import PLANNED, is_random, is_view
+from graphshard.ops.nodes import PLANNED, is_random, is_view, replace_in_output
 from graphshard.passes.contract import PassContext
 from graphshard.planning.plan import Regions
 from graphshard.planning.repeats import find_repeats, pieces
@@ -42,8 +42,13 @@ def share_regions(gm: fx.GraphModule, context: PassContext) -> None:
     if not shared or not context.is_worth_sharing(counts):
         return
     names: dict[RegionKey, str] = {}
+    returned: dict[fx.Node, fx.Node] = {}
     for region in shared:
-        region.replace_by_call(gm.graph, names.setdefault(region.key, f"region_{len(names)}"))
+        name = names.setdefault(region.key, f"region_{len(names)}")
+        returned |= region.replace_by_call(gm.graph, name)
+    replace_in_output(gm.graph, returned)
+    for node in (node for region in shared for node in reversed(region.nodes)):
+        gm.graph.erase_node(node)
     context.regions = counts
 
 
@@ -222,22 +227,28 @@ class _Region:
         graph.output(tuple(made[node, None] for node in self.outputs))
         return fx.GraphModule(owner, graph)
 
-    def replace_by_call(self, graph: fx.Graph, name: str) -> None:
+    def replace_by_call(self, graph: fx.Graph, name: str) -> dict[fx.Node, fx.Node]:
+        """Replace all uses outside of the region, except by the graph's output.
+
+        Returns:
+            The call's result for each node that is used outside. No node is erased.
+        """
         owner = graph.owning_module
         assert owner is not None
         if not hasattr(owner, name):
             setattr(owner, name, self.subgraph(owner))
-        outputs = self.outputs
+        outputs, results = self.outputs, dict[fx.Node, fx.Node]()
         with graph.inserting_before(self.nodes[-1].next):
             arguments = [_argument(graph, node, seed) for node, seed in self.inputs]
             call = call_subgraph(graph, name, arguments)
             call.meta["val"] = tuple(node.meta["val"] for node in outputs)
             for i, node in enumerate(outputs):
-                result = graph.call_function(operator.getitem, (call, i))
+                result = results[node] = graph.call_function(operator.getitem, (call, i))
                 result.meta = dict(node.meta)
-                node.replace_all_uses_with(result, lambda user: user not in self._inside)
-        for node in reversed(self.nodes):
-            graph.erase_node(node)
+                node.replace_all_uses_with(
+                    result, lambda user: user not in self._inside and user.op != "output"
+                )
+        return results
 
 
 def _seed_of(node: fx.Node) -> int | None:
@@ -329,10 +340,10 @@ def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[
     home = {node: i for i, run in enumerate(runs) for node in run}
     recomputation = _Recomputation(graph, home)
     for node in list(graph.nodes):
-        for used in node.all_input_nodes:
-            own = recomputation.copy_for(node, used)
-            if own is not used:
-                node.replace_input_with(used, own)
+        own = {used: recomputation.copy_for(node, used) for used in node.all_input_nodes}
+        if any(used is not copy for used, copy in own.items()):  # at once: outputs are thousands
+            node.args = fx.map_arg(node.args, own.__getitem__)
+            node.kwargs = fx.map_arg(node.kwargs, own.__getitem__)
     for node in reversed(graph.nodes):
         if not node.users and recomputation.may_be_copied(node):
             home.pop(node, None)

@@ -18,37 +18,59 @@ from graphshard.ops.float8_math import as_dtype
 from graphshard.ops.groups import span_of
 from graphshard.ops.marker_specs import ReduceGradSpec, UnshardSpec
 from graphshard.ops.markers import reduce_grad, unshard
-from graphshard.ops.nodes import WHOLE_SHARD, Emitter, Value, is_returned, is_view, value_of
+from graphshard.ops.nodes import (
+    WHOLE_SHARD,
+    Emitter,
+    Value,
+    is_returned,
+    is_view,
+    replace_in_output,
+    value_of,
+)
 from graphshard.passes.contract import PassContext
 
 
 def elide_single_rank_collectives(gm: fx.GraphModule, context: PassContext) -> None:
     """Replace the markers of one-rank groups with their shards and gradients, in place."""
+    returned: dict[fx.Node, fx.Node] = {}
     for node in list(gm.graph.nodes):
+        value = None
         with gm.graph.inserting_before(node):
             if node.target is unshard:
-                _use_shard(node, UnshardSpec.of_node(node))
+                value = _use_shard(node, UnshardSpec.of_node(node))
             elif node.target is reduce_grad:
-                _use_gradient(node, ReduceGradSpec.of_node(node))
+                value = _use_gradient(node, ReduceGradSpec.of_node(node))
+        if value is not None:
+            node.replace_all_uses_with(value, lambda user: user.op != "output")
+            if node.users:
+                returned[node] = value
+            else:
+                gm.graph.erase_node(node)
+    replace_in_output(gm.graph, returned)
+    for node in reversed(returned):
+        gm.graph.erase_node(node)
 
 
-def _use_shard(marker: fx.Node, spec: UnshardSpec) -> None:
-    """Use the shard as the gathered parameter, if it has all rows and needs no copy or scaling."""
+def _use_shard(marker: fx.Node, spec: UnshardSpec) -> fx.Node | None:
+    """Return the gathered parameter: the shard, if it has all rows and needs no copy or scaling."""
     has_all_rows = value_of(spec.shard).shape[0] == spec.rows
     if is_alone(spec.group) and has_all_rows and spec.device is None and spec.scales is None:
         tag = {"recompute": marker.meta["recompute"]} if "recompute" in marker.meta else {}
         emit = Emitter(marker.graph, marker.meta, **tag)
-        _replace(marker, as_dtype(emit, spec.shard, spec.collective_input().wire_dtype), emit)
         spec.shard.meta[WHOLE_SHARD] = True  # type: ignore[union-attr]  # a node, in a graph
+        value = as_dtype(emit, spec.shard, spec.collective_input().wire_dtype)
+        return _owned_if_returned(marker, value, emit)
+    return None
 
 
-def _use_gradient(marker: fx.Node, spec: ReduceGradSpec) -> None:
-    """Use the gradient instead of the reduced one, if only casts remain."""
+def _use_gradient(marker: fx.Node, spec: ReduceGradSpec) -> fx.Node | None:
+    """Return the gradient to use instead of the reduced one, if only casts remain."""
     alone = all(is_alone(group) for group in (spec.group, spec.replica_group) if group)
     if alone and spec.host_memory is None and spec.partial is None:
         sent, emit = spec.collective_input(), Emitter(marker.graph, marker.meta)
         reduced = as_dtype(emit, spec.grad, sent.wire_dtype)
-        _replace(marker, as_dtype(emit, reduced, sent.result_dtype), emit)
+        return _owned_if_returned(marker, as_dtype(emit, reduced, sent.result_dtype), emit)
+    return None
 
 
 def is_alone(group: str) -> bool:
@@ -56,12 +78,13 @@ def is_alone(group: str) -> bool:
     return span_of(group).world == 1
 
 
-def _replace(marker: fx.Node, value: Value, emit: Emitter) -> None:
+def _owned_if_returned(marker: fx.Node, value: Value, emit: Emitter) -> fx.Node:
+    """Return ``value``, or a copy if the graph returns it and it does not own its memory."""
     assert isinstance(value, fx.Node)
     if is_returned(marker) and not _is_own(value):
         value = emit(torch.ops.aten.clone.default, value, memory_format=torch.contiguous_format)
-    marker.replace_all_uses_with(value)
-    marker.graph.erase_node(marker)
+    assert isinstance(value, fx.Node)
+    return value
 
 
 def _is_own(value: fx.Node) -> bool:

@@ -100,6 +100,16 @@ def users_through_views(node: fx.Node) -> list[fx.Node]:
     return [user for user in users if user.op != "output"]
 
 
+def replace_in_output(graph: fx.Graph, replacements: Mapping[fx.Node, fx.Node]) -> None:
+    """Return ``replacements[node]`` instead of ``node``, for all nodes at once.
+
+    Each change of the output node takes time in proportion to its arguments. Outputs include what
+    forward saves and all gradients: thousands.
+    """
+    output = graph.output_node()
+    output.args = fx.map_arg(output.args, lambda node: replacements.get(node, node))
+
+
 def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """Return a graph that Dynamo traced and all of its subgraphs, such as checkpointed parts."""
     return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
