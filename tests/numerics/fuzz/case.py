@@ -269,10 +269,11 @@ def _allowed(case: Case) -> Case:
     changes: dict[str, Any] = {}
     if case.rows != "same":  # sequence parallelism requires an even number of rows
         case = replace(case, blocks=_without_kind("split_sequence", case.blocks))
-    if case.splits > 1 and case.rows == "by_both":
+    if case.splits > 1:
         # With two dynamic sizes, plain torch.compile of tensor-parallel linears exceeds Python's
         # recursion limit, or takes minutes.
-        changes["rows"] = "by_step"
+        changes["dynamic"] = None if case.dynamic else case.dynamic
+        changes["rows"] = "by_step" if case.rows == "by_both" else case.rows
     if case.precision != "float64":
         changes["blocks"] = tuple(_steady(block) for block in case.blocks)
     if case.precision not in EXACT:
