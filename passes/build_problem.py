@@ -180,7 +180,7 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _
 def _freed_early(
     transfers: Sequence[Transfer], last_runs: Sequence[int], borders: Sequence[int]
 ) -> list[int]:
-    """Return, for each node, the bytes of full parameters freed before their last step ends."""
+    """Return, for each node, the fetched bytes that were last used earlier in its step."""
     # A schedule counts a full parameter until the end of its last step.
     spans = (
         Span(max(last_run, borders[t.last]) + 1, borders[t.last + 1], t.num_bytes)
@@ -238,7 +238,7 @@ def _waits(position: Mapping[fx.Node, int], values: GraphValues) -> dict[fx.Node
 
 class _AliveBytes(NamedTuple):
     at: list[int]  # bytes alive while the node runs
-    before: list[int]  # before it runs; the last entry is the graph's end
+    before: list[int]  # bytes alive before the node runs; the last entry is the graph's end
 
 
 def _alive_bytes(
@@ -293,7 +293,7 @@ def _results_of(node: fx.Node) -> fx.Node | None:
 
 
 def _needed_until(marker: fx.Node, written: Mapping[fx.Node, int]) -> int:
-    """Return the last position at which the source of a marker counts, instead of its transfer."""
+    """Return the last position at which a marker's source counts; then its transfer counts."""
     source = source_of(marker)
     if HELD_BYTES in source.meta:  # a secondary shard counts until its parameter is first used
         return min((written.get(user, -1) for user in marker.users), default=-1)
@@ -309,7 +309,7 @@ def _is_cast_copy(node: fx.Node) -> bool:
 
 
 def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:
-    """Return whether an input is freed after its last use, like an activation in backward."""
+    """Return whether an input is freed after its last use: any in backward, except shards."""
     return kind == GraphKind.BACKWARD and not _is_shard(placeholder)
 
 
@@ -335,7 +335,7 @@ def shard_bytes(graph: fx.Graph) -> int:
 
 
 def saved_bytes(graph: fx.Graph) -> int | torch.SymInt:
-    """Return the bytes that forward saves for a backward graph; symbolic if sizes are."""
+    """Return the bytes that forward saves for a backward graph, except shards; may be symbolic."""
     inputs = graph.find_nodes(op="placeholder")
     saved = [node for node in inputs if not _is_shard(node) and not is_tangent(node)]
     values = [node.meta.get("val") for node in saved]

@@ -35,7 +35,7 @@ class Fact(StrEnum):
     """Facts about a graph that a pass establishes, and later passes rely on."""
 
     INLINED = "marked regions are inlined"
-    READS_OUTSIDE = "no body of a higher-order operator reads a parameter"
+    READS_OUTSIDE = "no operator body that AOTAutograd keeps reads a parameter"
     ONE_MARKER = "each parameter has one gather and one reduction"
     WIRE_DTYPES = "markers have their wire dtypes"
     GATHERS_KNOWN = "markers record what backward gathers again"
@@ -48,7 +48,7 @@ class Fact(StrEnum):
 
 @dataclass
 class PassContext:
-    """Inputs of a pass besides its graph. Decisions that no pass needs are None.
+    """Inputs and results of passes besides their graphs. Decisions that no pass needs are None.
 
     Attributes:
         kind: kind of the graph, from ``Stage.FINAL`` on.
@@ -59,7 +59,7 @@ class PassContext:
         choose_offloaded: chooses activations to offload (``planning.offload``).
         plan_buckets: plans the buckets of a graph (``planning.search``).
         is_worth_sharing: decides whether to compile equal regions once (``planning.repeats``).
-        problems: problems of both partitioned graphs, or None once the graphs have changed.
+        problems: problems of both partitioned graphs, or None if not read since the last change.
         num_shared_layers: number of layers that became calls of a shared subgraph.
         kept: names of forward's nodes that are saved unsharded.
         plan: plan of the graph, once ``lower`` has run.
@@ -129,14 +129,15 @@ def ordered(*passes: Pass) -> tuple[Pass, ...]:
     """Check the order of ``passes`` and return them.
 
     Raises:
-        ValueError: a pass comes after one of a later stage, or before one that it relies on.
+        ValueError: a pass comes after one of a later stage, or requires a fact that no earlier pass
+            provides.
     """
     stages = list(Stage)
     for one, following in itertools.pairwise(passes):
         if stages.index(following.stage) < stages.index(one.stage):
             raise ValueError(
-                f"pass {following.name} of stage {following.stage} comes after one of stage "
-                f"{one.stage}: move it up"
+                f"pass {following.name} of stage {following.stage} comes after pass {one.name} of "
+                f"the later stage {one.stage}: move it before that pass"
             )
     _check_facts("training", [one for one in passes if not one.inference_only])
     # Inference has no joint graph and no partition.

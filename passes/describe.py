@@ -133,7 +133,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         return transfer
     replicas = span_of(spec.replica_group) if spec.replica_group else GroupSpan(1, 1)
     if spec.exchange_dtype is not None:
-        sent = spec.collective_input(exchanges=True)  # which is not cast
+        sent = spec.collective_input(exchanges=True)  # exchanged gradients are not cast
     return dataclasses.replace(
         transfer,
         copied_in=needs_own_copy(kind, sent, span.world),

@@ -42,7 +42,7 @@ _LINEAR = torch.nn.functional.linear
 
 
 def use_float8(gm: fx.GraphModule, context: PassContext) -> None:
-    """Replace the linears of a traced graph and its subgraphs with fp8 linears, in place."""
+    """Use fp8 linears for weights with an fp8 recipe, in place, also in subgraphs."""
     for part in graph_modules(gm):
         for node in part.graph.find_nodes(op="call_function", target=_LINEAR):
             _use_float8(node)
@@ -61,7 +61,7 @@ def _use_float8(node: fx.Node) -> None:
 
 
 def gather_float8(gm: fx.GraphModule, context: PassContext) -> None:
-    """Gather weights in fp8 if only fp8 products use them, and lower these products, in place."""
+    """Gather weights in fp8 where possible, and lower all fp8 products, in place."""
     graph = gm.graph
     chosen = _choose_weights(graph)
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -79,15 +79,15 @@ class _Scaling(NamedTuple):
     """Key shared by weights whose scales are computed by one reduction."""
 
     recipe: str
-    dtype: torch.dtype  # in which the weights are used
+    dtype: torch.dtype  # dtype in which the weights are used
     group: str
-    device: torch.device | None  # that host shards are copied to, or None
+    device: torch.device | None  # device to which host shards are copied, or None
 
 
 def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
-    """Return the weights to gather in fp8; record the reason on each other weight."""
+    """Return the weights to gather in fp8, by scaling; record the reason on each refused weight."""
     chosen: dict[_Scaling, list[fx.Node]] = {}
-    refused: dict[str, str | None] = {}  # errors of the device, keyed by product
+    refused: dict[str, str | None] = {}  # torch's error or None, keyed by product
     for node in graph.find_nodes(op="call_function", target=markers.unshard):
         spec, dtype = UnshardSpec.of_node(node), value_of(node).dtype
         if spec.float8_recipe is None or not node.users:
@@ -143,7 +143,7 @@ def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) ->
         world = process_group(scaling.group).size()
         sizes = [value_of(shard).shape[0] * world for shard in shards]
     inverse = emit(_aten.reciprocal.default, scales)
-    # One tensor per product: equal layers share their kernels.
+    # One tensor per weight, so equal layers share their kernels.
     scale_of_each = emit(copy_out, scales, sizes, 1)
     inverse_of_each = emit(copy_out, inverse, sizes, 1)
     # Backward gets all scales in one tensor.

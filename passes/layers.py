@@ -8,13 +8,14 @@ AOTAutograd traces and differentiates ``layer`` once, and calls its forward and 
 These calls are inlined before any pass or the partitioner sees the joint graph.
 
 [Note: equal layers] Layers share a trace only if its joint graph is the one that plain tracing
-would record for each of them, so that results are equal to the bit:
+would record for each of them, so that results are bitwise equal:
 
 - Their nodes are equal in order: targets, constants, modes of autograd and autocast, and dtypes,
-  sizes, strides, devices and ``requires_grad`` of all values.
-- Nothing that they read or return is mutated by any node, and no output aliases an input.
-- One output requires a gradient. AOTAutograd would pass zeros for the gradients of others that
-  backward does not reach.
+  static sizes, strides, devices and ``requires_grad`` of all values.
+- Nothing that they read or return is mutated by any node, and no two inputs or outputs share
+  memory.
+- They have exactly one output, which requires a gradient. AOTAutograd would pass zeros for the
+  gradients of other outputs that backward does not reach.
 - No value that needs a gradient is read several times inside of a layer and also outside of it: its
   gradients would be added in another order.
 """
@@ -145,7 +146,7 @@ class _Layer:
         return not any(self._adds_up(node) for node in self.inputs if _needs_gradient(node))
 
     def _adds_up(self, node: fx.Node) -> bool:
-        """Return whether the gradient of an input adds up both inside and outside of the layer."""
+        """Return whether an input's gradient is summed both inside and outside of the layer."""
         inside = [user for user in node.users if user in self._inside]
         return len(inside) < len(node.users) and _num_reads(node, inside) > 1
 
@@ -207,7 +208,7 @@ def _replace(gm: fx.GraphModule, name: str, layers: Sequence[_Layer]) -> None:
 
 
 class LayersDiffer(Exception):
-    """Raised if AOTAutograd's graphs of a shared layer are not understood."""
+    """Raised if AOTAutograd's graphs of a shared layer cannot be inlined."""
 
 
 def inline_layers(gm: fx.GraphModule) -> None:
@@ -236,7 +237,7 @@ def _is_backward(call: fx.Node) -> bool:
 
 
 def _inline(gm: fx.GraphModule, forward: fx.Node, backward: fx.Node) -> None:
-    """Replace both calls of a layer; ``backward`` is ``forward`` if it has none."""
+    """Replace a layer's forward and backward calls, or its only call if both are the same node."""
     # The backward call's graph is the layer's joint graph: it returns gradients, then the output.
     target: Any = backward.args[0]
     joint = getattr(gm, target.target).graph

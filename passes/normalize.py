@@ -66,7 +66,10 @@ def _raise_view(node: fx.Node) -> None:
 
 
 def _sink_gathered(graph: fx.Graph) -> None:
-    """Move every gathered parameter, and views of it, right before its first use."""
+    """Move gathered parameters and reloaded activations right before their first use.
+
+    Their views move with them.
+    """
     position = {node: i for i, node in enumerate(graph.nodes)}
     # The last node moved before each node.
     last_moved: dict[fx.Node, fx.Node] = {}

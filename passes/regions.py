@@ -120,7 +120,7 @@ def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
         if node in position:
             next_position = position[node] + 1
         # A node that depends on no compute since the last cut could also run at that cut. It needs
-        # no new one unless it is planned.
+        # no new cut unless it is planned.
         elif node.op == "call_function" and (PLANNED in node.meta or of_inputs >= cuts[-1]):
             cuts.append(next_position)
     return sorted(set(cuts))
@@ -286,7 +286,7 @@ _NAMESPACES = ("aten", "prims", "graphshard")
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Return whether a node calls an operator that returns tensors and has no side effects."""
+    """Return whether a node calls an op of ``_NAMESPACES`` that only computes tensors."""
     op = node.target
     if not isinstance(op, OpOverload) or op.namespace not in _NAMESPACES:
         return False

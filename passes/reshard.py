@@ -21,9 +21,9 @@ from graphshard.passes.contract import PassContext
 
 
 def param_derived(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes computed from parameters, sizes and constants alone.
+    """Return the nodes computed from parameters, and otherwise only from sizes and constants.
 
-    Excludes nodes computed from a parameter that stays unsharded until backward.
+    Excludes random nodes, and nodes computed from a parameter that stays unsharded until backward.
     """
     derived: dict[fx.Node, None] = {}
     constant: set[fx.Node] = set()
@@ -73,7 +73,7 @@ def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
     sources, backward = _sources(gm.graph), _backward(gm.graph)
     needed = {marker for node in backward for marker in _read(node, sources)}
     markers = {node for node in sources if node.target is unshard}
-    # This includes vectors that backward itself needs, because that may also depend on sizes.
+    # This includes vectors that backward itself needs: whether it does may also depend on sizes.
     vectors = {marker for marker in markers if value_of(marker).dim() < 2}
     for marker in vectors:
         change(marker, regather_group=None)

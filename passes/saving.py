@@ -254,7 +254,7 @@ def _offload(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: i
 
 
 def clone_mutated_inputs(gm: fx.GraphModule, context: PassContext) -> None:
-    """Save clones of the inputs that forward writes to, and views of these."""
+    """Replace saved inputs that forward writes to, and saved views of them, with clones."""
     # The partitioner saves an input from which backward recomputes something, even if forward
     # writes to it in between, as it does to a running average in a buffer. Backward would read the
     # new value: a wrong gradient without an error if Inductor's graph writes the input, and an

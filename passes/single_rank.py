@@ -64,7 +64,7 @@ def _use_shard(marker: fx.Node, spec: UnshardSpec) -> fx.Node | None:
 
 
 def _use_gradient(marker: fx.Node, spec: ReduceGradSpec) -> fx.Node | None:
-    """Return the gradient to use instead of the reduced one, if only casts remain."""
+    """Return the gradient to use as the reduced one, or None if the reduction does more than cast."""
     alone = all(is_alone(group) for group in (spec.group, spec.replica_group) if group)
     if alone and spec.host_memory is None and spec.partial is None:
         sent, emit = spec.collective_input(), Emitter(marker.graph, marker.meta)
@@ -88,7 +88,7 @@ def _owned_if_returned(marker: fx.Node, value: Value, emit: Emitter) -> fx.Node:
 
 
 def _is_own(value: fx.Node) -> bool:
-    """Return whether a value owns contiguous memory that only one marker reads."""
+    """Return whether a value owns contiguous memory and has at most one user."""
     maker = value.args[0] if value.target is operator.getitem else value  # a tuple's operator
     is_made = isinstance(maker, fx.Node) and maker.op == "call_function" and not is_view(maker)
     return is_made and len(value.users) <= 1 and value_of(value).is_contiguous()

@@ -47,7 +47,7 @@ _SPARSE_POSITIONS: dict[Callable[..., Any], tuple[int, int]] = {
 
 
 def inline_regions(gm: fx.GraphModule, context: PassContext) -> None:
-    """Inline marked regions, including nested ones, in place."""
+    """Inline regions of ``nested_compile_region``, including nested ones, in place."""
     # Dynamo still traces each region that is marked with ``torch.compiler.nested_compile_region``
     # only once for all its calls; ``SchedulePolicy(regions=...)`` compiles equal layers once.
     #
@@ -84,7 +84,7 @@ def _inline(gm: fx.GraphModule, call: fx.Node, context: PassContext) -> None:
 
 
 def hoist_reads(gm: fx.GraphModule, context: PassContext) -> None:
-    """Move reads of parameters out of the bodies of higher-order operators, in place."""
+    """Move reads of parameters out of the bodies of ``_STAYING`` operators, in place."""
     _hoist(gm, out_of_all=False)
 
 

@@ -39,8 +39,8 @@ def _validate(args: argparse.Namespace) -> tuple[str, str]:
     sizes = (args.world, args.replicas, args.tp)
     if min(sizes) < 1 or args.world % (args.replicas * args.tp):
         raise argparse.ArgumentTypeError(
-            f"--world {args.world} --replicas {args.replicas} --tp {args.tp}: replicas x tp must "
-            "divide the world size"
+            f"--world {args.world} --replicas {args.replicas} --tp {args.tp}: must be positive, "
+            "and replicas x tp must divide the world size"
         )
     if args.tp_plan is not None and args.tp == 1:
         raise argparse.ArgumentTypeError(f"--tp-plan {args.tp_plan}: set --tp as well")

@@ -52,7 +52,7 @@ class Result:
 
 
 class CheckError(RuntimeError):
-    """Error raised if the function fails in the child, or the child ends without a result."""
+    """Error raised if the function fails in the child, or the child dies or takes too long."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.details}\n{failure.cause}".strip())
@@ -63,7 +63,7 @@ class CheckError(RuntimeError):
 
 
 def obstacle() -> str:
-    """Return the reason why this machine cannot simulate a GPU, or "" if it can."""
+    """Return why the installed torch and triton cannot simulate a GPU, or "" if they can."""
     if torch.version.cuda is not None:
         return (
             f"needs a CPU build of torch, but this one is for CUDA {torch.version.cuda}: in a "

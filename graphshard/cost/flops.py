@@ -189,7 +189,7 @@ def shape_of(value: object) -> tuple[int, ...]:
 
 
 def aten_name(target: Target) -> str:
-    """Return the name of an ATen operator, as in ``add`` for ``aten.add.Tensor``; "" for others."""
+    """Return the name of an ATen or prims op, as in ``add`` for ``aten.add.Tensor``, or ""."""
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return ""
     return base_name(target)

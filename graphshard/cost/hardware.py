@@ -95,9 +95,9 @@ class Interconnect:
         latency_us: fixed time of a collective, excluding ring steps and bytes.
         hop_us: added time per ring step over this link.
         buffer_us: added time per tensor after the first in a coalesced collective.
-        bus: bus bandwidth in bytes/s of each kind of collective, by size of the full buffer. Both
-            are defined as in nccl-tests (doc/PERFORMANCE.md), but the time excludes ``latency_us``.
-            That of ``ALL_TO_ALL`` counts only the bytes that travel over this kind of link; if
+        bus: bus bandwidth in bytes/s of each kind of collective, by size of the full buffer, as
+            defined by nccl-tests (doc/PERFORMANCE.md), but without ``latency_us`` in the time. The
+            bandwidth of ``ALL_TO_ALL`` counts only the bytes that travel over this kind of link; if
             missing, it is derived from that of a reduce-scatter.
 
     Raises:
@@ -165,7 +165,9 @@ class Hardware:
         _check_one_of("device_type", self.device_type, ("cuda", "cpu"))
         _check_one_of("source", self.source, (DATASHEET, CALIBRATED))
         if "float32" not in self.flops:
-            raise ValueError("flops lacks 'float32', the fallback for dtypes that are not listed")
+            raise ValueError(
+                "flops lacks 'float32', the fallback for dtypes that are not listed: pass its rate"
+            )
         _check_positive("special_per_s", self.special_per_s)
         _check_positive("launch_us", self.launch_us, zero=True)
         _check_positive("issue_us", self.issue_us, zero=True)

@@ -84,7 +84,7 @@ class Timer:
 
 
 def num_cold(num_bytes: int) -> int:
-    """Return the number of operands of ``num_bytes`` that together exceed the caches."""
+    """Return how many operands of ``num_bytes`` fit into ``COLD_BYTES``, 1 to ``_MAX_OPERANDS``."""
     return max(1, min(_MAX_OPERANDS, COLD_BYTES // num_bytes))
 
 

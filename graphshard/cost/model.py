@@ -55,7 +55,7 @@ class CostModel:
     device_type: str | None = None
 
     def unmaterialized(self, values: GraphValues) -> UnmaterializedValues:
-        """Return the nodes whose values never reach memory; empty if ``fuses`` is False."""
+        """Return the nodes whose values never reach memory; empty if not ``fuses`` or unknown."""
         if not self.fuses:
             return UnmaterializedValues()
         return call_with_fallback(
@@ -111,13 +111,13 @@ class CostModel:
             stride: difference between the global ranks of neighbors in the group.
 
         Raises:
-            ValueError: ``kind`` is not a kind of collective, or a number is out of range.
+            ValueError: ``kind`` is not a ``TransferKind``, or a number is out of range.
         """
         if kind in HOST_COPIES:
             return self.hardware.host.us(num_bytes) + self.hardware.launch_us
         kind = _PREDICTED_AS.get(kind, kind)
         if kind not in COLLECTIVE_KINDS:
-            raise ValueError(f"kind={kind!r}: must be one of {COLLECTIVE_KINDS}")
+            raise ValueError(f"kind={kind!r}: must be one of {tuple(TransferKind)}")
         if world < 1 or num_bytes < 0:
             raise ValueError(f"{world=}, {num_bytes=}: must be at least 1 and 0, respectively")
         if world == 1:  # a single rank only copies

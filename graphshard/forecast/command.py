@@ -32,7 +32,7 @@ from .workload import (
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Run the command; return 0, 1 if the step does not fit, or 2 after an error."""
+    """Run the command; return 1 if the step does not fit, 2 after an error, and 0 otherwise."""
     try:
         return _plan(args)
     except (Exception, SystemExit) as error:  # a user's function may raise anything
@@ -94,7 +94,7 @@ def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:
     if args.tp_plan is None:
         return workload
     if args.tp is None and not args.search:
-        raise ValueError(f"--tp-plan {args.tp_plan}: set --tp as well")
+        raise ValueError(f"--tp-plan {args.tp_plan}: set --tp or --search as well")
     script, _, function = args.tp_plan.rpartition(":")
     return dataclasses.replace(workload, parallelize=load_function(script, function))
 

@@ -43,7 +43,7 @@ class Layers:
     period: int = 1
 
     def shifted(self, fqn: str, num_layers: int) -> str:
-        """Return the name of the parameter that is ``num_layers`` layers after ``fqn``."""
+        """Add ``num_layers`` to the layer number in ``fqn``; return other names unchanged."""
         pattern = rf"^({re.escape(self.path)}\.)(\d+)(?=\.)"
         return re.sub(pattern, lambda match: f"{match[1]}{int(match[2]) + num_layers}", fqn)
 

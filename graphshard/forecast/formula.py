@@ -43,7 +43,7 @@ def saved_bytes(
     workload = make_workload(num_samples)
     if workload.unit != "tokens":
         raise ValueError(f"{workload.name}: the inputs are not tokens: omit --formula")
-    if workload.tokens == num_samples**2:  # ``trace`` distinguishes the two by size
+    if workload.tokens == num_samples**2:  # ``trace`` distinguishes samples and tokens by size
         num_samples = 3
         workload = make_workload(num_samples)
     symbols = {num_samples: SAMPLES, workload.tokens // num_samples: TOKENS}
@@ -53,7 +53,7 @@ def saved_bytes(
         saved = sympy.expand(trace_step(workload, recipe, cluster, progress).saved)
     except Exception as error:  # torch may fail in any way with symbolic sizes
         raise ValueError(
-            f"{workload.name}: torch cannot trace this model with symbolic sizes: "
+            f"{workload.name}: torch cannot trace this model with symbolic sizes; omit --formula: "
             f"{str(error).strip().splitlines()[0]}"
         ) from error
     if saved.free_symbols != {SAMPLES, TOKENS}:

@@ -86,7 +86,7 @@ def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
     """Return the possible numbers of HSDP shards among those of one, two and four nodes.
 
     Args:
-        tp: number of ranks that hold one shard.
+        tp: number of ranks over which tensor parallelism splits each shard.
     """
     node, num_groups = cluster.hardware.ranks_per_node // tp, cluster.num_gpus // tp
     sizes = (node, 2 * node, 4 * node)
@@ -233,7 +233,8 @@ class _Grower:
 
     def _steps(self, workload: Workload) -> Callable[[int], TracedStep]:
         """Return a function that maps a number of layers to the step; trace each model once."""
-        # Depth, width and batch grow from the same model, and several factors may round to one.
+        # Depth, width and batch grow from the same model, and several factors may round to the same
+        # model.
         key = workload.name, workload.num_layers, workload.tokens
         if key not in self._traced:
             self._traced[key] = self._trace(workload)

@@ -71,7 +71,8 @@ def plan(
 
     Raises:
         ValueError: an argument is invalid, the strategy's N or ``tp`` does not divide the number of
-            GPUs, or shapes or control flow depend on values of tensors.
+            GPUs, memory outside of the graphs alone exceeds ``budget_gb``, or shapes or control
+            flow depend on values of tensors.
         BackendError: no schedule stays within ``budget_gb``.
         RuntimeError: this process already has a process group.
     """

@@ -121,8 +121,8 @@ def _limits(graphs: Sequence[StepGraph], recipe: Recipe, outside: MemoryForecast
     peak = int(recipe.budget_gb * 1e9) - held + inside
     if peak <= 0:
         raise ValueError(
-            f"budget_gb={recipe.budget_gb:g}: parameters and optimizer alone need "
-            f"{held / 1e9:.1f} GB on each GPU; raise the budget or use more GPUs"
+            f"budget_gb={recipe.budget_gb:g}: parameters, optimizer state and other memory outside "
+            f"of the graphs need {held / 1e9:.1f} GB on each GPU; raise the budget or use more GPUs"
         )
     return ScheduleLimits(peak=peak, reduce=recipe.reduce)
 

@@ -87,7 +87,8 @@ class Recipe:
             raise ValueError(f"optimizer={self.optimizer!r}: must be one of {list(OPTIMIZERS)}")
         if self.strategy == "ddp" and self.dtype == "fp8":
             raise ValueError(
-                'dtype="fp8" with strategy="ddp": replicated parameters cannot use fp8; use bf16'
+                'dtype="fp8" with strategy="ddp": replicated parameters cannot use fp8; use bf16 '
+                "or float32"
             )
         if self.reduce not in get_args(Reduce):
             raise ValueError(f"reduce={self.reduce!r}: must be one of {get_args(Reduce)}")
@@ -100,19 +101,20 @@ class Recipe:
             )
         if self.offload and self.kind == "ddp":
             raise ValueError(
-                'offload with strategy="ddp": replicated parameters stay on the GPU; use zero3 or '
-                "hsdp:N"
+                'offload with strategy="ddp": replicated parameters stay on the GPU; use a '
+                "strategy that shards, such as zero3"
             )
         if self.offload and self.dtype == "fp8":
             raise ValueError(
                 'offload with dtype="fp8": the host\'s time to compute fp8 scales is unknown; use '
-                "bf16"
+                "bf16 or float32"
             )
         if not (isinstance(self.tp, int) and self.tp > 0):
             raise ValueError(f"tp={self.tp!r}: must be a positive integer")
         if self.tp > 1 and self.dtype == "fp8":
             raise ValueError(
-                f'tp={self.tp} with dtype="fp8": split parameters cannot use fp8; use bf16'
+                f'tp={self.tp} with dtype="fp8": split parameters cannot use fp8; use bf16 or '
+                "float32"
             )
 
     @property

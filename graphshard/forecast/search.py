@@ -4,7 +4,7 @@ For each precision and microbatch size, with all layers or none recomputed, one 
 ZeRO-2, HSDP and offload, which differ only in where shards are held. hpZ on several nodes takes
 another trace, and so does DDP if replicas could fit. Offload and partial recomputation cost time:
 they are planned only where ZeRO-3 does not fit without them. Each degree of tensor parallelism
-takes its own traces, but only a few: it is planned with the largest microbatch that fits alone.
+takes its own traces, but only a few: it is planned only with the largest microbatch that fits.
 """
 
 from __future__ import annotations
@@ -274,7 +274,10 @@ class _Search:
             self.refused.append(f"tensor parallelism: {error}")
 
     def _add_largest(self, base: Recipe, size: int) -> int | None:
-        """Plan the largest microbatch of ``size`` samples that fits, and return its size."""
+        """Plan ``size`` samples in ever smaller microbatches until one fits without offload.
+
+        Return the size of that microbatch, or None.
+        """
         for microbatch in reversed(microbatches(size)):
             num_before = len(self.candidates)
             recipe = dataclasses.replace(base, accumulate=size // microbatch)

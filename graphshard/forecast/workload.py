@@ -156,13 +156,16 @@ def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
             lists[name] = module
     if not lists:
         raise ValueError(
-            "recompute: the model has no nn.ModuleList of layers of one type; use recompute=0"
+            "recompute: the model has no nn.ModuleList with two or more layers of one type; use "
+            "recompute=0"
         )
     return lists
 
 
 def recompute_layers(model: nn.Module, part: float = 1) -> None:
     """Checkpoint the first fraction ``part`` of each list of layers, in place.
+
+    If ``part`` is 1 and the model has ``gradient_checkpointing_enable``, call that instead.
 
     Raises:
         ValueError: the model has no list of layers.

@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 
 def take(key: torch.Tensor) -> torch.Tensor | None:
-    """Remove and return the total of the accumulator with this ``key``, or None if it has none."""
+    """Remove and return the total of an accumulator; None if it is gone or has no total."""
     accumulator = _accumulators.get(int(key))
     return None if accumulator is None else accumulator.take()
 

@@ -114,7 +114,7 @@ def launch_bucket(
 
 
 def _scaled(call: Call, sent: CollectiveInput, group: str) -> CollectiveInput:
-    """Scale the source of a transfer that has scales, and cast it to fp8, in one kernel."""
+    """Scale the source of a transfer that has scales, and cast it to fp8."""
     if sent.scales is None:
         return sent
     scale = call(operator.getitem, sent.scales, sent.scale_index)
@@ -172,7 +172,7 @@ def launch_collective(
 
     Args:
         exchanges: whether to launch an all-to-all for each buffer instead of a reduction;
-            `wait_buffer` then sums the rows.
+            ``wait_buffer`` then averages the rows.
     """
     if exchanges:
         # All-to-alls cannot be coalesced.
@@ -297,7 +297,7 @@ def wait_buffer(
 def results_in_buffer(
     call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Value, world: int
 ) -> list[Any]:
-    """Return the full parameters or reduced shards in a buffer that ``wait_buffer`` returned."""
+    """Return the gathered or reduced tensors in a buffer that ``wait_buffer`` returned."""
     if kind == TransferKind.ALL_GATHER:
         return _gathered(call, inputs, _viewed_as(call, buffer, buffer_dtype(kind, inputs)), world)
     return _reduced(call, kind, inputs, buffer)

@@ -20,7 +20,7 @@ class GroupSpan(NamedTuple):
 
 
 def span_of(group: str) -> GroupSpan:
-    """Return the number and stride of the ranks of a process group."""
+    """Return the number of ranks in a process group, and the stride of their global ranks."""
     ranks = dist.get_process_group_ranks(process_group(group))
     stride = max((after - before for before, after in pairwise(ranks)), default=1)
     return GroupSpan(len(ranks), max(1, stride))

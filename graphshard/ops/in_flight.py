@@ -66,7 +66,7 @@ def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
 def _wait_for(tensors: list[torch.Tensor]) -> None:
     on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     _wait_now([tensor for tensor in tensors if tensor.device.type != "cpu"])
-    # Waits for device tensors only make their stream wait; these block.
+    # Waits for device tensors only make their stream wait; waits for host tensors block.
     waiter = threading.Thread(target=_wait_now, args=(on_host,), daemon=True)
     waiter.start()
     waiter.join(LIMIT_S)

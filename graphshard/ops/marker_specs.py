@@ -221,7 +221,7 @@ class ReduceGradSpec(MarkerSpec):
 
     @property
     def exchange_dtype(self) -> torch.dtype | None:
-        """Dtype in which ranks may exchange rows, if smaller than that of the collective."""
+        """Dtype in which ranks may exchange rows; None if not narrower or if they always do so."""
         always = uses_all_to_all(self.group, used_dtype(value_of(self.grad), self.reduce_dtype))
         return value_of(self.grad).dtype if self._is_narrow and not always else None
 

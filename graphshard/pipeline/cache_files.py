@@ -127,7 +127,7 @@ _FORMAT, _HEADER, _GRAPHS, _FILES = 1, "header.json", "graphs", "files/"
 
 _WORDS = {"inputs": "sizes of inputs or parameters", "modes": "modes of torch, such as autocast"}
 
-# The same facts for the graphs in all loaded files.
+# Facts that the graphs in all loaded files depend on, keyed like ``GRAPHS``.
 _loaded: dict[str, str] = {}
 
 
@@ -157,14 +157,14 @@ def save_compiled(path: str | Path) -> None:
 
 
 def load_compiled(path: str | Path) -> None:
-    """Load a file that ``save_compiled`` wrote into the caches; call this before the first step.
+    """Fill the caches from a file that ``save_compiled`` wrote; call this before the first step.
 
     The file contains code that later calls run: load only files that you trust. If a graph is
     compiled later that the file does not contain, a warning names the differences.
 
     Raises:
         ValueError: the file is not from ``save_compiled``, or was written with a different torch,
-            Python, graphshard or device.
+            Python, graphshard, CPU or GPU.
         OSError: the file cannot be read, or the caches cannot be written.
     """
     try:

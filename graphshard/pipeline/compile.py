@@ -153,6 +153,8 @@ def _share_layers(
 ) -> tuple[_T, int]:
     """Run the passes on the traced graph, then ``act``, which traces it with AOTAutograd.
 
+    If that raises ``LayersDiffer``, inline the shared layers and run ``act`` again.
+
     Returns:
         The result of ``act``, and the number of layers that share a trace with an equal one.
     """
@@ -316,7 +318,7 @@ class Lowering(CustomGraphPass):
         report(f"{self.lowered}: compiling {what}")
 
     def known_plans(self) -> list[Plan]:
-        """Load the plans of cached graphs that have plan files; return the plans of all graphs."""
+        """Load the plans of cached graphs that have plan files; return all known plans."""
         for kind in GraphKind:
             if kind not in self._plans and (plan := self.cache.load(kind)) is not None:
                 self.has_loaded = True

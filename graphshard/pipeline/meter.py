@@ -1,7 +1,7 @@
 """Measure how long a compiled graph runs, and how long it waits for collectives and host copies.
 
-Waits are timed in one of ``EVERY`` runs: by the host's clock on CPUs, where a wait blocks, and by
-events on the stream on GPUs, where it makes the stream stand still.
+Waits are timed in one run out of ``EVERY``: by the host's clock on CPUs, where a wait blocks the
+host, and by events on GPUs, where it blocks the stream.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ class Interval:
     def metrics(
         self, steps: int | None, tokens: int | None, compile_s: float, peak_us: float
     ) -> dict[str, float]:
-        """Return numbers per step or second, and start the next interval; {} without ``steps``.
+        """Return numbers per step or second, and start the next interval.
+
+        Return {} if both are None, and on the first call with ``steps``.
 
         Args:
             compile_s: time of all compiles so far.
@@ -185,7 +187,9 @@ class Interval:
         if steps is None and tokens is None:
             return {}
         if steps is None or steps < 1:
-            raise ValueError(f"steps={steps!r}: pass the number of steps since the last call")
+            raise ValueError(
+                f"steps={steps!r}: pass the number of steps since the last call, 1 or more"
+            )
         before, now = self._start, _Sample(time.perf_counter(), compile_s, peak_us)
         self._start = now
         if before is None:

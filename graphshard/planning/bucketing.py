@@ -146,7 +146,7 @@ class Queue:
         return end - begin <= 1 or (num_bytes <= self._cap and self._is_in_time(begin, end))
 
     def _is_in_time(self, begin: int, end: int) -> bool:
-        """Return whether all transfers are ready before the first one is due."""
+        """Return whether all transfers are ready by the time the first one is due."""
         # An fp8 gather is ready once its scales are, and a graph may compute some scales late.
         bucket = self.candidate(begin, end).bucket
         return bucket.launch <= bucket.wait
@@ -204,7 +204,7 @@ def may_exchange(problem: Problem, members: Sequence[int]) -> bool:
 
 
 def why_ring(ring: BucketCost, exchange: BucketCost, cost_model: TransferCostModel) -> str:
-    """Return the reason not to exchange a bucket, given its costs with both, or "".
+    """Return the reason not to exchange a bucket, given its costs either way, or "".
 
     An exchange must win on the link, and take no more compute. Then it wins whether or not compute
     hides it, and also if all links or all kernels are slower than predicted.
@@ -228,7 +228,7 @@ def packed_bucket(
     *,
     exchanges: bool = False,
 ) -> Bucket:
-    """Return a bucket of ``members``, with one shared buffer for its small transfers."""
+    """Return a bucket of ``members`` whose small transfers share buffers."""
     sent = {
         i: problem.transfers[i].exchanged() if exchanges else problem.transfers[i] for i in members
     }

@@ -44,7 +44,7 @@ def choose_kept(
     Args:
         gathered: gather of the same parameter in ``forward``, keyed by position in
             ``backward.transfers``; parameters that cannot be kept are missing.
-        budget: peak memory of a graph in bytes, or None for the smallest possible peak of each.
+        budget: maximum peak of each graph in bytes, or None for its smallest possible peak.
     """
     memory = _graph_memory(forward, budget), _graph_memory(backward, budget)
     start_us = clock(backward, [], cost_model).step_us  # with user collectives

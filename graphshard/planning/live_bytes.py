@@ -277,7 +277,8 @@ def least_by_point(problem: Problem, *, exchanges: bool = False) -> list[int]:
     """Return the bytes at each point in time with the smallest, shortest-lived buckets.
 
     Args:
-        exchanges: whether gradients with an ``exchange_dtype`` are exchanged, which takes less.
+        exchanges: whether gradients with an ``exchange_dtype`` are exchanged, which takes less
+            memory.
     """
     buckets = []
     for i, t in enumerate(problem.transfers):

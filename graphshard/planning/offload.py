@@ -236,7 +236,10 @@ def _absence(activation: SavedActivation, forward_steps: int) -> _Absence:
 def _offload_enough(
     forward: Problem, backward: Problem, saved: Sequence[SavedActivation], budget: int
 ) -> list[int]:
-    """Return the activations to offload so that the least memory of each graph fits ``budget``."""
+    """Return the positions in ``saved`` to offload, to fit both graphs into ``budget``.
+
+    Their least memory may exceed it even then.
+    """
     in_forward, in_backward = map(LiveBytes, map(least_by_point, (forward, backward)))
     chosen = []
     # Activations that backward needs last come first: their copies are the easiest to hide.

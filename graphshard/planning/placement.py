@@ -41,7 +41,7 @@ from .simulate import (
 # Price of memory in time, without a memory budget. If the peak exceeds the modest peak (see
 # ``Placer``) by a fraction ``x``, the score multiplies the simulated time by
 # ``1 + MEMORY_PRICE * x**2``: 10 % more memory must save 1 % of the time, 20 % more must save 4 %.
-# The slowdown of compute by hidden collectives is added afterwards. Measured with
+# The slowdown of compute by all collectives is added afterwards. Measured with
 # ``benchmarks/robustness.py``: at 0.5, 405B on 1,024 GPUs with slow links takes 5 % more memory
 # than with FSDP2's rule, and 1 % less time than at 1.0.
 MEMORY_PRICE = 1.0
@@ -155,7 +155,11 @@ class Placer:
         count_transfers(self._changes, problem.transfers)
 
     def place(self, splits: Splits, sizes: BucketSizes, room: float = 1.0) -> CandidateSchedule:
-        """Place and score ``splits``; waits may use a fraction ``room`` of the modest buckets."""
+        """Place and score ``splits``.
+
+        Args:
+            room: without a budget, fraction of the memory of ``MODEST_BUCKETS`` for late waits.
+        """
         launches = self._place_gathers(splits.gathers, sizes.in_flight, self._free_memory(splits))
         max_alive = self._modest_peak - int((1 - room) * self._room)
         waits, average_waits = self._place_reductions(splits, launches, max_alive)

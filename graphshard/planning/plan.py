@@ -55,7 +55,7 @@ class PlanParam:
 
 
 def _num_bits(dtype: str) -> int:
-    """Return the number of bits in the name of a dtype, such as 16 for "torch.bfloat16"."""
+    """Return the bits per element of a dtype, given by name: 16 for "torch.bfloat16"."""
     digits = re.search(r"\d+", dtype)
     assert digits is not None, dtype
     return int(digits.group())
@@ -180,7 +180,7 @@ class Problem:
             wait, like gloo.
         user_collectives: collectives of the model itself, in launch order.
         peak_us: time of the graph's matrix products, attention and convolutions at the hardware's
-            peak rates, for the MFU, without what backward recomputes; 0 in forecasts.
+            peak rates, for the MFU, without what backward recomputes; 0 if not computed.
     """
 
     graph: GraphKind
@@ -313,7 +313,7 @@ class BucketEvent(NamedTuple):
 def events_by_step(
     num_steps: int, buckets: Sequence[Bucket], users: Sequence[UserCollective] = ()
 ) -> list[list[BucketEvent]]:
-    """Return the `sorted_events` before each step; the last list is at the graph's end."""
+    """Return the sorted events before each step; the last list is at the graph's end."""
     events: list[list[BucketEvent]] = [[] for _ in range(num_steps + 1)]
     launches, waits = [bucket.launch for bucket in buckets], [bucket.wait for bucket in buckets]
     for step, _, _, is_launch, i in sorted_events(launches, waits, next_in_chain(buckets), users):

@@ -61,7 +61,7 @@ class SavingChoice:
 
     Attributes:
         budget_gb: maximum peak of a graph on one rank.
-        tried: strategies in the order tried; empty if nothing is differentiated.
+        tried: strategies in the order tried; empty after an error or without a backward graph.
         inputs: description of the graph's inputs, for the title of the table.
         notes: strategies that were not tried, with reasons.
         error: error that prevented planning, or "".
@@ -117,9 +117,9 @@ def savings(activations: Sequence[float | None], *, may_offload: bool) -> list[S
 
 
 def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving]) -> bool:
-    """Return whether ``planned`` is slower than ``earlier``, so recomputing more can be skipped."""
-    # Strategies with offloading do not count: there, recomputing more may still be faster, because
-    # fewer activations wait for their copies.
+    """Return whether recomputing more can be skipped: ``planned`` is slower than ``earlier``."""
+    # Earlier strategies with offloading do not count: there, recomputing more may still be faster,
+    # because fewer activations wait for their copies.
     alone = [t.step_us for t in earlier if t.step_us is not None and not t.saving.offloads]
     quickest = min(alone, default=None)
     times = [t.step_us for t in planned if t.step_us is not None]
@@ -128,7 +128,8 @@ def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving])
 
 def without_repeats(tried: Sequence[TriedSaving]) -> tuple[TriedSaving, ...]:
     """Return ``tried`` without strategies that have the same result as an earlier one."""
-    # Allowing more changes nothing if more is impossible or not worth it.
+    # A strategy that may keep or offload more has the same result if doing so is impossible or
+    # saves no time.
     first: dict[object, TriedSaving] = {}
     for t in tried:
         first.setdefault((t.saving.activations, t.step_us, t.peak_bytes, t.refused), t)

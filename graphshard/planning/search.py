@@ -210,7 +210,10 @@ def schedule_without_overlap(problem: Problem, *, exchanges: bool = False) -> tu
 
 
 def _fits(transfers: Sequence[Transfer]) -> bool:
-    """Return whether small transfers fit into a bucket, all ready before one is due."""
+    """Return whether small transfers fit into one bucket.
+
+    They must be within its size limit, and all ready by the time the first one is due.
+    """
     in_time = max(t.ready for t in transfers) <= min(t.due for t in transfers)
     return in_time and sum(t.num_bytes for t in transfers) <= SMALL_CAP_BYTES
 

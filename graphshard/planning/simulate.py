@@ -350,11 +350,11 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
     copy_in_us, copy_out_us = buffers_us, 0.0
     for transfers in sent:
         num_bytes = sum(t.num_bytes for t in transfers)
-        # Packs the shards of a gather, or full gradients; tensors that are cast or padded are
-        # copied in any case.
+        # Copy-in packs the shards of a gather, or full gradients. A tensor alone in its buffer is
+        # copied only to be cast, padded or made contiguous.
         if is_copied_in(transfers):
             copy_in_us += cost_model.copy_us(num_bytes // num_shards)
-        # Copies full parameters out of a shared buffer; reduced shards are slices of the buffer.
+        # Copy-out copies full parameters out of a shared buffer; reduced shards are slices of it.
         if gathers and len(transfers) > 1:
             copy_out_us += cost_model.copy_us(num_bytes)
         if transfers[0].summed_in:  # reads all ranks' rows, and writes their sum

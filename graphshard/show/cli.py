@@ -26,7 +26,8 @@ def show(args: argparse.Namespace) -> int:
 def _write_page(args: argparse.Namespace) -> int:
     folder, *others = args.files
     if others or not folder.is_dir():
-        raise argparse.ArgumentTypeError("--html: pass exactly one folder of dumps")
+        given = " ".join(map(str, args.files))
+        raise argparse.ArgumentTypeError(f"--html: pass exactly one folder of dumps, not {given}")
     _files(folder)
     _write(args.html, folder_page(folder))
     return 0
@@ -36,13 +37,15 @@ def _write(path: Path, page: str) -> None:
     try:
         write_whole(path, page)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"--html: {error}") from error
+        raise argparse.ArgumentTypeError(f"cannot write --html {path}: {error}") from error
 
 
 def _files(path: Path) -> list[Path]:
     paths = dump_paths(path) if path.is_dir() else [path]
     if not paths:
-        raise argparse.ArgumentTypeError(f"{path}: this folder has no dumps")
+        raise argparse.ArgumentTypeError(
+            f"{path}: this folder has no dumps; pass the folder of graphshard.backend(dump=...)"
+        )
     return paths
 
 

@@ -27,7 +27,7 @@ _HEADERS = ["", "before", "after", ""]
 
 
 def diff(before: Dump, after: Dump) -> str:
-    """Return a report of the changes, or "" if the dumps are equal."""
+    """Return a report of the changes, or "" if it finds none."""
     rows = _total_rows(before, after)
     table = [tabulate(rows, _HEADERS, floatfmt=".3f")] if rows else []
     return "\n".join([*_changes(before, after), *table])

@@ -52,7 +52,7 @@ class Totals:
     total_us: float  # time until all lanes are done
     compute_us: float  # busy time of the compute lane
     communication_us: float  # busy time of the communication lane
-    exposed_us: float  # time that compute spends waiting
+    exposed_us: float  # time that compute spends waiting for buckets
     slow_exposed_us: float  # ``exposed_us`` if transfers take ``TRANSFER_SLOWDOWN`` times as long
     lost_us: float  # slowdown of compute by hidden collectives; not part of ``total_us``
     peak_bytes: int  # largest live memory of a step
@@ -68,7 +68,7 @@ class Dump:
     Attributes:
         plan: plan of one graph.
         hardware: hardware for which times are predicted.
-        limits: memory limits of the schedule.
+        limits: limits of the schedule.
         compiled: Dynamo's name for the compilation, also used in profiles, or "".
     """
 
@@ -188,12 +188,15 @@ class Dump:
         """Parse the content of a dump file.
 
         Raises:
-            ValueError: the text is not a dump. The message names ``source``.
+            ValueError: the text is not a dump of this version. The message names ``source``.
         """
         try:
             return cls._from_raw(json.loads(text))
         except (KeyError, TypeError, AttributeError) as error:  # valid JSON, but not a dump
-            raise ValueError(f"{source}: is not a dump from graphshard") from error
+            raise ValueError(
+                f"{source}: is not a dump from graphshard: pass a .json file that "
+                "graphshard.backend(dump=...) wrote"
+            ) from error
         except ValueError as error:  # includes JSONDecodeError
             raise ValueError(f"{source}: {error}") from error
 
@@ -216,7 +219,8 @@ class Dump:
         """Read a dump file.
 
         Raises:
-            ValueError: the file cannot be read or is not a dump. The message names the file.
+            ValueError: the file cannot be read, or is not a dump of this version. The message names
+                the file.
         """
         try:
             text = path.read_text()

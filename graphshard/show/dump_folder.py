@@ -120,7 +120,7 @@ def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
 
 
 def _profiles(folder: Path) -> Iterator[Trace]:
-    """Yield the traces of ``profile`` in ``folder``, oldest first."""
+    """Yield the traces that ``profile`` wrote to ``folder``, oldest first."""
     ours = re.compile(r"\d+-\w+(\.trace)?\.json")
     paths = [path for path in folder.glob("*.json") if not ours.fullmatch(path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
@@ -166,7 +166,7 @@ class DumpWriter:
             self.write_all({f"{stage}.{when}.py": code.strip() + "\n"})
 
     def write_all(self, code: Mapping[str, str]) -> bool:
-        """Write ``code``, as in ``self.code``; return whether there is any."""
+        """Write ``code``, keyed like ``self.code``; return whether it is nonempty."""
         self.code.update(code)
         if self._folder is not None:
             for name, text in code.items():
@@ -217,7 +217,7 @@ def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.
         dump: the backend's ``dump`` folder (default: the folder of ``path``).
 
     Raises:
-        ValueError: a folder does not exist.
+        ValueError: a folder does not exist, or a dump cannot be read.
     """
     path = Path(path)
     folder = path.parent if dump is None else Path(dump)

@@ -54,7 +54,7 @@ class StepData(TypedDict):
     name: str
     phases: list[PhaseData]
     predicted: Predicted
-    measured_us: float | None  # of the graphs, without optimizer; None unless all were measured
+    measured_us: float | None  # time without optimizer; None unless all graphs were measured
     note: str
 
 

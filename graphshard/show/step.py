@@ -35,7 +35,8 @@ class _Pair(NamedTuple):
 def graph_names(dumps: Sequence[Dump]) -> list[str]:
     """Return a name for each graph, as in "forward", "backward, no_sync" and "evaluation".
 
-    Names that several graphs share end in Dynamo's name of the compilation, as in "forward (0/1)".
+    Names that several graphs share end in Dynamo's name of the compilation, as in "forward (0/1)",
+    or else in the graph's position.
     """
     names = [_kind(dump) for dump in dumps]
     for pair in _split(_pairs(dumps))[1]:
@@ -60,8 +61,8 @@ def training_step(
 
     Args:
         dumps: all graphs, each backward graph after its forward graph.
-        runs: number of runs of each graph in a profile, which tells how many microbatches a step
-            runs under ``no_sync``. Without it, or if the numbers disagree, one is assumed.
+        runs: number of runs of each graph in a profile; their ratio gives the number of
+            microbatches under ``no_sync``, at least one. Without a profile, one is assumed.
         microbatches: number of microbatches that reduce gradients.
     """
     syncing, local = _split(_pairs(dumps))

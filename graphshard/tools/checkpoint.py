@@ -141,9 +141,9 @@ class Checkpoint:
             return torch.load(stored, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"{self._folder}: {name!r} is damaged, or holds objects that could run code when "
-                "loaded (others than tensors, numbers, strings and containers): exclude it with "
-                "--key, or load it with torch.distributed.checkpoint if you trust it"
+                f"{self._folder}: {name!r} is damaged, or holds objects other than tensors, "
+                "numbers, strings and containers, which could run code when loaded: exclude it "
+                "with --key, or load it with torch.distributed.checkpoint if you trust it"
             ) from error
 
     def load_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -188,7 +188,10 @@ def _checked(metadata: object, folder: Path) -> Metadata:
         if isinstance(entry, TensorStorageMetadata):
             _check_tensor(name, entry, stored)
         else:
-            require(isinstance(entry, BytesStorageMetadata), f"{name!r} is a {type(entry)}")
+            require(
+                isinstance(entry, BytesStorageMetadata),
+                f"{name!r} has unknown metadata: {type(entry)}",
+            )
             require(MetadataIndex(name) in stored, f"{name!r} is in no file")
     if metadata.planner_data:
         _check_paths(list(entries), metadata.planner_data)
@@ -218,7 +221,8 @@ def _check_tensor(
 ) -> None:
     """Check that a tensor's chunks cover it, do not overlap and are stored in files."""
     dtype, size = entry.properties.dtype, entry.size
-    require(isinstance(dtype, torch.dtype) and _is_shape(size), f"{name!r} is {dtype} {size}")
+    is_valid = isinstance(dtype, torch.dtype) and _is_shape(size)
+    require(is_valid, f"{name!r} has an invalid dtype or size: {dtype}, {size}")
     require(isinstance(entry.chunks, list), f"{name!r} has no chunks")
     for chunk in entry.chunks:
         require(

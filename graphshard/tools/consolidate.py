@@ -41,8 +41,9 @@ def consolidate(
         strip_prefix: prefix to remove from the names that have it, such as "model.".
 
     Raises:
-        ValueError: ``source`` does not exist, ``target`` exists or cannot hold the content, no name
-            has the prefix, or removing it makes two names equal.
+        ValueError: ``source`` does not exist, is damaged or lacks ``key``; ``target`` exists, has
+            another suffix or cannot hold the content; no name has the prefix, or removing it makes
+            two names equal.
     """
     source, target = Path(source), Path(target)
     if target.exists():
@@ -60,7 +61,10 @@ def consolidate(
         with _new(target) as scratch, reading(source):  # ``dcp.save`` reads the mapped tensors
             dcp.save(state, checkpoint_id=scratch, no_dist=True)
     else:
-        raise ValueError(f"{source}: no such checkpoint or file")
+        raise ValueError(
+            f"{source}: does not exist; pass the folder of a checkpoint, or a .pt, .pth or "
+            ".safetensors file"
+        )
 
 
 def _new(target: Path) -> AbstractContextManager[Path]:
@@ -90,7 +94,9 @@ def _write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
     specs: dict[str, TensorSpec] = {}
     for name, tensor in _mapped_tensors(checkpoint, path):
         short, dtype = checkpoint.short_name(name), str(tensor.dtype).removeprefix("torch.")
-        require(short != "__metadata__", f"{name!r}: the safetensors format reserves this name")
+        require(
+            short != "__metadata__", f"{name!r}: safetensors reserves this name; write a .pt file"
+        )
         require(short not in specs, f"{name!r}: another tensor is also called {short!r}")
         tensors[short] = tensor  # keeps alive the memory to which the spec points
         # safetensors.torch.save_file would require numpy.

@@ -84,7 +84,7 @@ def _check_plot(path: Path) -> None:
 def _check_folder(option: str, path: Path) -> None:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"{option} {path}: the folder {path.parent} does not exist"
+            f"{option} {path}: the folder {path.parent} does not exist; create it first"
         )
 
 
@@ -214,7 +214,7 @@ def _rate(settings: Settings, seconds: Sequence[float]) -> str:
 
 
 def _memory(trainings: Sequence[Training]) -> str:
-    """Return what sharding saves: memory of graphshard's rank, and of DDP's."""
+    """Describe the memory of a rank with graphshard, FSDP2 and DDP."""
     ours, whole, fsdp2 = (sum(training.held_bytes) / 1e6 for training in trainings)
     return (
         f"Memory: each rank holds {ours:.1f} MB of parameters, gradients and AdamW state (FSDP2: "

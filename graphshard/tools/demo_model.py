@@ -99,7 +99,7 @@ def load_text() -> torch.Tensor:
     if len(text) < 100_000:
         raise RuntimeError(
             f"{folder} holds only {len(text)} bytes of *.py: the demo trains on the sources of "
-            "Python's standard library, which this installation lacks"
+            "Python's standard library; run it with a Python that includes them"
         )
     return torch.frombuffer(text, dtype=torch.uint8)[:TEXT_BYTES]
 

@@ -22,7 +22,9 @@ def test_a_pass_before_what_it_requires_is_refused() -> None:
 
 
 def test_a_pass_after_a_later_stage_is_refused() -> None:
-    message = "pass reshard of stage joint comes after one of stage lowered: move it up"
+    message = (
+        "pass reshard of stage joint comes after pass share_regions of the later stage lowered"
+    )
     with pytest.raises(ValueError, match=message):
         ordered(*PIPELINE, Pass(reshard, Stage.JOINT))
 

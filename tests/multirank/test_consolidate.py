@@ -166,7 +166,7 @@ def test_impossible_conversions_are_refused(
         ((folder, tmp_path / "x.safetensors"), "only tensors"),
         ((folder, tmp_path / "x.pt", "--key", "nothing"), "model, note, optim"),
         ((folder, text), "already exists"),
-        ((tmp_path / "missing", tmp_path / "x.pt"), "no such checkpoint"),
+        ((tmp_path / "missing", tmp_path / "x.pt"), "does not exist; pass"),
         ((empty, tmp_path / "x.pt"), "not a checkpoint"),
         ((text, tmp_path / "x"), "cannot be read: "),
         ((tensors, tmp_path / "x"), "holds a list, not a state dict"),

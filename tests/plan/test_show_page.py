@@ -229,7 +229,10 @@ def test_show_html_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["show", str(tmp_path), "--html", str(out)]) == 0
     assert out.read_text() == text and capsys.readouterr().out == ""
     for wrong, message in (
-        ([tmp_path, "--html", tmp_path / "gone" / "out.html"], "--html: .*No such file"),
+        (
+            [tmp_path, "--html", tmp_path / "gone" / "out.html"],
+            "cannot write --html .*No such file",
+        ),
         (
             [tmp_path / "00-backward.json", "--html", out],
             "--html: pass exactly one folder of dumps",
