@@ -52,7 +52,7 @@ def elide_single_rank_collectives(gm: fx.GraphModule, context: PassContext) -> N
 
 
 def _use_shard(marker: fx.Node, spec: UnshardSpec) -> fx.Node | None:
-    """Return the gathered parameter: the shard, if it has all rows and needs no copy or scaling."""
+    """Return the shard, cast like the gathered parameter, or None if it needs more than a cast."""
     has_all_rows = value_of(spec.shard).shape[0] == spec.rows
     if is_alone(spec.group) and has_all_rows and spec.device is None and spec.scales is None:
         tag = {"recompute": marker.meta["recompute"]} if "recompute" in marker.meta else {}
@@ -64,7 +64,7 @@ def _use_shard(marker: fx.Node, spec: UnshardSpec) -> fx.Node | None:
 
 
 def _use_gradient(marker: fx.Node, spec: ReduceGradSpec) -> fx.Node | None:
-    """Return the gradient to use as the reduced one, or None if the reduction does more than cast."""
+    """Return the gradient, cast like the reduced one, or None if the reduction does more."""
     alone = all(is_alone(group) for group in (spec.group, spec.replica_group) if group)
     if alone and spec.host_memory is None and spec.partial is None:
         sent, emit = spec.collective_input(), Emitter(marker.graph, marker.meta)

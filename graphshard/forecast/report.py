@@ -12,7 +12,7 @@ from .forecast import CHANGE_HEADERS, Forecast, change_rows, memory_rows, summar
 
 
 class ShownForecast(Forecast):
-    """A forecast that notebooks show as its page, the one of ``plan --html``."""
+    """A forecast that notebooks show as the page of ``plan --html``."""
 
     def _repr_html_(self) -> str:
         shown = html.escape(forecast_page(self))

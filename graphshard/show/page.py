@@ -180,7 +180,7 @@ class PageData(TypedDict):
 
     title: str
     steps: list[StepData]  # training, evaluation; only the first has a chart, unless ``compares``
-    compares: bool  # whether to draw all steps over each other, on one time axis
+    compares: bool  # whether each step has a chart, all on one time axis
     notes: list[str]  # missing parts, with reasons
     charts: list[BarsData]
     tables: list[TableData]
@@ -255,7 +255,7 @@ def steps_data(
 def step_data(
     name: str, phases: Sequence[Phase], graphs: Sequence[GraphData], note: str = ""
 ) -> StepData:
-    """Return a step of some graphs: their sums, and their highest peaks."""
+    """Return a step that runs ``phases``: sums of their times, and their highest peaks."""
     run = [(graphs[phase.graph], phase.runs) for phase in phases]
     measured = [count * m["median_us"] for graph, count in run if (m := graph["measured"])]
     predicted = {
