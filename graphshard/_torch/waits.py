@@ -25,6 +25,6 @@ def replace_wait(wait: Wait) -> None:
     _packet.default = wait
 
 
-def restore_wait(_: object = None) -> None:
+def restore_wait(_: object = None, /) -> None:
     """Make graphs call ``wait_tensor`` again."""
     _packet.default = wait_tensor

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch.autograd import compiled_nodes
+from .._torch.autograd import compiled_nodes, on_backward_end
 from .._torch.waits import replace_wait, restore_wait, wait_tensor
 from .traced_graph import Runnable
 
@@ -66,6 +66,7 @@ class _TimedRun:
         self._waits.clear()  # of an earlier backward through the same graph
         self._end, self._start = None, self._clock.now()
         replace_wait(self._wait)
+        on_backward_end(restore_wait)  # ``end`` is not called if the graph raises
 
     def end(self, *_: object) -> None:
         restore_wait()
