@@ -1,6 +1,6 @@
 """Traced, joint and inference graphs: compute linears in fp8, and gather their weights in fp8.
 
-In forward, a weight is scaled by a factor that all ranks share, and cast before it is gathered; in
+In forward, a weight is scaled by factors that all ranks share, and cast before it is gathered; in
 backward it is cast again, to the same bytes. The ops of ``graphshard.ops.float8_ops`` become scaled
 products:
 

@@ -252,7 +252,9 @@ def _decode(kind: Any, raw: Any, path: str) -> Any:
         if key in raw:
             values[field.name] = _decode(types[field.name], raw[key], f"{prefix}{key}")
         elif field.default is dataclasses.MISSING:
-            raise ValueError(f"{prefix}{key} is missing")
+            raise ValueError(
+                f"{prefix}{key} is missing: add it, or run `python -m graphshard calibrate` again"
+            )
     build: Any = kind
     try:
         return build(**values)

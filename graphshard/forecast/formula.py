@@ -38,7 +38,9 @@ def saved_bytes(
             sizes, or torch cannot trace it with symbolic sizes.
     """
     if recipe.dtype == "fp8":
-        raise ValueError("--formula with fp8: whether linears use fp8 depends on sizes; use bf16")
+        raise ValueError(
+            "--formula with fp8: whether linears use fp8 depends on sizes; use bf16 or float32"
+        )
     num_samples = 2  # torch specializes graphs on a size of 1
     workload = make_workload(num_samples)
     if workload.unit != "tokens":

@@ -101,10 +101,10 @@ def users_through_views(node: fx.Node) -> list[fx.Node]:
 
 
 def replace_in_output(graph: fx.Graph, replacements: Mapping[fx.Node, fx.Node]) -> None:
-    """Return ``replacements[node]`` instead of ``node``, for all nodes at once.
+    """Make ``graph`` return ``replacements[node]`` instead of ``node``, for all nodes at once.
 
-    Each change of the output node takes time in proportion to its arguments. Outputs include what
-    forward saves and all gradients: thousands.
+    Each change of the output node takes time proportional to the number of its arguments. With
+    saved values and gradients, these can be thousands.
     """
     output = graph.output_node()
     output.args = fx.map_arg(output.args, lambda node: replacements.get(node, node))

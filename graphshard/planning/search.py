@@ -99,8 +99,8 @@ class _Search:
         improves = True
         while improves:
             improves = False
-            # 42 candidates per round. Separate sizes for the first gather and the last reduction
-            # gained nothing after the local search.
+            # About 42 candidates per round. Separate sizes for the first gather and the last
+            # reduction gained nothing after the local search.
             for field in BucketSizes._fields:
                 sizes = [best.sizes._replace(**{field: size}) for size in scale]
                 schedule = min(map(self._place, sizes), key=_score)

@@ -204,7 +204,7 @@ class Dump:
     def _from_raw(cls, raw: Mapping[str, Any]) -> Dump:
         if "plan" in raw and raw["version"] != VERSION:
             raise ValueError(
-                f"dump of version {raw['version']!r}: this graphshard reads {VERSION}; "
+                f"dump of version {raw['version']!r}: this graphshard reads version {VERSION}; "
                 "compile again to write a new dump"
             )
         return cls(

@@ -58,7 +58,7 @@ def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> di
     renamed = {name: name.removeprefix(prefix) or name for name in names}
     if all(name == new for name, new in renamed.items()):
         raise ValueError(
-            f"{source}: no name starts with {prefix!r}; it has {', '.join(names[:20])}"
+            f"{source}: no name starts with {prefix!r}; names include {', '.join(names[:20])}"
         )
     old_names: dict[str, str] = {}
     for name, new in renamed.items():
@@ -103,7 +103,7 @@ class Checkpoint:
         chosen = [name for name in entries if not key or paths[name][0] == key]
         if not chosen:
             keys = sorted({str(path[0]) for path in paths.values()})
-            raise ValueError(f"{folder}: no key {key!r}; it has {', '.join(keys[:20])}")
+            raise ValueError(f"{folder}: no key {key!r}; keys include {', '.join(keys[:20])}")
         self.tensors = {n: e for n in chosen if isinstance(e := entries[n], TensorStorageMetadata)}
         self.others = [name for name in chosen if name not in self.tensors]
         # The path of each value below the key, or the key itself for a value directly under it.

@@ -131,7 +131,9 @@ def _read(path: Path) -> dict[str, object]:
                 return {name: _aligned(file.get_tensor(name)) for name in file.offset_keys()}
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         if not isinstance(state, dict):
-            raise ValueError(f"{path}: holds a {type(state).__name__}, not a state dict")
+            raise ValueError(
+                f"{path}: holds a {type(state).__name__}, not a state dict: save a dictionary"
+            )
         return state
 
 
@@ -143,7 +145,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, object]:
     if key not in state:
         keys = ", ".join(map(str, list(state)[:20]))
-        raise ValueError(f"{source}: no key {key!r}; it has {keys}")
+        raise ValueError(f"{source}: no key {key!r}; keys include {keys}")
     inner = state[key]
     if not isinstance(inner, dict):
         raise ValueError(

@@ -135,10 +135,10 @@ def test_prefix_that_does_not_match_is_an_error(
         (
             prefixed,
             ("--key", "state_dict"),
-            "no name starts with 'net.a.weights.'; it has net.a.weight",
+            "no name starts with 'net.a.weights.'; names include net.a.weight",
         ),
-        (prefixed, (), "no name starts with 'net.a.weights.'; it has "),
-        (colliding, (), "no name starts with 'net.a.weights.'; it has "),
+        (prefixed, (), "no name starts with 'net.a.weights.'; names include "),
+        (colliding, (), "no name starts with 'net.a.weights.'; names include "),
     ):
         with pytest.raises(SystemExit):
             _run(source, tmp_path / f"x{suffix}", *options, "--strip-prefix", "net.a.weights")

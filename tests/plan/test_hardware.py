@@ -212,7 +212,7 @@ def test_errors_in_a_file_name_the_file_and_the_field(
 
 @pytest.mark.parametrize("path", ["name", "memory.peak", "inter.parcel_us"])
 def test_missing_field_is_an_error(path: str) -> None:
-    with pytest.raises(ValueError, match=f"^machine: {path} is missing$"):
+    with pytest.raises(ValueError, match=f"^machine: {path} is missing: add it, or run"):
         Hardware.from_json(_changed(path, ...), "machine")
 
 

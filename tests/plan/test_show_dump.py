@@ -55,7 +55,7 @@ BAD = [
     ("[1, 2]", "is not a dump from graphshard"),
     ('{"traceEvents": []}', "is not a dump from graphshard"),
     (by_hand().plan.to_json(), "is not a dump from graphshard"),
-    (_with(version=7), "dump of version 7: this graphshard reads 3"),
+    (_with(version=7), "dump of version 7: this graphshard reads version 3"),
     (_with(plan={"version": 9}), "the plan has version 9"),
     (_with(plan={"version": 8}), "is not a dump from graphshard"),
     (_with(hardware={"version": 9}), "version 9: this graphshard reads version 4"),
