@@ -32,6 +32,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from torch import fx
 from torch.profiler import ProfilerActivity
 
@@ -43,7 +44,7 @@ from .dump import Dump
 from .page import Measured, TableData, graph_data, page, page_data, steps_data
 from .step import graph_names
 from .table import saving_rows, saving_table, saving_title, table
-from .trace import MEASURED, Trace, measured_runs, trace, with_predictions
+from .trace import MEASURED, GraphRun, Trace, measured_runs, trace, with_predictions
 
 PAGE = "index.html"
 
@@ -107,16 +108,25 @@ def _load(path: Path, mtime_ns: int) -> Dump:
 
 
 def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
-    measured: list[Measured | None] = [None] * len(dumps)
+    """Return, for each dump, the runs of its graph in the last profile of each rank."""
+    by_rank: list[dict[int, list[GraphRun]]] = [{} for _ in dumps]
     for recorded in _profiles(folder):  # oldest first: later profiles of a graph replace earlier
-        for i, runs in enumerate(measured_runs(recorded, dumps)):
+        rank = recorded.get("distributedInfo", {}).get("rank", 0)
+        for found, runs in zip(by_rank, measured_runs(recorded, dumps)):
             if runs:
-                middle = sorted(runs, key=lambda run: run.us)[(len(runs) - 1) // 2]
-                median_us = statistics.median(run.us for run in runs)
-                measured[i] = Measured(
-                    runs=len(runs), median_us=median_us, us=middle.us, lanes=middle.lanes
-                )
-    return measured
+                found[rank] = sorted(runs, key=lambda run: run.us)
+    return [_measured_graph(found) if found else None for found in by_rank]
+
+
+def _measured_graph(by_rank: Mapping[int, Sequence[GraphRun]]) -> Measured:
+    first = by_rank[min(by_rank)]
+    shown = {rank: runs[(len(runs) - 1) // 2] for rank, runs in sorted(by_rank.items())}
+    return Measured(
+        runs=len(first),
+        median_us=statistics.median(run.us for run in first),
+        us=max(run.us for run in shown.values()),
+        lanes={str(rank): run.lanes for rank, run in shown.items()},
+    )
 
 
 def _profiles(folder: Path) -> Iterator[Trace]:
@@ -202,19 +212,23 @@ class DumpWriter:
 
 
 @contextlib.contextmanager
-def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.profiler.profile]:
+def profile(
+    path: str | Path, dump: str | Path | None = None, *, all_ranks: bool = False
+) -> Iterator[torch.profiler.profile]:
     """Profile a block on CPU and GPU, and write a trace with measured and predicted events.
 
         with graphshard.show.profile("dump/step.trace.json"):  # dump: the backend's folder
             compiled(batch).backward()
 
     Each predicted timeline starts where the measured run of its graph started. All ranks may enter;
-    only the first one writes. HolisticTraceAnalysis reads the measured part. If the trace is in the
-    backend's dump folder, the page there also shows measured times.
+    by default, only the first one writes. HolisticTraceAnalysis reads the measured part. If the
+    trace is in the backend's dump folder, the page there also shows measured times.
 
     Args:
         path: path of the trace, ``.json``; its folder must exist.
         dump: the backend's ``dump`` folder (default: the folder of ``path``).
+        all_ranks: whether all ranks write, to a folder that they share: rank 3 to
+            "step.rank3.trace.json" for "step.trace.json". The page shows them above each other.
 
     Raises:
         ValueError: a folder does not exist, or a dump cannot be read.
@@ -229,11 +243,17 @@ def profile(path: str | Path, dump: str | Path | None = None) -> Iterator[torch.
         activities.append(ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler:
         yield profiler
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank:
+        name, _, suffixes = path.name.partition(".")
+        path = path.with_name(f"{name}.rank{rank}.{suffixes}")
+    if rank == 0 or all_ranks:
         dumps = [Dump.load(dump_path) for dump_path in dump_paths(folder)]
         path.write_text(json.dumps(with_predictions(_measured_trace(profiler), dumps)))
         if dumps:
-            write_page(folder)
+            # One rank at a time: otherwise the last page could lack the trace of another rank.
+            with FileLock(folder / f"{PAGE}.lock"):
+                write_page(folder)
 
 
 def _measured_trace(profiler: torch.profiler.profile) -> Trace:

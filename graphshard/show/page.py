@@ -30,13 +30,17 @@ TEMPLATE = Path(__file__).with_name("page.html")
 Predicted: TypeAlias = dict[str, float]
 
 
+# Start and duration of the busy times of each lane, since the start of the run.
+Lanes: TypeAlias = dict[str, list[tuple[float, float]]]
+
+
 class Measured(TypedDict):
     """Runs of a graph in a profile."""
 
-    runs: int
+    runs: int  # of the first rank that was profiled, like ``median_us``
     median_us: float
-    us: float  # duration of the run that ``lanes`` shows
-    lanes: dict[str, list[tuple[float, float]]]  # start and duration of busy times
+    us: float  # duration of the longest run that ``lanes`` shows
+    lanes: dict[str, Lanes]  # of the median run of each rank, keyed by the rank's number
 
 
 class PhaseData(TypedDict):

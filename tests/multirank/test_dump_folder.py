@@ -101,7 +101,7 @@ def _profile(folder: Path) -> None:
     backend = graphshard.backend(compiler="aot_eager", dump=folder)
     compiled = torch.compile(MLP(), backend=backend)
     compiled(torch.ones(5, 7)).backward()
-    with profile(folder / "step.json"):
+    with profile(folder / "step.json", all_ranks=True):
         for _ in range(2):
             compiled(torch.ones(5, 7)).backward()
     with profile(folder / "none.json", folder.parent):
@@ -125,6 +125,8 @@ def test_profile_contains_predicted_trace(tmp_path: Path) -> None:
     assert len(measured) == 2 and first == pytest.approx(min(measured), abs=1e-2)
     page = (tmp_path / "dump" / PAGE).read_text()
     assert page.count('"measured":{"runs":2,"median_us":') == 2
+    assert (tmp_path / "dump" / "step.rank1.json").exists()
+    assert page.count('"lanes":{"0":{"compute":') == page.count('"1":{"compute":') == 2
     unknown = json.loads((tmp_path / "dump" / "none.json").read_text())["traceEvents"]
     assert unknown and all(event["pid"] != PID for event in unknown)
 

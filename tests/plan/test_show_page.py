@@ -213,12 +213,17 @@ def test_the_page_has_measured_and_predicted_times(tmp_path: Path) -> None:
     gathers = event("user_annotation", "gloo:all_gather", 11050.0, 90.0, tid=3)
     events = [measured, predicted, *STEP, *again, waits, gathers]
     (tmp_path / "step.trace.json").write_text(json.dumps({"traceEvents": events}))
+    other = {"traceEvents": [measured, *STEP], "distributedInfo": {"rank": 1}}
+    (tmp_path / "step.rank1.trace.json").write_text(json.dumps(other))
     (tmp_path / "half.json").write_text('{"traceEvents": [{"name": "measured: ')
     forward, backward = _data(folder_page(tmp_path))["graphs"]
     busy = [[0.0, 100.0], [140.0, 160.0]], [[50.0, 90.0]]
     assert forward["measured"] == {
-        **{"runs": 2, "median_us": 400.0, "us": 300.0},
-        "lanes": dict(zip(("compute", "communication"), busy)),
+        **{"runs": 2, "median_us": 400.0, "us": 500.0},
+        "lanes": {
+            "0": dict(zip(("compute", "communication"), busy)),
+            "1": {"compute": [[0.0, 500.0]]},
+        },
     }
     assert backward["measured"]["runs"] == 1 and backward["measured"]["median_us"] == 500.0
 
@@ -263,7 +268,9 @@ const texts = (selector, within) => all(selector, within).map(node => node.textC
 const shown = within => all("tbody tr", within).filter(row => !row.hidden);
 const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", {key}));
 const type = text => { field.value = text; field.dispatchEvent(new Event("input")); };
-setTimeout(() => {
+const painted = () => charts.every(chart => chart.width > 0);
+const look = () => {
+  if (!painted()) { setTimeout(look, 50); return; }
   const [top, section, other] = all("section"), canvas = section.querySelector("canvas"), seen = {};
   const tip = section.querySelector(".tip");
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -305,7 +312,8 @@ setTimeout(() => {
   seen.chosen = texts("tr.chosen td:first-child", other);
   console.warn("looked");
   document.getElementById("seen").textContent = JSON.stringify(seen);
-}, 500);
+};
+setTimeout(look, 500);
 </script>
 """
 
@@ -333,8 +341,8 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
     reasons = ((1, "travels as float32: used as bfloat16 and float32"),)
     evil = _as(shown, GraphKind.BACKWARD, params=params, kept=(0,), reasons=reasons)
-    busy = {"compute": [(0.0, 80.0)], "communication": [(100.0, 50.0)]}
-    measured = Measured(runs=3, median_us=1234.0, us=500.0, lanes=busy)
+    lanes = {"compute": [(0.0, 80.0)], "communication": [(100.0, 50.0)]}
+    measured = Measured(runs=3, median_us=1234.0, us=500.0, lanes={"0": lanes})
     graphs = [
         graph_data(evil, "backward", "00-backward", measured),
         graph_data(_as(shown, GraphKind.INFERENCE), "evaluation (0/0)"),
