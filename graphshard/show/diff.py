@@ -47,7 +47,9 @@ def diff_page(before: Dump, after: Dump) -> str:
         TableData(title="changes", headers=[""], numbers=[], rows=changes),
     ]
     title = f"graphshard diff: {before.plan.graph}"
-    return page(page_data(title, graphs, steps, tables=tables[not totals :], compares=True))
+    return page(
+        page_data(title, graphs, steps, tables=tables if totals else tables[1:], compares=True)
+    )
 
 
 def _changes(before: Dump, after: Dump) -> list[str]:
