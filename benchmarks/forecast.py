@@ -28,7 +28,8 @@ formulas of other projects:
   pipeline or sequence parallelism (megatron/training/theoretical_memory_usage.py): 6 + 12 / n bytes
   per parameter on n ranks, and all activations, none recomputed (arXiv 2205.05198).
 
-Rows with tensor parallelism are not in the memory table, and the intervals are not fitted to them.
+The intervals are not fitted to rows with tensor parallelism or to uncompiled rows. The memory table
+leaves out rows with tensor parallelism, and uncompiled rows whose memory was measured.
 """
 
 from __future__ import annotations

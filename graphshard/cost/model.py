@@ -43,8 +43,9 @@ class CostModel:
         hardware: machine that runs the graphs.
         node_cost: function that returns a node's time, or None to have it predicted.
         tf32: whether float32 matrix products run in tf32, as after
-            ``torch.set_float32_matmul_precision``.
-        fuses: whether to assume that fusion saves the memory of values that no kernel writes.
+            ``torch.set_float32_matmul_precision("high")``.
+        fuses: whether values that fusion keeps out of memory count as taking none; times assume
+            fusion in any case.
         device_type: device type that kernels are compiled for (default: that of the tensors).
     """
 

@@ -90,7 +90,7 @@ class ShallowCopies(NamedTuple):
 def trace_step(
     workload: Workload, recipe: Recipe, cluster: Cluster, progress: Progress = lambda text: None
 ) -> TracedStep:
-    """Trace a step of the whole model, or derive it from shallow copies if many layers repeat."""
+    """Trace a step, or if many layers repeat, derive it from traces of copies with fewer layers."""
     if workload.num_layers is None:
         return _trace(workload, None, recipe, cluster, progress)
     depth = Depth.at(workload.num_layers, recipe)

@@ -238,7 +238,7 @@ class _Search:
         return self.candidates[num_before:]
 
     def _add_derived(self, recipe: Recipe, workload: Workload, microbatch: int) -> TracedStep:
-        """Trace ZeRO-3, and plan it with the strategies that rarely need a trace of their own."""
+        """Plan ZeRO-3, ZeRO-2 and HSDP from one trace of ZeRO-3 where possible; return it."""
         traced = self._trace(recipe, workload)
         groups = shard_groups(self.cluster, recipe.tp)
         for strategy in ("zero3", "zero2", *(f"hsdp:{size}" for size in groups)):

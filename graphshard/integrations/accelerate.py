@@ -101,8 +101,8 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
     compiler = accelerator.state.dynamo_plugin.backend
     if compiler.value != "NO":
         raise ValueError(
-            f"the accelerator has dynamo_backend={compiler.value}: graphshard compiles "
-            "the model; leave dynamo_backend unset (in a Trainer: torch_compile)"
+            f"the accelerator has dynamo_backend={compiler.value}, but graphshard compiles the "
+            "model itself: leave dynamo_backend unset, and torch_compile in a Trainer's arguments"
         )
     if isinstance(model, nn.Module) and is_split(model):
         raise ValueError(

@@ -228,13 +228,13 @@ class _Outline:
         info, offload_index = self._load(model, stored, None, on_meta, expected_keys)
         if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
             mismatches = (
-                f"{name!r} {tuple(stored)}, not {tuple(own)}"
+                f"{name!r} is {tuple(stored)} in the checkpoint but {tuple(own)} in the model"
                 for name, stored, own in sorted(info.mismatched_keys)
             )
             raise RuntimeError(
                 f"the checkpoint's shapes differ from those of {type(model).__name__}: "
                 f"{_first_ten(mismatches, '; ')}: change the config, or pass "
-                "ignore_mismatched_sizes=True to initialize these parameters"
+                "ignore_mismatched_sizes=True to initialize these parameters instead"
             )
         by_name = self._take_stored(model)
         _settle_ties(model, by_name, info)

@@ -210,7 +210,7 @@ def test_model_that_reuses_a_graph_does_not_warn() -> None:
 
 @on_ranks(2)
 def test_copy_made_before_first_call_stays_plain() -> None:
-    """Assert that copies stay plain even if every call of the original counts as compiled."""
+    """Assert that a call of a copy does not shard it, although any call of the original does."""
     model = MLP()
     called = _disabled(model, _backend())
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]

@@ -268,9 +268,8 @@ const texts = (selector, within) => all(selector, within).map(node => node.textC
 const shown = within => all("tbody tr", within).filter(row => !row.hidden);
 const press = (node, key) => node.dispatchEvent(new KeyboardEvent("keydown", {key}));
 const type = text => { field.value = text; field.dispatchEvent(new Event("input")); };
-const painted = () => charts.every(chart => chart.width > 0);
-const look = () => {
-  if (!painted()) { setTimeout(look, 50); return; }
+setTimeout(() => {
+  charts.forEach(chart => chart.paint());  // on a busy machine, no frame may have been drawn yet
   const [top, section, other] = all("section"), canvas = section.querySelector("canvas"), seen = {};
   const tip = section.querySelector(".tip");
   const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -312,8 +311,7 @@ const look = () => {
   seen.chosen = texts("tr.chosen td:first-child", other);
   console.warn("looked");
   document.getElementById("seen").textContent = JSON.stringify(seen);
-};
-setTimeout(look, 500);
+}, 500);
 </script>
 """
 

@@ -149,7 +149,7 @@ def _refuse(folder: str) -> None:
     with pytest.raises(ValueError, match=r"model is a SGD: pass the nn\.Module to train"):
         prepare(Accelerator(cpu=True), torch.optim.SGD(model.parameters()))
     as_by_torchrun()
-    with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR: graphshard compiles"):
+    with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR, but graphshard compiles"):
         prepare(Accelerator(cpu=True, dynamo_backend="inductor"), model)
     as_by_torchrun()
     with mock.patch.dict(os.environ):

@@ -323,7 +323,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "other shapes": (
         "GPT2LMHeadModel",
         {"n_positions": 16},
-        "'transformer.wpe.weight' (32, 32), not (16, 32)",
+        "'transformer.wpe.weight' is (32, 32) in the checkpoint but (16, 32) in the model",
     ),
     "no model": ("GPT2Config", {}, "pass a model class of transformers"),
     "device_map": ("GPT2LMHeadModel", {"device_map": "auto"}, "device_map='auto': graphshard"),

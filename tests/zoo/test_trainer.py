@@ -242,7 +242,7 @@ def _refuse(folder: str) -> None:
         pytest.raises(ValueError, match="distributed_type=FSDP, but graphshard"),
     ):
         _trainer(folder).train()
-    with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR: graphshard compiles"):
+    with pytest.raises(ValueError, match="dynamo_backend=INDUCTOR, but graphshard compiles"):
         _trainer(folder, torch_compile=True).train()
     with pytest.raises(ValueError, match="save_on_each_node=True"):
         _trainer(folder, save_on_each_node=True).train()
