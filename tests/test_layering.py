@@ -81,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
         "ops",
         "options",
         "params",
+        "pipeline",
         "planning",
         "scripts",
         "tensor_parallel",
