@@ -146,8 +146,9 @@ class Backend:
         settings = CompileSettings(self.options.compiler, self.options.schedule, device=device)
         compiled = self._build(traced, settings)
         is_cast = any(spec.dtype is not None for spec in specs)
-        meter = Meter(compiled.run, device, waits=any(plan.buckets for plan in compiled.plans))
-        run = refusing_stale_forwards(meter.run) if sharded else meter.run
+        meter = Meter(device, waits=any(plan.buckets for plan in compiled.plans))
+        run = meter.metered(compiled.run)
+        run = refusing_stale_forwards(run) if sharded else run
         run = freed_on_reset(advising(run) if is_cast else run)
         self._graphs.append(dataclasses.replace(compiled, run=run))
         self._meters.append(meter)

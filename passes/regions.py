@@ -341,9 +341,8 @@ def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[
     recomputation = _Recomputation(graph, home)
     for node in list(graph.nodes):
         own = {used: recomputation.copy_for(node, used) for used in node.all_input_nodes}
-        if any(
-            used is not copy for used, copy in own.items()
-        ):  # at once: see ``replace_in_output``
+        if any(used is not copy for used, copy in own.items()):
+            # All at once: see ``replace_in_output``.
             node.args = fx.map_arg(node.args, own.__getitem__)
             node.kwargs = fx.map_arg(node.kwargs, own.__getitem__)
     for node in reversed(graph.nodes):

@@ -159,7 +159,7 @@ class LogMetrics(Callback):
         """Log after every ``log_every_n_steps`` optimizer steps."""
         steps = trainer.global_step - self._logged
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if trainer.global_step % every or steps < 1:
+        if not every or steps < every:
             return
         self._logged = trainer.global_step
         tokens = None if self._tokens_per_step is None else steps * self._tokens_per_step

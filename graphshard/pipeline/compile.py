@@ -199,7 +199,7 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
         uncached = {**traced.inductor_options, "force_disable_caches": True}
         run = _compile_graphs(traced, lowering, uncached)
         plans = lowering.known_plans()
-    if writer.code:
+    if writer.code and lowering.lowered:  # passes ran
         cache.save_code(writer.code)
     named = tuple(plan.named(traced.fqns) for plan in plans)
     return CompiledGraph(run, named, settings, lowering.compile_id, has_loaded=lowering.has_loaded)

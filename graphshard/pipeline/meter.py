@@ -6,6 +6,7 @@ host, and by events on GPUs, where it blocks the stream.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from .._torch.waits import replace_wait, restore_wait, wait_tensor
 from .traced_graph import Runnable
 
 # A timed wait costs a GPU's host two events, about 10 us: with 100 waits in a step of 10 ms, 0.1 %
-# of the step on average. The first runs are left out, because they warm up.
-EVERY, FIRST = 100, 3
+# of the step on average. The first runs are left out, because they warm up. A prime number, because
+# recomputations are runs, too: otherwise the timed runs could be the same layer's in each step.
+EVERY, FIRST = 101, 3
 
 
 class Measured(NamedTuple):
@@ -93,6 +95,8 @@ class _TimedRun:
 class Meter:
     """Count the runs of a compiled graph, and time some of them.
 
+    Does not keep the graph alive: ``torch._dynamo.reset()`` frees it.
+
     Args:
         waits: whether the graph waits for anything.
 
@@ -100,28 +104,31 @@ class Meter:
         num_runs: number of calls so far; a call runs forward, and later backward if it trains.
     """
 
-    def __init__(self, compiled: Runnable, device: torch.device, *, waits: bool) -> None:
-        self._compiled, self._waits, self._on_gpu = compiled, waits, device.type == "cuda"
+    def __init__(self, device: torch.device, *, waits: bool) -> None:
+        self._waits, self._on_gpu = waits, device.type == "cuda"
         self._timed: list[_TimedRun] = []  # the runs that were timed last: forward, backward
         self._last: Measured | None = None
         self.num_runs = 0
 
-    def run(self, *args: object) -> Any:
-        """Call the graph."""
+    def metered(self, compiled: Runnable) -> Runnable:
+        """Return a function that runs the graph ``compiled`` and counts the run."""
+        return functools.partial(self._run, compiled)
+
+    def _run(self, compiled: Runnable, *args: object) -> Any:
         self.num_runs += 1
         if self.num_runs % EVERY != FIRST:
-            return self._compiled(*args)
+            return compiled(*args)
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            return self._compiled(*args)  # events of a CUDA graph cannot be read
+            return compiled(*args)  # events of a CUDA graph cannot be read
         self.measured()  # keeps the previous times until these are complete
-        return self._run_timed(args)
+        return self._run_timed(compiled, args)
 
-    def _run_timed(self, args: Sequence[object]) -> Any:
+    def _run_timed(self, compiled: Runnable, args: Sequence[object]) -> Any:
         clock = _DeviceClock() if self._on_gpu else _HostClock()
         forward, backward = _TimedRun(clock), _TimedRun(clock)
         forward.begin()
         try:
-            outputs = self._compiled(*args)
+            outputs = compiled(*args)
         finally:
             forward.end()
         # A graph may return its inputs, whose nodes belong to other graphs.

@@ -89,6 +89,7 @@ class Members:
             _end_reads(connections)
             for group, _ in stores:
                 group.abort()
+            stores.clear()  # lets a store end that another job on this port waits for
             time.sleep(LINGER_S if connections else 0)
 
 

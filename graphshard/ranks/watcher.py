@@ -29,7 +29,7 @@ from .._torch.distributed import (
     process_group,
 )
 from .calls import CallHistory, LoggedCall
-from .members import Members
+from .members import FINISH_S, LINGER_S, Members
 from .store import (
     AgreedEvent,
     BlockedEvent,
@@ -150,7 +150,8 @@ class Watcher:
     def stop(self) -> None:
         if not self._stopped.is_set():
             self.leave()
-        self._thread.join(2.0)
+        # An abort in progress takes longer: see ``Members.abort``.
+        self._thread.join(2.0 if self.error is None else 2.0 + FINISH_S + LINGER_S)
 
     def _post_last_call(self) -> None:
         """Post the last call if it was made ``STALL_S`` ago, or if an audit is due."""

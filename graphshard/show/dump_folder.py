@@ -32,7 +32,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock
 from torch import fx
 from torch.profiler import ProfilerActivity
 
@@ -227,7 +226,7 @@ def profile(
     Args:
         path: path of the trace, ``.json``; its folder must exist.
         dump: the backend's ``dump`` folder (default: the folder of ``path``).
-        all_ranks: whether all ranks write, to a folder that they share: rank 3 to
+        all_ranks: whether all ranks enter and write, to a folder that they share: rank 3 to
             "step.rank3.trace.json" for "step.trace.json". The page shows them above each other.
 
     Raises:
@@ -244,19 +243,27 @@ def profile(
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        yield profiler
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank:
-        name, _, suffixes = path.name.partition(".")
+    name, _, suffixes = path.name.partition(".")
+    if rank == 0:
+        of_rank = re.compile(rf"{re.escape(name)}\.rank\d+\.{re.escape(suffixes)}")
+        for stale in path.parent.glob("*.rank*"):
+            if of_rank.fullmatch(stale.name):
+                stale.unlink()
+    else:
         path = path.with_name(f"{name}.rank{rank}.{suffixes}")
-    if rank == 0 or all_ranks:
-        dumps = [Dump.load(dump_path) for dump_path in dump_paths(folder)]
-        path.write_text(json.dumps(with_predictions(_measured_trace(profiler), dumps)))
-        if dumps:
-            # One rank at a time: otherwise the last page could lack the trace of another rank.
-            with FileLock(folder / f"{PAGE}.lock"):
-                write_page(folder)
+    dumps: list[Dump] = []
+    try:
+        with torch.profiler.profile(activities=activities) as profiler:
+            yield profiler
+        if rank == 0 or all_ranks:
+            dumps = [Dump.load(dump_path) for dump_path in dump_paths(folder)]
+            path.write_text(json.dumps(with_predictions(_measured_trace(profiler), dumps)))
+    finally:
+        if all_ranks and dist.is_initialized():
+            dist.barrier()  # the page shows the traces of all ranks
+    if rank == 0 and dumps:
+        write_page(folder)
 
 
 def _measured_trace(profiler: torch.profiler.profile) -> Trace:
