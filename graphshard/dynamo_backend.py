@@ -247,7 +247,7 @@ class Backend:
         kind of collective.
 
         ``measured_us``, ``measured_exposed_us`` and ``measured_exposure``, the fraction, cover the
-        training graphs that have been timed: in their third run, and then in one of 100. Exposed is
+        training graphs that have been timed: in their third run, and then in one of 101. Exposed is
         the time that this rank's compute waits for collectives and host copies.
         ``max_allocated_bytes`` is the peak of CUDA's caching allocator.
 
