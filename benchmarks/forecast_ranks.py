@@ -248,7 +248,7 @@ def _images(rows: int, size: int) -> dict[str, Any]:
 
 
 def t5() -> Made:
-    """Return an encoder and a decoder with relative positions."""
+    """Return an encoder-decoder model with relative positions."""
     import transformers
 
     config = transformers.T5Config(

@@ -1,15 +1,17 @@
 """Links that this machine lacks: modelled wires, and links between network namespaces.
 
 ``with_wire`` describes a modelled wire to the planner; ``modelled_group`` and ``tests.recording``
-run collectives on one. ``between_namespaces`` joins two network namespaces by a real link.
+run collectives on one. ``between_namespaces`` joins two network namespaces by a virtual link of
+limited rate, which carries the data.
 
 In a ``modelled_group``, this process is the first of many ranks; the others do not exist. A
-collective copies as many bytes as it would write, then occupies the link for ``alpha + bytes of its
-full buffers / rate``; collectives run one after the other. On a GPU, a collective is one kernel on
-the group's own stream, which starts after the work already on the current stream; it spins on one
-block, whereas NCCL uses more. On a CPU, the host copies at once, and ``wait`` sleeps. Steps thus
-take as long as over real links, under any scheduler, but compute wrong values: nothing is sent, and
-a gather repeats the first rank's shard.
+collective copies as many bytes as it would write, and occupies the link for ``alpha + bytes of its
+full buffers / rate``; collectives run one after the other. On a GPU, this time includes the copy: a
+collective is one kernel on the group's own stream, which starts after the work already on the
+current stream; it spins on one block, whereas NCCL uses more. On a CPU, the host copies at once,
+the link is occupied from then on, and ``wait`` sleeps. Steps thus take as long as over real links,
+under any scheduler, but compute wrong values: nothing is sent, and a gather repeats the first
+rank's shard.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def unpack(function: str, returned: object) -> tuple[nn.Module, Inputs, dict[str
     if not isinstance(inputs, Sequence | Mapping) or isinstance(inputs, str):
         raise ValueError(
             f"{function} returned {_kind(inputs)} as the inputs: must be a tuple, as in "
-            "(model, (tokens,)), or a dictionary of keywords"
+            "(model, (tokens,)), or a dictionary of keyword arguments"
         )
     if not isinstance(options, Mapping):
         raise ValueError(

@@ -109,7 +109,10 @@ def _convolves(node: fx.Node) -> bool:
 
 
 def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
-    """Return the positions in ``compute`` before which nodes outside of it run."""
+    """Return the positions in ``compute`` before which nodes outside of it run.
+
+    A node that can run at the previous cut adds none, unless it is planned.
+    """
     position = {node: i for i, node in enumerate(compute)}
     cuts, next_position = [0], 0
     # Position of the last compute node that each node depends on.

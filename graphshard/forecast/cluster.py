@@ -90,7 +90,7 @@ def _memory_bytes(hardware: Hardware, memory_gb: float | None) -> int:
     return MEMORY_BYTES[hardware.name]
 
 
-_LINK = re.compile(r"([\d.]+)\s*(Gb|GB|Tb|TB)(?:/s|ps)(?:,\s*([\d.]+)\s*(us|ms))?")
+_LINK = re.compile(r"(\d+\.?\d*)\s*(Gb|GB|Tb|TB)(?:/s|ps)(?:,\s*(\d+\.?\d*)\s*(us|ms))?")
 _GBIT = {"Gb": 1.0, "GB": 8.0, "Tb": 1000.0, "TB": 8000.0}
 
 
@@ -99,6 +99,8 @@ def _with_link(hardware: Hardware, link: str) -> Hardware:
     if match is None:
         raise ValueError(f'link={link!r}: must be like "100Gb/s,5us" or "50GB/s"')
     number, unit, latency, time_unit = match.groups()
+    if not float(number):
+        raise ValueError(f'link={link!r}: the bandwidth must be positive, as in "100Gb/s,5us"')
     hardware = with_network(hardware, float(number) * _GBIT[unit])
     if latency is None:
         return hardware

@@ -90,7 +90,8 @@ def find_workload(model: str, batch: BatchShape) -> Workload:
     hint = f"did you mean {close[0]}? Otherwise " if close else ""
     raise ValueError(
         f"unknown model {model!r}: {hint}pass FILE.py:FUNCTION, the folder of a transformers "
-        f"config, FAMILY:key=value,.. or one of {', '.join(PUBLIC_MODELS)}"
+        f"config, FAMILY:key=value,.. (FAMILY is a model_type of transformers) or one of "
+        f"{', '.join(PUBLIC_MODELS)}"
     )
 
 

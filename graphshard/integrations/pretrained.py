@@ -51,7 +51,7 @@ _QUANTIZED = (
     "graphshard.shard with these parameters in ignored_params"
 )
 _PARALLELIZE = (
-    "graphshard splits the model: omit this argument. For tensor parallelism, pass as parallelize "
+    "graphshard splits the model: omit this argument. For tensor parallelism, pass parallelize= "
     "a function that calls parallelize_module"
 )
 _PLACED = "graphshard places the shards on the mesh: omit this argument"
@@ -64,7 +64,7 @@ _REFUSED = {
         'sharding={"offload_policy": CPUOffloadPolicy()}'
     ),
     "distributed_config": _PARALLELIZE,
-    "device_mesh": "pass the mesh to shard over as mesh instead",
+    "device_mesh": "use mesh= for the mesh to shard over",
     "tp_plan": _PARALLELIZE,
     "tp_size": _PARALLELIZE,
     "quantization_config": _QUANTIZED,

@@ -230,7 +230,10 @@ def launch_host_copies(
 
 
 def copy_and_wait(call: Call, tensors: Sequence[Value], target: torch.device | str) -> list[Any]:
-    """Copy tensors to a device or a kind of host memory, and wait until the host may read them."""
+    """Copy tensors to a device or to a kind of host memory, and wait for the copies.
+
+    The stream of the device waits for copies to it, and the host for copies to host memory.
+    """
     copies = launch_host_copies(call, tensors, target, host_reads=isinstance(target, str))
     return [wait_tensor(call, wait_tensor(call, copy)) for copy in copies]
 

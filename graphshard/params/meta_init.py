@@ -87,7 +87,10 @@ def _common_seed(groups: MeshGroups) -> int:
 
 
 def allocate(root: nn.Module, groups: MeshGroups) -> None:
-    """Allocate uninitialized memory for parameters on the meta device, on the host if offloaded."""
+    """Replace parameters on the meta device with uninitialized ones on the device of the mesh.
+
+    Offloaded parameters are allocated on the host instead.
+    """
     replace_parameters(
         root, lambda p: torch.empty_like(p, device=_device_of(p, groups)) if p.is_meta else p
     )

@@ -26,7 +26,8 @@ Read: TypeAlias = Callable[[slice | None], torch.Tensor]
 class StoredTensor(torch.Tensor):
     """A tensor on the meta device whose values can be read.
 
-    Operators on stored tensors return stored tensors; operators that write to one raise.
+    Operators on stored tensors return stored tensors. In-place operators with a stored tensor among
+    their arguments raise NotImplementedError, even if they write only to another tensor.
 
     Attributes:
         meta: plain tensor on the meta device.
@@ -47,7 +48,8 @@ class StoredTensor(torch.Tensor):
     ) -> Any:
         if writes_arguments(op):
             raise NotImplementedError(
-                f"{op} writes to a tensor that is still in its file: use an out-of-place operator"
+                f"{op} is in-place and has an argument that is still in its file: use an "
+                "out-of-place operator"
             )
         call = _Call(op, args, kwargs or {}, 0)
         result = op(*tree_map(_meta_of, args), **tree_map(_meta_of, call.kwargs))

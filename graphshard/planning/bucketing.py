@@ -41,9 +41,11 @@ class CandidateBucket(NamedTuple):
     """A possible bucket: the transfers of a queue at positions ``[begin, end)``.
 
     Attributes:
-        bucket: the bucket, launched as early and waited for as late as its transfers allow.
+        bucket: collective, launched as early as its transfers and the queue's ``yields`` allow, and
+            waited for as late as its transfers allow.
         replica_average: all-reduce of its shards over replicas, or None.
-        continues: whether an all-reduce over replicas, or a copy to the host, follows the wait.
+        continues: for a reduction, whether an all-reduce over replicas or a copy to the host
+            follows the wait; not used for gathers.
     """
 
     begin: int

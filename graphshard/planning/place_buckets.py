@@ -86,8 +86,9 @@ def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> l
         t: len(positions) for t, positions in theirs.items()
     }:
         raise BackendError(
-            f"the {problem.graph} graph and the first rank's gather or reduce different "
-            "parameters: use the same model on all ranks"
+            f"this rank's {problem.graph} graph does not gather and reduce the same parameters, in "
+            "the same dtypes and sizes, as that of the first rank: use the same model and options, "
+            "and similar batches, on all ranks"
         )
     moved = {i: j for t, positions in theirs.items() for i, j in zip(positions, ours[t])}
     return [

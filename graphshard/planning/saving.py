@@ -44,8 +44,9 @@ class TriedSaving:
     """A strategy that was planned.
 
     Attributes:
-        step_us: predicted time of forward and backward, or None without a schedule.
-        peak_bytes: peak memory of the larger graph or, without a schedule, its minimum.
+        step_us: predicted time of forward and backward, or None if ``refused``.
+        peak_bytes: the higher peak of the two graphs. A graph that no schedule fits into the budget
+            counts with the smallest peak of any schedule.
         refused: reason why the strategy does not fit, or "".
     """
 

@@ -149,8 +149,8 @@ def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, obj
     inner = state[key]
     if not isinstance(inner, dict):
         raise ValueError(
-            f"{source}: {key!r} is a {type(inner).__name__}, not a dictionary: choose another key, "
-            "or none"
+            f"{source}: {key!r} has type {type(inner).__name__}, must be a dictionary: choose "
+            "another key, or none"
         )
     return inner
 

@@ -103,6 +103,7 @@ def test_cluster_sets_bandwidth_and_latency_of_its_network() -> None:
         ({"device": "H100", "gpus": 0}, "gpus=0"),
         ({"device": "H100", "gpus": 8, "nodes": 3}, "divides gpus=8"),
         ({"device": "H100", "gpus": 8, "link": "fast"}, "100Gb/s,5us"),
+        ({"device": "H100", "gpus": 8, "link": "0Gb/s"}, "link='0Gb/s': the bandwidth must be"),
         ({"device": "cpu", "gpus": 2}, "memory of 'cpu' is not known"),
         ({"device": "H100", "gpus": 8, "memory_gb": -1}, "memory_gb=-1"),
     ],

@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A model of embedding, blocks and head that returns its loss."""
+    """A model with an embedding, blocks and a head, which returns its loss."""
 
     def __init__(self, num_layers: int, dim: int = 64) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class WeakStorage:
 
 
 def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``values``, including nested containers."""
+    """Yield the tensors in ``values``, including those in nested containers."""
     leaves = (leaf for value in values for leaf in tree_leaves(value))
     return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
