@@ -22,8 +22,10 @@ would record for each of them, so that results are bitwise equal:
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -46,7 +48,11 @@ from graphshard.passes.regions import frozen, metadata
 from graphshard.planning.repeats import Repeat, find_repeats
 
 _INVOKE = torch.ops.higher_order.invoke_subgraph
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 SHARED_LAYER = "graphshard_layer"  # part of the names of their subgraphs
+# Key in ``meta`` of the number of a checkpoint. The partitioner saves the values that a checkpoint
+# passes to another one with a larger number.
+_REGION = "ac_graph_id"
 _LEAST_SAVED = 48  # minimum number of nodes that are not traced again
 
 
@@ -54,7 +60,7 @@ def share_layers(gm: fx.GraphModule, context: PassContext) -> None:
     """Replace equal layers with calls of one subgraph, in place; see [Note: equal layers]."""
     if not torch.is_grad_enabled() or not any(map(_needs_gradient, _returned(gm))):
         return  # AOTAutograd makes an inference graph
-    nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    nodes = list(_with_bodies(gm.graph))
     labels: dict[Hashable, int] = {}
     sequence = [labels.setdefault(label, len(labels)) for label in _labels(nodes)]
     for i, repeat in enumerate(find_repeats(sequence, _LEAST_SAVED)):
@@ -62,6 +68,25 @@ def share_layers(gm: fx.GraphModule, context: PassContext) -> None:
         if layers:
             _replace(gm, f"{SHARED_LAYER}_{i}", layers)
             context.num_shared_layers += len(layers)
+
+
+def _with_bodies(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield a graph's operators in order, each checkpoint followed by the operators of its body."""
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and not _is_body(node):
+            yield node
+            if node.target is _CHECKPOINT:
+                yield from _with_bodies(_body_of(node).graph)
+
+
+def _is_body(node: fx.Node) -> bool:
+    return node.op == "get_attr" and all(user.target is _CHECKPOINT for user in node.users)
+
+
+def _body_of(checkpoint: fx.Node) -> fx.GraphModule:
+    body: Any = checkpoint.args[0]
+    module: fx.GraphModule = getattr(checkpoint.graph.owning_module, body.target)
+    return module
 
 
 def _returned(gm: fx.GraphModule) -> list[fx.Node]:
@@ -80,9 +105,11 @@ def _needs_gradient(node: fx.Node) -> bool:
 def _labels(nodes: Sequence[fx.Node]) -> Iterator[Hashable]:
     """Yield a description of each node, equal for corresponding nodes of equal layers."""
     modes = 0  # number of nodes so far that may have changed a mode
+    place = 0  # number of nodes of a checkpoint's body so far
     for node in nodes:
+        place = place + 1 if node.graph is not nodes[0].graph else 0
         if _may_be_inside(node):
-            yield modes, _described(node, lambda used: _metadata(_value(used)))
+            yield modes, place, _described(node, lambda used: _metadata(_value(used)))
         else:
             modes += node.op == "call_function" and _value(node) is None
             yield node  # equal to no other node
@@ -90,15 +117,34 @@ def _labels(nodes: Sequence[fx.Node]) -> Iterator[Hashable]:
 
 def _described(node: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashable:
     arguments = frozen(node.args, describe), frozen(node.kwargs, describe)
-    return node.op, node.target, arguments, _metadata(_value(node))
+    body = _described_body(node, describe) if node.target is _CHECKPOINT else None
+    return node.op, node.target, arguments, _metadata(_value(node)), body
+
+
+def _described_body(checkpoint: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashable:
+    """Describe what the operators of a checkpoint's body do not: its results and its policy."""
+    body = _body_of(checkpoint)
+    results = frozen(body.graph.output_node().args, describe)
+    return len(body.graph.nodes), results, _frozen_policy(body.meta.get("_checkpoint_context_fn"))
+
+
+def _frozen_policy(value: Any) -> Hashable:
+    """Return a value that is equal for functions that make equal choices of what to save."""
+    if isinstance(value, functools.partial):
+        return _frozen_policy([value.func, *value.args, *value.keywords.items()])
+    if isinstance(value, FunctionType) and value.__closure__:
+        return value.__code__, _frozen_policy([cell.cell_contents for cell in value.__closure__])
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen_policy, value))
+    return value if isinstance(value, Hashable) else id(value)
 
 
 def _may_be_inside(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method") or writes_arguments(node.target):
         return False
-    if isinstance(node.target, HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator) and node.target is not _CHECKPOINT:
         return False
-    values = [_value(node), *map(_value, node.all_input_nodes)]
+    values = [_value(node), *(_value(used) for used in node.all_input_nodes if not _is_body(used))]
     return all(map(_is_plain, values))
 
 
@@ -110,6 +156,8 @@ def _is_plain(value: object) -> bool:
 
 
 def _metadata(value: object) -> Hashable:
+    if isinstance(value, fx.GraphModule):  # the body of a checkpoint
+        return None
     if isinstance(value, torch.Tensor):
         return metadata(value), value.requires_grad, value.storage_offset()
     if isinstance(value, (tuple, list)):
@@ -118,21 +166,29 @@ def _metadata(value: object) -> Hashable:
 
 
 class _Layer:
-    """Consecutive nodes of the traced graph, to replace with one call."""
+    """Consecutive nodes of the traced graph, to replace with one call.
+
+    Args:
+        nodes: these nodes, each checkpoint followed by the nodes of its body.
+    """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
-        self.nodes = nodes
-        self._inside = set(nodes)
-        read = dict.fromkeys(used for node in nodes for used in node.all_input_nodes)
-        self.inputs = [node for node in read if node not in self._inside]
-        self.outputs = [n for n in nodes if any(user not in self._inside for user in n.users)]
+        self._all = nodes
+        self.nodes = [node for node in nodes if node.graph is nodes[0].graph]
+        self._inside = set(self.nodes)
+        read = dict.fromkeys(used for node in self.nodes for used in node.all_input_nodes)
+        self.bodies = list(filter(_is_body, read))
+        self.inputs = [n for n in read if n not in self._inside and n not in self.bodies]
+        self.outputs = [n for n in self.nodes if any(user not in self._inside for user in n.users)]
 
     def key(self) -> Hashable:
         """Return a key that is equal for all layers that one subgraph can replace."""
-        number: dict[Any, int] = {node: i for i, node in enumerate([*self.inputs, *self.nodes])}
+        passed = [n for call in self._all if call.target is _CHECKPOINT for n in _passed(call)]
+        numbered = enumerate([*self.inputs, *passed, *self._all])
+        number: dict[Any, int] = {node: i for i, node in numbered}
         return (
             tuple(_metadata(_value(node)) for node in self.inputs),
-            tuple(_described(node, number.__getitem__) for node in self.nodes),
+            tuple(_described(node, number.get) for node in self._all),
             tuple(map(number.__getitem__, self.outputs)),
         )
 
@@ -156,7 +212,7 @@ class _Layer:
         for i, node in enumerate(self.inputs):
             made[node] = graph.placeholder(f"in_{i}")
             made[node].meta = {"example_value": _value(node)}
-        for node in self.nodes:
+        for node in [*self.bodies, *self.nodes]:
             made[node] = graph.node_copy(node, made.__getitem__)
         graph.output(tuple(made[node] for node in self.outputs))
         return fx.GraphModule(owner, graph)
@@ -170,18 +226,34 @@ class _Layer:
             result = graph.call_function(operator.getitem, (call, 0))
             result.meta = dict(output.meta)
         output.replace_all_uses_with(result, lambda user: user not in self._inside)
-        for node in reversed(self.nodes):
+        for node in [*reversed(self.nodes), *self.bodies]:
             graph.erase_node(node)
 
 
-def _num_reads(node: fx.Node, users: Sequence[fx.Node]) -> int:
-    return sum(tree_leaves([user.args, user.kwargs]).count(node) for user in users)
+def _passed(checkpoint: fx.Node) -> list[fx.Node]:
+    """Return the nodes of a checkpoint's body that stand for its arguments."""
+    placeholders: list[fx.Node] = _body_of(checkpoint).graph.find_nodes(op="placeholder")
+    return placeholders
+
+
+def _num_reads(node: fx.Node, users: Iterable[fx.Node]) -> int:
+    """Count how often operators read a node, including operators of the bodies of checkpoints."""
+    count = 0
+    for user in users:
+        if user.target is _CHECKPOINT:
+            passed = zip(_passed(user), user.args[1:], strict=True)
+            count += sum(_num_reads(inner, inner.users) for inner, outer in passed if outer is node)
+        else:
+            count += tree_leaves([user.args, user.kwargs]).count(node)
+    return count
 
 
 def _equal_layers(nodes: Sequence[fx.Node], repeat: Repeat) -> list[_Layer]:
     """Return the largest set of equal layers in a repeat, or []."""
     stop = repeat.stop + repeat.rest
-    for begin in range(repeat.start, repeat.start + repeat.length):
+    for begin in range(repeat.start, repeat.start + 2 * repeat.length):
+        if nodes[begin].graph is not nodes[0].graph:
+            continue  # in the body of a checkpoint
         starts = range(begin, stop - repeat.length + 1, repeat.length)
         layers = [_Layer(nodes[start : start + repeat.length]) for start in starts[:1]]
         if len(starts) < 2 or not layers[0].is_separate():
@@ -202,6 +274,8 @@ def _replace(gm: fx.GraphModule, name: str, layers: Sequence[_Layer]) -> None:
     # From the last to the first: the inputs of a layer are outputs of earlier ones.
     for layer in reversed(layers):
         layer.replace_by_call(target, name)
+        for body in layer.bodies:
+            gm.delete_submodule(str(body.target))
 
 
 # --- the joint graph ------------------------------------------------------------------------------
@@ -224,11 +298,31 @@ def inline_layers(gm: fx.GraphModule) -> None:
     backwards = {call.args[2:-1]: call for call in calls if _is_backward(call)}
     if len(forwards) + len(backwards) < len(calls) or not backwards.keys() <= forwards.keys():
         raise LayersDiffer("a backward call of a layer matches no forward call")
+    order = {forward: 2 * i + 1 for i, forward in enumerate(forwards.values())}
+    _order_regions(gm.graph, order)
     for arguments, forward in forwards.items():
-        _inline(gm, forward, backwards.get(arguments, forward))
+        _inline(gm, forward, backwards.get(arguments, forward), order[forward])
     if calls:
+        _number_regions(gm.graph)
         gm.graph.eliminate_dead_code()
         gm.recompile()
+
+
+def _order_regions(graph: fx.Graph, order: Mapping[fx.Node, int]) -> None:
+    """Prefix the numbers of checkpoints outside of layers with ``order`` of the call before."""
+    latest = 0
+    for node in graph.nodes:
+        latest = order.get(node, latest - 1) + 1
+        if _REGION in node.meta:
+            node.meta[_REGION] = latest, node.meta[_REGION]
+
+
+def _number_regions(graph: fx.Graph) -> None:
+    nodes = [node for node in graph.nodes if _REGION in node.meta]
+    order = sorted({node.meta[_REGION] for node in nodes})
+    number = {key: i for i, key in enumerate(order, 1)}
+    for node in nodes:
+        node.meta[_REGION] = number[node.meta[_REGION]]
 
 
 def _is_backward(call: fx.Node) -> bool:
@@ -236,7 +330,7 @@ def _is_backward(call: fx.Node) -> bool:
     return bool(name.startswith("bw_"))
 
 
-def _inline(gm: fx.GraphModule, forward: fx.Node, backward: fx.Node) -> None:
+def _inline(gm: fx.GraphModule, forward: fx.Node, backward: fx.Node, order: int) -> None:
     """Replace a layer's forward and backward calls, or its only call if both are the same node."""
     # The backward call's graph is the layer's joint graph: it returns gradients, then the output.
     target: Any = backward.args[0]
@@ -252,6 +346,8 @@ def _inline(gm: fx.GraphModule, forward: fx.Node, backward: fx.Node) -> None:
         is_backward = node.meta.get("partitioner_tag") == "is_backward"
         with gm.graph.inserting_before(backward if is_backward else forward):
             copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+        if _REGION in node.meta:
+            copies[node].meta[_REGION] = order, node.meta[_REGION]
         copies[node].meta["val"] = tree_map(
             lambda v: on_storage(v, storages) if isinstance(v, FakeTensor) else v, node.meta["val"]
         )
