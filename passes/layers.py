@@ -11,7 +11,8 @@ These calls are inlined before any pass or the partitioner sees the joint graph.
 would record for each of them, so that results are bitwise equal:
 
 - Their nodes are equal in order: targets, constants, modes of autograd and autocast, and dtypes,
-  static sizes, strides, devices and ``requires_grad`` of all values.
+  static sizes, strides, devices and ``requires_grad`` of all values. So are the nodes of
+  checkpoints' bodies, and the policies that choose what a checkpoint saves.
 - Nothing that they read or return is mutated by any node, and no two inputs or outputs share
   memory.
 - They have exactly one output, which requires a gradient. AOTAutograd would pass zeros for the
@@ -22,15 +23,14 @@ would record for each of them, so that results are bitwise equal:
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
+from graphshard._torch.recompute import CHECKPOINT, REGION, body_of, is_body, policy_of
 from graphshard._torch.tensors import (
     FakeTensor,
     HigherOrderOperator,
@@ -48,11 +48,7 @@ from graphshard.passes.regions import frozen, metadata
 from graphshard.planning.repeats import Repeat, find_repeats
 
 _INVOKE = torch.ops.higher_order.invoke_subgraph
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 SHARED_LAYER = "graphshard_layer"  # part of the names of their subgraphs
-# Key in ``meta`` of the number of a checkpoint. The partitioner saves the values that a checkpoint
-# passes to another one with a larger number.
-_REGION = "ac_graph_id"
 _LEAST_SAVED = 48  # minimum number of nodes that are not traced again
 
 
@@ -73,20 +69,10 @@ def share_layers(gm: fx.GraphModule, context: PassContext) -> None:
 def _with_bodies(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield a graph's operators in order, each checkpoint followed by the operators of its body."""
     for node in graph.nodes:
-        if node.op not in ("placeholder", "output") and not _is_body(node):
+        if node.op not in ("placeholder", "output") and not is_body(node):
             yield node
-            if node.target is _CHECKPOINT:
-                yield from _with_bodies(_body_of(node).graph)
-
-
-def _is_body(node: fx.Node) -> bool:
-    return node.op == "get_attr" and all(user.target is _CHECKPOINT for user in node.users)
-
-
-def _body_of(checkpoint: fx.Node) -> fx.GraphModule:
-    body: Any = checkpoint.args[0]
-    module: fx.GraphModule = getattr(checkpoint.graph.owning_module, body.target)
-    return module
+            if node.target is CHECKPOINT:
+                yield from _with_bodies(body_of(node).graph)
 
 
 def _returned(gm: fx.GraphModule) -> list[fx.Node]:
@@ -117,34 +103,23 @@ def _labels(nodes: Sequence[fx.Node]) -> Iterator[Hashable]:
 
 def _described(node: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashable:
     arguments = frozen(node.args, describe), frozen(node.kwargs, describe)
-    body = _described_body(node, describe) if node.target is _CHECKPOINT else None
+    body = _described_body(node, describe) if node.target is CHECKPOINT else None
     return node.op, node.target, arguments, _metadata(_value(node)), body
 
 
 def _described_body(checkpoint: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashable:
     """Describe what the operators of a checkpoint's body do not: its results and its policy."""
-    body = _body_of(checkpoint)
-    results = frozen(body.graph.output_node().args, describe)
-    return len(body.graph.nodes), results, _frozen_policy(body.meta.get("_checkpoint_context_fn"))
-
-
-def _frozen_policy(value: Any) -> Hashable:
-    """Return a value that is equal for functions that make equal choices of what to save."""
-    if isinstance(value, functools.partial):
-        return _frozen_policy([value.func, *value.args, *value.keywords.items()])
-    if isinstance(value, FunctionType) and value.__closure__:
-        return value.__code__, _frozen_policy([cell.cell_contents for cell in value.__closure__])
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen_policy, value))
-    return value if isinstance(value, Hashable) else id(value)
+    nodes = body_of(checkpoint).graph.nodes
+    results = frozen(body_of(checkpoint).graph.output_node().args, describe)
+    return len(nodes), results, policy_of(checkpoint)
 
 
 def _may_be_inside(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method") or writes_arguments(node.target):
         return False
-    if isinstance(node.target, HigherOrderOperator) and node.target is not _CHECKPOINT:
+    if isinstance(node.target, HigherOrderOperator) and node.target is not CHECKPOINT:
         return False
-    values = [_value(node), *(_value(used) for used in node.all_input_nodes if not _is_body(used))]
+    values = [_value(node), *(_value(used) for used in node.all_input_nodes if not is_body(used))]
     return all(map(_is_plain, values))
 
 
@@ -177,13 +152,13 @@ class _Layer:
         self.nodes = [node for node in nodes if node.graph is nodes[0].graph]
         self._inside = set(self.nodes)
         read = dict.fromkeys(used for node in self.nodes for used in node.all_input_nodes)
-        self.bodies = list(filter(_is_body, read))
+        self.bodies = list(filter(is_body, read))
         self.inputs = [n for n in read if n not in self._inside and n not in self.bodies]
         self.outputs = [n for n in self.nodes if any(user not in self._inside for user in n.users)]
 
     def key(self) -> Hashable:
         """Return a key that is equal for all layers that one subgraph can replace."""
-        passed = [n for call in self._all if call.target is _CHECKPOINT for n in _passed(call)]
+        passed = [n for call in self._all if call.target is CHECKPOINT for n in _passed(call)]
         numbered = enumerate([*self.inputs, *passed, *self._all])
         number: dict[Any, int] = {node: i for i, node in numbered}
         return (
@@ -232,7 +207,7 @@ class _Layer:
 
 def _passed(checkpoint: fx.Node) -> list[fx.Node]:
     """Return the nodes of a checkpoint's body that stand for its arguments."""
-    placeholders: list[fx.Node] = _body_of(checkpoint).graph.find_nodes(op="placeholder")
+    placeholders: list[fx.Node] = body_of(checkpoint).graph.find_nodes(op="placeholder")
     return placeholders
 
 
@@ -240,7 +215,7 @@ def _num_reads(node: fx.Node, users: Iterable[fx.Node]) -> int:
     """Count how often operators read a node, including operators of the bodies of checkpoints."""
     count = 0
     for user in users:
-        if user.target is _CHECKPOINT:
+        if user.target is CHECKPOINT:
             passed = zip(_passed(user), user.args[1:], strict=True)
             count += sum(_num_reads(inner, inner.users) for inner, outer in passed if outer is node)
         else:
@@ -293,6 +268,8 @@ def inline_layers(gm: fx.GraphModule) -> None:
     """
     calls: list[Any] = gm.graph.find_nodes(op="call_function", target=_INVOKE)
     calls = [call for call in calls if SHARED_LAYER in call.args[1]]
+    if not calls:
+        return
     forwards = {call.args[2:]: call for call in calls if not _is_backward(call)}
     # A backward call reads what its forward call reads, then the gradient of the output.
     backwards = {call.args[2:-1]: call for call in calls if _is_backward(call)}
@@ -302,10 +279,9 @@ def inline_layers(gm: fx.GraphModule) -> None:
     _order_regions(gm.graph, order)
     for arguments, forward in forwards.items():
         _inline(gm, forward, backwards.get(arguments, forward), order[forward])
-    if calls:
-        _number_regions(gm.graph)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
+    _number_regions(gm.graph)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
 
 
 def _order_regions(graph: fx.Graph, order: Mapping[fx.Node, int]) -> None:
@@ -313,16 +289,17 @@ def _order_regions(graph: fx.Graph, order: Mapping[fx.Node, int]) -> None:
     latest = 0
     for node in graph.nodes:
         latest = order.get(node, latest - 1) + 1
-        if _REGION in node.meta:
-            node.meta[_REGION] = latest, node.meta[_REGION]
+        if REGION in node.meta:
+            node.meta[REGION] = latest, node.meta[REGION]
 
 
 def _number_regions(graph: fx.Graph) -> None:
-    nodes = [node for node in graph.nodes if _REGION in node.meta]
-    order = sorted({node.meta[_REGION] for node in nodes})
+    """Number the checkpoints in order; copies of a layer then have numbers of their own."""
+    nodes = [node for node in graph.nodes if REGION in node.meta]
+    order = sorted({node.meta[REGION] for node in nodes})
     number = {key: i for i, key in enumerate(order, 1)}
     for node in nodes:
-        node.meta[_REGION] = number[node.meta[_REGION]]
+        node.meta[REGION] = number[node.meta[REGION]]
 
 
 def _is_backward(call: fx.Node) -> bool:
@@ -346,8 +323,8 @@ def _inline(gm: fx.GraphModule, forward: fx.Node, backward: fx.Node, order: int)
         is_backward = node.meta.get("partitioner_tag") == "is_backward"
         with gm.graph.inserting_before(backward if is_backward else forward):
             copies[node] = gm.graph.node_copy(node, copies.__getitem__)
-        if _REGION in node.meta:
-            copies[node].meta[_REGION] = order, node.meta[_REGION]
+        if REGION in node.meta:
+            copies[node].meta[REGION] = order, node.meta[REGION]
         copies[node].meta["val"] = tree_map(
             lambda v: on_storage(v, storages) if isinstance(v, FakeTensor) else v, node.meta["val"]
         )

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import graphshard
+from graphshard.passes import layers
+from tests.numerics.compare import world_mesh
 from tests.ranks import on_ranks
 
 DIM, LAYERS = 8, 5
@@ -47,6 +53,17 @@ class Layer(nn.Module):
         return x + self.scale * F.dropout(self.down(hidden), 0.1, self.training)
 
 
+_PRODUCTS = [torch.ops.aten.addmm.default]  # what "policy" saves; it recomputes all others
+_by_policy = functools.partial(create_selective_checkpoint_contexts, _PRODUCTS)
+
+_CALLS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
+    "checkpoint": functools.partial(checkpoint, use_reentrant=False),
+    "policy": functools.partial(checkpoint, use_reentrant=False, context_fn=_by_policy),
+    "part": lambda layer, x: layer(x) + checkpoint(layer.norm, x, use_reentrant=False),
+}
+"""How a layer is called, by its kind."""
+
+
 class Model(nn.Module):
     def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
@@ -55,7 +72,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for layer in self.layers:
-            x = layer(x)
+            x = _CALLS.get(layer.kind, nn.Module.__call__)(layer, x)  # type: ignore[arg-type]
         return x.square().mean()
 
 
@@ -75,6 +92,10 @@ CASES: dict[str, tuple[Callable[[], list[Layer]], int]] = {
     "experts": (lambda: _of_kind("experts"), LAYERS),
     "frozen": (_frozen, LAYERS - 2),
     "tied": (lambda: [Layer()] * LAYERS, LAYERS - 1),
+    "checkpoint": (lambda: _of_kind("checkpoint"), LAYERS),
+    "policy": (lambda: _of_kind("policy"), LAYERS),
+    "part": (lambda: _of_kind("part"), LAYERS),
+    "policies": (lambda: [Layer("policy" if i < 2 else "checkpoint") for i in range(LAYERS)], 3),
     "constants": (lambda: [Layer(scale=1 / (i + 1)) for i in range(LAYERS)], 0),
     "buffers": (lambda: _of_kind("buffers"), 0),
     "writes": (lambda: _of_kind("writes"), 0),
@@ -109,3 +130,17 @@ def test_equal_layers_share_a_trace(case: str) -> None:
         assert (ours.grad is None) == (theirs.grad is None)
         assert ours.grad is None or torch.equal(ours.grad.full_tensor(), theirs.grad)
     assert all(map(torch.equal, model.buffers(), reference.buffers()))
+
+
+@on_ranks(2)
+def test_shared_checkpoints_have_the_same_plan() -> None:
+    plans = []
+    for least_saved in (48, 10**9):
+        backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+        with mock.patch.object(layers, "_LEAST_SAVED", least_saved):
+            _train(Model(_of_kind("checkpoint")), backend)
+        assert ("layers as one" in backend.summary()) == (least_saved == 48)
+        # Without the names of steps, which copied nodes do not keep.
+        problems = [replace(plan.problem, steps=()) for plan in backend.plans]
+        plans.append([replace(p, problem=q) for p, q in zip(backend.plans, problems)])
+    assert plans[0] == plans[1]

@@ -1,0 +1,51 @@
+"""Activation checkpointing in Dynamo's graphs and in joint graphs.
+
+Dynamo traces a checkpoint as a call of `CHECKPOINT`, whose first argument is the body. AOTAutograd
+runs the body and gives its nodes a number in ``meta[REGION]``, a new one for each call
+(torch/_higher_order_ops/wrap.py). The partitioner saves the values that a checkpoint passes to
+another one with a larger number (``cleanup_recompute_tags`` in torch/_functorch/partitioners.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+REGION = "ac_graph_id"
+
+
+def is_body(node: fx.Node) -> bool:
+    """Return whether a node of Dynamo's graph is the body of checkpoints."""
+    return node.op == "get_attr" and all(user.target is CHECKPOINT for user in node.users)
+
+
+def body_of(checkpoint: fx.Node) -> fx.GraphModule:
+    body: Any = checkpoint.args[0]
+    module: fx.GraphModule = getattr(checkpoint.graph.owning_module, body.target)
+    return module
+
+
+def policy_of(checkpoint: fx.Node) -> Hashable:
+    """Return a key that is equal for checkpoints with the same choice of what to save."""
+    return _key(body_of(checkpoint).meta.get("_checkpoint_context_fn"))
+
+
+def _key(value: Any, outer: tuple[object, ...] = ()) -> Hashable:
+    # Layers often define their policies, equal ones, as inner functions.
+    if isinstance(value, functools.partial):
+        return _key([value.func, *value.args, *value.keywords.items()], outer)
+    if isinstance(value, FunctionType) and value.__closure__ and value not in outer:
+        cells = [cell.cell_contents for cell in value.__closure__]
+        parts = [value.__defaults__, value.__kwdefaults__, *cells]
+        return value.__code__, _key(parts, (*outer, value))
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(part, outer) for part in value)
+    if isinstance(value, set):
+        return frozenset(value)
+    return value if isinstance(value, Hashable) else id(value)
