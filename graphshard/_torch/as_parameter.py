@@ -164,8 +164,7 @@ def _parameter(
 
     def emit() -> fx.Proxy:
         marker = tx.output.create_proxy("call_function", op, arguments, {})
-        fake = get_fake_value(marker.node, InstructionTranslator.current_tx(), True)
-        marker.node.meta["example_value"] = _as_parameter(fake, requires_grad)
+        marker.node.meta["example_value"] = _fake_parameter(marker.node, requires_grad)
         return marker
 
     marker = emit()
@@ -176,11 +175,16 @@ def _parameter(
     return variable
 
 
-def _as_parameter(fake: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """Make ``fake`` pass ``isinstance(_, nn.Parameter)``, as a leaf outside of ``torch.func``."""
-    if torch._C._functorch.maybe_current_level() is None:
-        with torch.enable_grad():
-            fake = fake.detach().requires_grad_(requires_grad)
+def _fake_parameter(marker: fx.Node, requires_grad: bool) -> torch.Tensor:
+    """Return the marker's fake result as an ``nn.Parameter``, a leaf outside of ``torch.func``."""
+    fake: torch.Tensor
+    tx = InstructionTranslator.current_tx()
+    if torch._C._functorch.maybe_current_level() is not None:
+        fake = get_fake_value(marker, tx, True)
+    else:
+        with torch.no_grad():  # the operator's autograd function would take half of the time
+            fake = get_fake_value(marker, tx, True)
+        fake.requires_grad_(requires_grad)
     fake._is_param = True  # what _ParameterMeta checks
     return fake
 
