@@ -81,13 +81,13 @@ def _deepened(short: StepGraph, longer: StepGraph, periods: int, layers: Layers)
         compute_us=grown(a.compute_us, b.compute_us),
         fixed_bytes=grown(a.fixed_bytes, b.fixed_bytes),
         fixed_border_bytes=grown(a.fixed_border_bytes, b.fixed_border_bytes),
+        peak_us=_extrapolate(a.peak_us, b.peak_us, periods),
     )
     return dataclasses.replace(
         short,
         problem=problem,
         compute_us=compute_us,
         input_bytes=_extrapolate(short.input_bytes, longer.input_bytes, periods),
-        num_flops=_extrapolate(short.num_flops, longer.num_flops, periods),
     )
 
 
@@ -172,6 +172,7 @@ class _Segment:
             ),
             transfers=tuple(self._transfers(params, periods)),
             user_collectives=tuple(self._user_collectives(periods)),
+            peak_us=_extrapolate(short.peak_us, longer.peak_us, periods),
         )
         return StepGraph(
             params=tuple(params.params),
@@ -181,7 +182,6 @@ class _Segment:
                 for name, us in self.short.compute_us.items()
             },
             input_bytes=_extrapolate(self.short.input_bytes, self.longer.input_bytes, periods),
-            num_flops=_extrapolate(self.short.num_flops, self.longer.num_flops, periods),
         )
 
     def _user_collectives(self, periods: int) -> Iterator[UserCollective]:

@@ -45,9 +45,8 @@ class Forecast:
         num_params: number of parameters in the full model.
         tokens: number of tokens, or samples, that all ranks train on in a step.
         unit: unit of ``tokens``: "tokens" or "samples".
-        mfu: model FLOPs utilization: FLOPs of the model's matrix products, as a fraction of the
-            GPU's peak over the step time. The peak is that of float32, or of bfloat16 for bf16 and
-            fp8. FLOPs are three times those of forward, without recomputation.
+        mfu: model FLOPs utilization, as in ``Backend.metrics``: FLOPs of the graphs' products,
+            without recomputation, as a fraction of the GPU's peak in their dtypes.
         exposed: collectives with the longest exposed time, longest first.
         binds: bottleneck of a step: memory, compute, memory bandwidth, link, latency or host.
         changes: changes that would help, largest gain first.

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..kinds import GraphKind
 from ..planning.memory_budget import Reduce
 from ..scripts import Inputs
 from ..show.dump import Dump
@@ -147,9 +146,7 @@ def make_forecast(
     """
     step = plan_step(traced, recipe, cluster)
     changes = find_changes(traced, recipe, cluster)
-    forward = sum(g.num_flops for g in traced.graphs if g.kind == GraphKind.FORWARD)
-    # With fp8, too, MFU is relative to the bfloat16 peak.
-    peak = cluster.hardware.flops_of("float32" if recipe.dtype == "float32" else "bfloat16").peak
+    peak_us = recipe.accumulate * sum(graph.problem.peak_us for graph in traced.graphs)
     return ShownForecast(
         model=model,
         num_params=int(traced.held.num_params),
@@ -159,8 +156,7 @@ def make_forecast(
         unit=unit,
         time=step.time,
         memory=step.memory,
-        # Backward has twice the FLOPs of forward; MFU does not count recomputation.
-        mfu=3 * forward * recipe.accumulate / (step.time.step_us * 1e-6) / peak,
+        mfu=peak_us / step.time.step_us,
         exposed=tuple(_exposed(step.dumps)),
         binds=find_bottleneck(step.memory, changes),
         changes=tuple(sorted(changes, key=lambda change: -change.gain)),

@@ -29,7 +29,6 @@ from typing_extensions import override
 from .._torch.distributed import fake_ranks
 from .._torch.dynamo import mark_dynamic
 from .._torch.tensors import new_fake_mode, size_expr, size_hint, tree_leaves, tree_map
-from ..cost.flops import Flops, call_with_fallback, flops
 from ..cost.hardware import Hardware, Rate
 from ..cost.model import CostModel
 from ..dynamo_backend import Backend, backend, shard
@@ -65,14 +64,12 @@ class StepGraph:
         problem: scheduling problem, with the compute times of the machine.
         compute_us: compute time of every step of ``problem``, keyed by machine (see ``BASELINE``).
         input_bytes: size of the shards and replicated parameters among the graph's inputs.
-        num_flops: number of floating-point operations in the graph's matrix products.
     """
 
     params: tuple[PlanParam, ...]
     problem: Problem
     compute_us: Mapping[str, tuple[float, ...]]
     input_bytes: int
-    num_flops: float
 
     @property
     def kind(self) -> GraphKind:
@@ -301,8 +298,6 @@ class _GraphReader:
 
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
         """Record a graph that is ready to be lowered."""
-        calls = [node for node in graph.nodes if node.op == "call_function"]
-        counts = [call_with_fallback(Flops(0.0, ""), flops, node) for node in calls]
         models = [CostModel(h, device_type=h.device_type) for h in self._machines.values()]
         params, problems = read_problems(graph, kind, models)
         self.graphs.append(
@@ -311,7 +306,6 @@ class _GraphReader:
                 problem=problems[0],
                 compute_us={n: p.compute_us for n, p in zip(self._machines, problems)},
                 input_bytes=shard_bytes(graph),
-                num_flops=sum(count.num_flops for count in counts),
             )
         )
         self._named.update(self._names_in(graph))
