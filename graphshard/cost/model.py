@@ -202,6 +202,16 @@ class CostModel:
         return max(moved_us, special_us) + self.hardware.launch_us
 
 
+def optimizer_passes(num_states: int) -> int:
+    """Return the reads and writes per parameter element in a step of a fused optimizer.
+
+    Args:
+        num_states: number of states for each parameter.
+    """
+    # All but the gradient are written, too.
+    return 2 * (1 + num_states) + 1
+
+
 def _all_to_all_us(link: Interconnect, num_bytes: float, num_sharing: int) -> float:
     """Return the time of an all-to-all in which each rank sends ``num_bytes``.
 

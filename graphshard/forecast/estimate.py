@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ..cost.devices import FRAGMENTATION
 from ..cost.hardware import CALIBRATED, DATASHEET, Hardware
+from ..cost.model import optimizer_passes
 from ..kinds import GraphKind, TransferKind
 from ..planning.live_bytes import (
     Span,
@@ -147,7 +148,8 @@ def time_of_step(
 
 
 def _optimizer_us(recipe: Recipe, held: HeldMemory, hardware: Hardware) -> float:
-    passes = OPTIMIZERS[recipe.optimizer].passes  # optimizers are bound by memory bandwidth
+    # Optimizers are bound by memory bandwidth.
+    passes = optimizer_passes(OPTIMIZERS[recipe.optimizer].states)
     if not recipe.offload:
         return hardware.memory.us(passes * held.trained) + hardware.launch_us
     passes += ADDING * (recipe.accumulate - 1)

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from ..options.float8_policy import Float8Policy
 from ..options.schedule_policy import SchedulePolicy
 from ..planning.memory_budget import Reduce
-from ..show.dump import ADAMW_PASSES
 from .trace import Ranks
 
 STRATEGIES = "zero3, zero2, hsdp:N (shards over N ranks), hpz:N (backward gathers from N) or ddp"
@@ -26,23 +25,20 @@ class Optimizer:
 
     Attributes:
         states: number of states for each parameter, each as large as the parameter.
-        passes: number of reads and writes per parameter element in a step.
         code: Python expression that constructs the optimizer.
     """
 
     states: int
-    passes: int
     code: str
 
 
-# Passes: read the parameter, the gradient and each state; write all but the gradient.
 OPTIMIZERS = {
-    "adamw": Optimizer(2, ADAMW_PASSES, "torch.optim.AdamW(model.parameters(), fused=True)"),
-    "adam": Optimizer(2, ADAMW_PASSES, "torch.optim.Adam(model.parameters(), fused=True)"),
+    "adamw": Optimizer(2, "torch.optim.AdamW(model.parameters(), fused=True)"),
+    "adam": Optimizer(2, "torch.optim.Adam(model.parameters(), fused=True)"),
     "momentum": Optimizer(
-        1, 5, "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)"
+        1, "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)"
     ),
-    "sgd": Optimizer(0, 3, "torch.optim.SGD(model.parameters(), lr=0.1, fused=True)"),
+    "sgd": Optimizer(0, "torch.optim.SGD(model.parameters(), lr=0.1, fused=True)"),
 }
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cost.hardware import Hardware
-from ..cost.model import CostModel
+from ..cost.model import CostModel, optimizer_passes
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
 from ..planning.live_bytes import alive_by_point
 from ..planning.memory_budget import FreeMemory, ScheduleLimits
@@ -41,8 +41,6 @@ VERSION = 3
 # Slowdown of transfers in the pessimistic estimate of exposed time. Measured on an H200: modelled
 # links took 1.3 to 1.6 times as long as planned.
 TRANSFER_SLOWDOWN = 1.5
-# Reads and writes per element of a fused AdamW: all but the gradient are written, too.
-ADAMW_PASSES = 7
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,8 @@ class Dump:
         reduced = sum(t.shard_bytes for t in transfers if t.kind.is_reduction and not t.host)
         if not reduced:
             return 0.0
-        return self.hardware.memory.us(ADAMW_PASSES * reduced) + self.hardware.launch_us
+        passes = optimizer_passes(num_states=2)
+        return self.hardware.memory.us(passes * reduced) + self.hardware.launch_us
 
     def to_json(self) -> str:
         raw = {
