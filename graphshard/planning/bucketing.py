@@ -189,15 +189,12 @@ class Queue:
         return CostedBucket(bucket, cost, footprint(self._problem, bucket))
 
     def _bucket(self, members: Sequence[int], launch: int, wait: int) -> Bucket:
-        problem, cost_model = self._problem, self._cost_model
-        ring = packed_bucket(problem, members, cost_model, launch, wait)
-        if self._reduce == "ring" or not may_exchange(problem, members):
-            return ring
-        exchange = packed_bucket(problem, members, cost_model, launch, wait, exchanges=True)
-        if self._reduce == "exchange":
-            return exchange
-        ring_cost, cost = (bucket_cost(problem, each, cost_model) for each in (ring, exchange))
-        return ring if why_ring(ring_cost, cost, cost_model) else exchange
+        args = self._problem, members, self._cost_model, launch, wait
+        may_choose = self._reduce != "ring" and may_exchange(self._problem, members)
+        if may_choose and self._reduce == "auto":
+            choice = compare_reductions(*args)
+            return choice.ring if choice.why_ring else choice.exchange
+        return packed_bucket(*args, exchanges=may_choose)
 
 
 def may_exchange(problem: Problem, members: Sequence[int]) -> bool:
@@ -205,12 +202,37 @@ def may_exchange(problem: Problem, members: Sequence[int]) -> bool:
     return all(problem.transfers[i].exchange_dtype for i in members)
 
 
-def why_ring(ring: BucketCost, exchange: BucketCost, cost_model: TransferCostModel) -> str:
-    """Return the reason not to exchange a bucket, given its costs either way, or "".
+class ReductionChoice(NamedTuple):
+    """Two buckets that reduce the same gradients, their costs, and which is better."""
+
+    ring: Bucket
+    exchange: Bucket
+    ring_cost: BucketCost
+    exchange_cost: BucketCost
+    why_ring: str  # reason not to exchange, or ""
+
+
+def compare_reductions(
+    problem: Problem,
+    members: Sequence[int],
+    cost_model: TransferCostModel,
+    launch: int,
+    wait: int,
+) -> ReductionChoice:
+    """Compare a ring with an exchange for gradients that ``may_exchange`` allows.
 
     An exchange must win on the link, and take no more compute. Then it wins whether or not compute
     hides it, and also if all links or all kernels are slower than predicted.
     """
+    ring, exchange = (
+        packed_bucket(problem, members, cost_model, launch, wait, exchanges=exchanges)
+        for exchanges in (False, True)
+    )
+    costs = bucket_cost(problem, ring, cost_model), bucket_cost(problem, exchange, cost_model)
+    return ReductionChoice(ring, exchange, *costs, _why_ring(*costs, cost_model))
+
+
+def _why_ring(ring: BucketCost, exchange: BucketCost, cost_model: TransferCostModel) -> str:
     lane_us = EXCHANGE_MARGIN * exchange.lane_us
     if lane_us >= ring.lane_us:
         return "not clearly faster on the link"

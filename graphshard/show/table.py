@@ -12,11 +12,11 @@ from tabulate import tabulate
 
 from ..cost.model import CostModel
 from ..kinds import HOST_COPIES, TransferKind
-from ..planning.bucketing import may_exchange, packed_bucket, why_ring
+from ..planning.bucketing import compare_reductions, may_exchange
 from ..planning.live_bytes import footprint
 from ..planning.plan import Bucket
 from ..planning.saving import SavingChoice, TriedSaving
-from ..planning.simulate import COLLECTIVE, COPY_IN, bucket_cost
+from ..planning.simulate import COLLECTIVE, COPY_IN
 from .dump import TRANSFER_SLOWDOWN, Dump, Totals, param_name
 
 _KIND_ORDER = (
@@ -252,18 +252,13 @@ def _reduced_by(dump: Dump, i: int) -> str:
     members = sorted(bucket.transfers)
     if bucket.kind != TransferKind.REDUCE_SCATTER or not may_exchange(problem, members):
         return ""
-    cost_model = CostModel(dump.hardware)
-    span = bucket.launch, bucket.wait
-    ring, exchange = (
-        bucket_cost(
-            problem, packed_bucket(problem, members, cost_model, *span, exchanges=flag), cost_model
-        )
-        for flag in (False, True)
+    choice = compare_reductions(
+        problem, members, CostModel(dump.hardware), bucket.launch, bucket.wait
     )
     if bucket.exchanges:
-        return f"exchange (ring {ring.lane_us / 1e3:.3f} ms)"
-    why = why_ring(ring, exchange, cost_model) if dump.limits.reduce == "auto" else ""
-    return f"ring (exchange {exchange.lane_us / 1e3:.3f} ms{why and ', '}{why})"
+        return f"exchange (ring {choice.ring_cost.lane_us / 1e3:.3f} ms)"
+    why = choice.why_ring if dump.limits.reduce == "auto" else ""
+    return f"ring (exchange {choice.exchange_cost.lane_us / 1e3:.3f} ms{why and ', '}{why})"
 
 
 def _tabulate(rows: Sequence[_Row]) -> str:
