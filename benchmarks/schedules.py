@@ -82,15 +82,15 @@ def _resized(plan: Plan, transfer: Transfer, world: int) -> Transfer:
     shard_bytes = transfer.shard_bytes // param.padded_rows * rows
     num_bytes = rows * world * row_bytes
     was_padded, is_padded = (
-        bool(transfer.grad_bytes) and transfer.grad_bytes != sent
-        for sent in (transfer.num_bytes, num_bytes)
+        bool(transfer.grad_bytes) and sent_rows != param.shape[0]
+        for sent_rows in (param.padded_rows * transfer.world, rows * world)
     )
     return dataclasses.replace(
         transfer,
         num_bytes=num_bytes,
         shard_bytes=shard_bytes,
         world=world,
-        copied_in=is_padded or transfer.casts or (transfer.copied_in and not was_padded),
+        copied_in=is_padded or (transfer.copied_in and not was_padded),
     )
 
 
