@@ -170,6 +170,20 @@ def lower_as_collective(op: OpOverload) -> None:
     lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
 
+def lower_as_transposed_copy(op: OpOverload) -> None:
+    """Make Inductor compute a contiguous transpose of a matrix in a kernel that is never fused."""
+
+    def lower(x: Any) -> Any:
+        x.realize()  # otherwise, the kernel would compute the values again
+        copy: Any = lowering.clone(lowering.permute(x, [1, 0]))
+        copy.realize()
+        copy.freeze_layout()  # contiguous; Inductor would choose the layout of ``x``
+        V.graph.no_fuse_buffer_names.add(copy.get_name())
+        return copy
+
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
 def _laid_out_as(tensor: Any, traced: fx.Node) -> Any:
     """Return Inductor's value of a node, with strides in the order of the traced strides."""
     # Like ``constrain_to_fx_strides`` in torch/_inductor/lowering.py, which skips lists in 2.11.

@@ -35,6 +35,7 @@ from torch import fx
 
 from .._torch.tensors import OpOverload
 from ..ops.float8_ops import local_amax
+from ..ops.transposed_copy import transposed_copy
 from .flops import argument_values, aten_name, call_with_fallback, op_names, shape_of
 
 
@@ -91,7 +92,7 @@ def _node_kind(node: fx.Node) -> NodeKind:
 
 @functools.cache
 def _op_kind(op: OpOverload[..., Any]) -> NodeKind:
-    if op is local_amax:
+    if op in (local_amax, transposed_copy):
         return NodeKind.KERNEL
     if aten_name(op) == "prepare_softmax_online":  # the maximum and the sum of exponentials
         return NodeKind.REDUCTION

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .nodes import Call, Value, run, value_of
+from .transposed_copy import transposed_copy
 
 TENSORWISE, ROWWISE = RECIPES = ("tensorwise", "rowwise")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -138,9 +139,14 @@ def grad_input(call: Call, grad: _Value, weight: Scaled, recipe: str) -> _Value:
 def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
     """Return ``grad.T @ x``."""
     grad, x = _padded(call, grad), _padded(call, x)
-    left = _transposed(call, _grad(call, grad, recipe, 0))
-    right = quantized(call, x, E4M3, recipe, 0)
-    right = right._replace(values=_column_major(call, right.values))
+    left, right = _grad(call, grad, recipe, 0), quantized(call, x, E4M3, recipe, 0)
+    if recipe == ROWWISE:
+        # Kernels that scale rows of the same values would write the transposed copies, too.
+        left = left._replace(values=call(transposed_copy, left.values))
+        right = right._replace(values=_t(call, call(transposed_copy, right.values)))
+    else:
+        left = _transposed(call, left)
+        right = right._replace(values=_column_major(call, right.values))
     return _product(call, left, right, value_of(x).dtype, recipe)
 
 
@@ -163,7 +169,7 @@ def _product(
     product = call(
         _aten._scaled_mm.default,
         _contiguous(call, a.values),
-        _t(call, _contiguous(call, _t(call, b.values))),
+        b.values if _is_column_major(b.values) else _t(call, _contiguous(call, _t(call, b.values))),
         _factor(call, a.inverse, recipe, 1),
         _factor(call, b.inverse, recipe, 0),
         # Kernels with row-wise scales only write bfloat16 (torchao/float8/float8_ops.py).
@@ -215,6 +221,10 @@ def _size(call: Call, x: Value, dim: int) -> Any:
 
 def _t(call: Call, x: _Value) -> _Value:
     return call(_aten.permute.default, x, [1, 0])
+
+
+def _is_column_major(x: Value) -> bool:
+    return value_of(x).t().is_contiguous()
 
 
 def _contiguous(call: Call, x: _Value) -> _Value:

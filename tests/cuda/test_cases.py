@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -118,6 +119,14 @@ def test_host_waits_only_for_gradients(case: Case) -> None:
     counts = count(recording.actions, recording.calls)
     assert counts.host_waits == len(copies) and not counts.blocking
     assert bool(copies) == (case.strategy == "CPU offload")
+
+
+def test_fp8_kernels_store_no_single_bytes_far_apart() -> None:
+    # Inductor's loops over a row ``r0_1`` would otherwise write columns: ``x0 + 4096*r0_1``.
+    column = re.compile(r"tl\.store\(\w+ \+ \(x\d+ \+ \d+\*r0_\d\)")
+    codes = recording_of(Case("gpt", "fp8 rowwise")).codes
+    assert "*fp8e4nv" in codes[1] and "tl.store" in codes[1]
+    assert not [store for code in codes for store in column.findall(code)]
 
 
 @cases
