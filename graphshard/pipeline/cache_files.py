@@ -100,7 +100,7 @@ class PlanCache:
             lock.release()
 
     def _mark(self) -> Path:
-        # Code is for one device: processes on other devices do not wait for it.
+        # Code contains the index of the device: processes on other devices do not wait for it.
         return self._folder() / f"{self.key}-{self._settings.device.index or 0}.compiled"
 
     def _path(self, kind: GraphKind) -> Path:
@@ -134,8 +134,9 @@ _loaded: dict[str, str] = {}
 def save_compiled(path: str | Path) -> None:
     """Write the code that Inductor compiled for this process, or found in its caches, to a file.
 
-    Call it after the first steps of training and evaluation. GPU code is for one device: each rank
-    of a host saves its own file.
+    Call it after the first steps of training and evaluation. GPU code contains the index of the
+    device: each rank of a host saves its own file, unless each sees its GPU as cuda:0 (``torchrun
+    --virtual-local-rank``).
 
     Raises:
         RuntimeError: Inductor has compiled nothing for graphshard in this process.
