@@ -278,9 +278,9 @@ class Backend:
 
     def __repr__(self) -> str:
         mesh = self.options.mesh
-        shape = "all ranks" if mesh is None else f"mesh {' x '.join(map(str, mesh.shape))}"
+        shape = "all" if mesh is None else " x ".join(map(str, mesh.shape))
         return (
-            f"<graphshard.Backend: {self.options.strategy()} over {shape}, "
+            f"<graphshard.Backend: {self.options.strategy()} over {shape} ranks, "
             f"{len(self.plans)} graphs compiled>"
         )
 

@@ -167,7 +167,7 @@ def test_metrics_are_those_of_the_plans(mesh: DeviceMesh) -> None:
         rows, products_us = 7 * 13, 7 * 13 + 13 * 11 + 11 * 3
         ratio = backward.problem.peak_us / forward.problem.peak_us
         assert ratio == pytest.approx(2 - rows / products_us)
-    assert repr(backend) == "<graphshard.Backend: ZeRO-3 over mesh 8, 4 graphs compiled>"
+    assert repr(backend) == "<graphshard.Backend: ZeRO-3 over 8 ranks, 4 graphs compiled>"
 
 
 def test_a_failed_compile_keeps_its_number_and_its_dumps(mesh: DeviceMesh, tmp_path: Path) -> None:
