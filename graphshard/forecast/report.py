@@ -29,8 +29,8 @@ def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
         graphs,
         microbatches=forecast.recipe.accumulate,
         optimizer_us=time.optimizer_us,
-        note=f"likely measured: {time.step_us / 1e3:,.0f} ms "
-        f"({time.low_us / 1e3:,.0f} to {time.high_us / 1e3:,.0f})",
+        note=f"likely measured: {time.step_us / 1e3:,.1f} ms "
+        f"({time.low_us / 1e3:,.1f} to {time.high_us / 1e3:,.1f})",
     )
     changes = [(what, gain, f"{gb:.1f}") for what, gain, gb in change_rows(forecast)]
     tables = [
@@ -57,7 +57,7 @@ def _graph(forecast: Forecast, number: int, name: str, graph: PlannedGraph) -> G
     constant = {
         "parameters": outside.parameters,
         "optimizer": outside.optimizer + outside.buffers,
-        "of other graphs": others.saved + others.gradients + earlier,
+        "held for other graphs": others.saved + others.gradients + earlier,
     }
     kinds = bytes_by_kind(graph)
     alive = list(map(sum, zip(*kinds.values())))

@@ -388,7 +388,7 @@ def _memory(dump: Dump) -> MemoryData:
     return MemoryData(
         until_us=[_rounded(us) for us in ends],
         areas=[
-            BytesData(name="all else but optimizer state", bytes=others),
+            BytesData(name="everything except optimizer state", bytes=others),
             BytesData(name="gathered parameters", bytes=gathered),
         ],
         lines=[BytesData(name="in flight", bytes=list(timeline.in_flight_bytes))],
