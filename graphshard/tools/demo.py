@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -313,13 +314,16 @@ _WORDS = (
 
 
 def _next_steps(settings: Settings) -> list[tuple[str, str]]:
-    command = "python -m graphshard demo"
+    python = (
+        "python" if shutil.which("python") == sys.executable else os.path.relpath(sys.executable)
+    )
+    command = f"{python} -m graphshard demo"
     rows = [
         ("train your own model", "examples/train.py"),
         ("see graphshard's step", f"{command} --html demo.html"),
         ("see curves and bars", f"{command} --plot demo.svg"),
         ("compare losses without different rounding", f"{command} --compiler aot_eager"),
-        ("check a step for a GPU without one", "python -m graphshard check --help"),
+        ("check a step for a GPU without one", f"{python} -m graphshard check --help"),
     ]
     if settings.device == "cpu":
         rows.append(("see shards get smaller", f"{command} --ranks {2 * settings.num_ranks}"))
