@@ -77,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv``, or in ``sys.argv``, and return its exit status."""
-    args = parser().parse_args(argv)
+    args, unknown = parser().parse_known_args(argv)
+    if unknown:  # ``parse_args`` would name the help of all commands
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     module, _, function = args.run.partition(":")
     try:
         return int(getattr(import_module(f"graphshard.{module}"), function)(args))

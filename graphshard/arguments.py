@@ -17,6 +17,7 @@ _MODELS = f"""
 MODEL is one of
   FILE.py:FUNCTION     a function that returns a model and the inputs of a step on one rank
   FOLDER               with the config.json of a transformers model
+  OWNER/NAME           a model on the Hugging Face Hub whose config.json has been downloaded
   FAMILY:key=value,..  a transformers configuration: llama:hidden_size=8192,num_hidden_layers=80
   NAME                 a public model: {", ".join(PUBLIC_MODELS)}
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from .._torch.dynamo import log_no_failed_shapes
 from ..failures import describe_failure, format_failure
 from ..files import write_whole
 from ..progress import show_line
@@ -33,6 +34,8 @@ from .workload import (
 
 def plan(args: argparse.Namespace) -> int:
     """Run the command; return 1 if the step does not fit, 2 after an error, and 0 otherwise."""
+    if not args.verbose:
+        log_no_failed_shapes()
     try:
         return _plan(args)
     except (Exception, SystemExit) as error:  # a user's function may raise anything

@@ -181,7 +181,10 @@ _INTERVALS = {
 def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
     """Yield the most important results, as pairs of name and text."""
     recipe, time, memory = forecast.recipe, forecast.time, forecast.memory
-    yield "model", f"{forecast.model}, {forecast.num_params / 1e9:.2f} billion parameters"
+    size, unit = forecast.num_params / 1e9, "billion"
+    if size < 0.1:
+        size, unit = size * 1e3, "million"
+    yield "model", f"{forecast.model}, {size:.2f} {unit} parameters"
     yield "cluster", f"{forecast.cluster}, {memory.device / GB:.1f} GB each"
     yield "recipe", _recipe_text(forecast)
     per_gpu = forecast.tokens_per_s / forecast.cluster.num_gpus

@@ -1,4 +1,4 @@
-"""Sizes of public models, from their papers and configurations.
+"""Sizes of public models, from their papers and configurations; configurations in folders.
 
 Vocabulary and feed-forward sizes that a source omits are from the model's ``config.json`` on the
 Hugging Face Hub.
@@ -6,7 +6,9 @@ Hugging Face Hub.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 # ``model_type`` of a transformers configuration, and arguments of the configuration class.
 PublicModel = tuple[str, Mapping[str, object]]
@@ -89,3 +91,23 @@ PUBLIC_MODELS: dict[str, PublicModel] = {  # keyed by lower-case name
     "vit-l16": _vit(1024, 4096, 24, 16, 16),
     "vit-h14": _vit(1280, 5120, 32, 16, 14),
 }
+
+
+def is_hub_name(model: str) -> bool:
+    """Return whether ``model`` has the form OWNER/NAME."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) is not None
+
+
+def config_folder(model: str) -> Path | None:
+    """Return the folder that ``model`` names if it has a config.json, or its copy from the Hub."""
+    if (Path(model) / "config.json").is_file():
+        return Path(model)
+    if not is_hub_name(model):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model, "config.json")
+    except (ImportError, ValueError):  # ValueError: not a name on the Hub
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from .._torch.tensors import tree_leaves
 from ..scripts import Inputs, load_function, unpack
 from ..tensor_parallel import Parallelize, parallelize
-from .public_models import PUBLIC_MODELS
+from .public_models import PUBLIC_MODELS, config_folder, is_hub_name
 
 
 class BatchShape(NamedTuple):
@@ -88,6 +88,8 @@ def find_workload(model: str, batch: BatchShape) -> Workload:
     name = model.lower().rpartition("/")[2]  # without the owner of a name on the Hub
     close = difflib.get_close_matches(name, PUBLIC_MODELS, n=1)
     hint = f"did you mean {close[0]}? Otherwise " if close else ""
+    if is_hub_name(model):
+        hint += f"download it from the Hub (hf download {model} config.json), or "
     raise ValueError(
         f"unknown model {model!r}: {hint}pass FILE.py:FUNCTION, the folder of a transformers "
         f"config, FAMILY:key=value,.. (FAMILY is a model_type of transformers) or one of "
@@ -204,7 +206,7 @@ def is_config(model: str) -> bool:
     family, colon, _ = model.partition(":")
     return (
         model.lower() in PUBLIC_MODELS
-        or (Path(model) / "config.json").is_file()
+        or config_folder(model) is not None
         or bool(colon and not family.endswith(".py") and family in _families())
     )
 
@@ -226,10 +228,12 @@ def find_config(model: str) -> Any:
         if model.lower() in PUBLIC_MODELS:
             family, sizes = PUBLIC_MODELS[model.lower()]
             return families[family](**sizes)
-        if (Path(model) / "config.json").is_file():
+        if (folder := config_folder(model)) is not None:
             from transformers import AutoConfig
 
-            return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+            return AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         family, _, text = model.partition(":")
         return families[family](**_parse_sizes(text))
     except Exception as error:  # configuration classes may raise any error

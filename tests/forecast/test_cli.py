@@ -61,6 +61,8 @@ def test_a_model_of_a_script_on_hardware_from_a_file(
         "    return model, (torch.zeros(4, 8),)\n"
         "def broken():\n"
         "    raise RuntimeError('no such data')\n"
+        "def uneven():\n"
+        "    return torch.nn.Linear(8, 8), (torch.zeros(4, 9),)\n"
     )
     from graphshard.cost.devices import HARDWARE
 
@@ -75,13 +77,45 @@ def test_a_model_of_a_script_on_hardware_from_a_file(
     error, at, _more = capsys.readouterr().err.splitlines()
     assert error == "error  RuntimeError: no such data"
     assert at == f"at     {script}:6: raise RuntimeError('no such data')"
+    assert _plan(f"{script}:uneven") == 2
+    error, *_ = capsys.readouterr().err.splitlines()  # and no log of torch before it
+    assert error.startswith("error  RuntimeError: ") and "[4, 9] X [8, 8]" in error
+
+
+def test_names_on_the_hub_are_looked_up_in_its_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaConfig
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--mine--tiny"
+    LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        vocab_size=96,
+    ).save_pretrained(repository / "snapshots/main")
+    assert _plan("mine/tiny", "--batch", "1x32") == 0
+    assert "mine/tiny, 0.05 million parameters" in capsys.readouterr().out
+    assert _plan("mine/other", "--batch", "1x32") == 2
+    assert "(hf download mine/other config.json)" in capsys.readouterr().err
+
+
+def test_an_unknown_option_points_to_the_help_of_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        _plan("gpt2", "--baatch", "1x8")
+    error, more = capsys.readouterr().err.splitlines()
+    assert error == "error  unrecognized arguments: --baatch 1x8" and more.endswith(" plan --help")
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (["unheard-of"], "unknown model 'unheard-of': pass FILE.py:FUNCTION"),
-        (["meta-llama/Llama-3-8B"], "did you mean llama3-8b?"),
+        (["meta-llama/Llama-3-8B"], "did you mean llama3-8b? Otherwise download it from the Hub"),
         ([LLAMA + ",num_hidden_layers"], "must be key=value"),
         ([LLAMA, "--batch", "many"], "samples x tokens"),
         ([LLAMA, "--batch", "1x8", "--strategy", "hsdp:3"], "3 does not divide 8 GPUs"),
