@@ -25,8 +25,8 @@ MODEL is one of
 
 --tp splits configurations with graphshard.tensor_parallel.parallelize, much as torchtitan does:
 attention and feed-forward by the configuration's base_model_tp_plan, embedding and head along the
-vocabulary, norms and residual along the sequence (SequenceParallel). Logits are gathered. Models
-with experts, and models without a base_model_tp_plan, need --tp-plan.
+vocabulary (the loss does not gather logits), norms and residual along the sequence
+(SequenceParallel). Models with experts, and models without a base_model_tp_plan, need --tp-plan.
 
 Exit status: 0 if the step fits, 1 if it does not, 2 after an error.
 """

@@ -7,13 +7,14 @@ heads, features             whole   split                               whole   
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -52,8 +53,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
 
     The projections of each layer are split by the configuration's ``base_model_tp_plan``, the
     embedding and the head along the vocabulary, and activations between layers along the sequence
-    (sequence parallelism: Korthikanti et al., arXiv 2205.05198). Logits are gathered, as in the
-    plan of transformers.
+    (sequence parallelism: Korthikanti et al., arXiv 2205.05198). Each rank returns the logits of
+    its part of the vocabulary, and ``model.loss_function`` is replaced by a cross entropy that does
+    not gather them.
 
     Args:
         model: unsharded model whose attention takes no mask, as with
@@ -85,7 +87,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(
         embedding, mesh, RowwiseParallel(input_layouts=_WHOLE, output_layouts=_SEQUENCE)
     )
-    parallelize_module(head, mesh, ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=_WHOLE))
+    # Local logits: a DTensor output without a gradient makes AOTAutograd's backward fail.
+    parallelize_module(head, mesh, ColwiseParallel(input_layouts=_SEQUENCE))
+    lm.loss_function = functools.partial(_causal_loss, mesh)
     lm.tie_weights()
     base.register_forward_pre_hook(_with_positions, with_kwargs=True)
 
@@ -140,3 +144,38 @@ def _with_positions(
         ids: torch.Tensor = kwargs["input_ids"]
         kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
     return args, kwargs
+
+
+def _causal_loss(
+    mesh: DeviceMesh,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **_: object,
+) -> torch.Tensor:
+    """Compute ``ForCausalLMLoss`` of transformers from this rank's part of the logits.
+
+    Args:
+        logits: ``[batch, length, vocab_size / mesh.size()]``.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    logits = logits.float()
+    shifted = logits - _reduce(mesh, logits.detach().amax(-1, keepdim=True), "max")
+    total = _reduce(mesh, shifted.exp().sum(-1))
+    # A label's logit is on one rank; the others add 0. Unlike the backward of ``gather``, that of
+    # ``where`` fuses with the softmax and takes no memory.
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    is_label = columns + mesh.get_local_rank() * len(columns) == shift_labels[..., None]
+    losses = total.log() - _reduce(mesh, shifted.where(is_label, 0).sum(-1))
+    counts = shift_labels != ignore_index
+    number = counts.sum() if num_items_in_batch is None else num_items_in_batch
+    return losses.where(counts, 0).sum() / number
+
+
+def _reduce(mesh: DeviceMesh, part: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    # The gradient of each part is that of the result: all ranks compute the same loss.
+    return DTensor.from_local(part, mesh, [Partial(op)], run_check=False).full_tensor()

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import graphshard
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.plan import make_forecast
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.trace import Ranks, TracedStep, trace
 from graphshard.forecast.workload import BatchShape, find_workload
 from graphshard.kinds import TransferKind
+from graphshard.tensor_parallel import parallelize
+from tests.ranks import on_ranks
 
 from .test_trace import HARDWARE, Stack, _ids
 
 RECIPE = Recipe("hsdp:2", tp=2)
+SIZES = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2"
 
 
 def _split(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -65,8 +73,7 @@ def test_ranks_that_share_a_batch_count_its_tokens_once() -> None:
 
 
 def test_a_llama_is_split_as_its_configuration_says() -> None:
-    sizes = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2"
-    workload = find_workload(f"qwen3:{sizes},vocab_size=96,num_hidden_layers=1", BatchShape(1, 8))
+    workload = find_workload(f"qwen3:{SIZES},vocab_size=96,num_hidden_layers=1", BatchShape(1, 8))
     step = trace(
         lambda: workload.make(1),
         Ranks(1, 4, 2),
@@ -83,9 +90,30 @@ def test_a_llama_is_split_as_its_configuration_says() -> None:
     assert shapes[f"{layer}.input_layernorm.weight"] == shapes["model.norm.weight"] == (64,)
 
 
+@on_ranks(2)
+def test_loss_and_gradients_of_a_split_llama_are_those_of_the_whole_model() -> None:
+    workload = find_workload(f"llama:{SIZES},vocab_size=96,num_hidden_layers=1", BatchShape(2, 8))
+    torch.manual_seed(0)
+    whole: Any = workload.make(1)[0]
+    ids = torch.randint(96, (2, 8))
+    labels = ids.masked_fill(torch.rand(2, 8) < 0.3, -100)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    split = copy.deepcopy(whole)
+    parallelize(split, mesh["tp"])
+    assert split(input_ids=ids).logits.shape == (2, 8, 96 / 2)
+    backend = graphshard.backend(mesh["dp"], compiler="aot_eager")
+    compiled: Any = torch.compile(split, backend=backend)
+    inputs = {"input_ids": ids, "labels": labels, "use_cache": False}
+    expected, loss = whole(**inputs).loss, compiled(**inputs).loss
+    torch.testing.assert_close(loss, expected)
+    expected.backward()
+    loss.backward()
+    for one, param in zip(whole.parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), one.grad)
+
+
 def test_experts_are_refused() -> None:
-    sizes = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2"
-    workload = find_workload(f"mixtral:{sizes},num_hidden_layers=1", BatchShape(1, 8))
+    workload = find_workload(f"mixtral:{SIZES},num_hidden_layers=1", BatchShape(1, 8))
     with pytest.raises(ValueError, match=r"cannot split .*experts.* by style .*: pass a function"):
         trace(
             lambda: workload.make(1), Ranks(1, 4, 2), HARDWARE, {}, parallelize=workload.parallelize
