@@ -314,9 +314,9 @@ _WORDS = (
 
 
 def _next_steps(settings: Settings) -> list[tuple[str, str]]:
-    python = (
-        "python" if shutil.which("python") == sys.executable else os.path.relpath(sys.executable)
-    )
+    python = os.path.relpath(sys.executable)
+    if Path(shutil.which("python") or "").parent == Path(sys.executable).parent:
+        python = "python"  # the same environment
     command = f"{python} -m graphshard demo"
     rows = [
         ("train your own model", "examples/train.py"),
