@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
 
 from tests import ranks
-from tests.documentation import Model, common_names, run_page
+from tests.documentation import ROOT, Model, common_names, run_page
 
 from .launched import Texts, as_by_torchrun
+from .libraries import LIBRARIES
 from .models import ZOO
 
 
@@ -58,3 +60,14 @@ def _run_frameworks(folder: Path) -> int:
             names["optimizer"].step()
 
     return run_page("docs/frameworks.md", folder, names, renew, train)
+
+
+def test_frameworks_page_lists_the_tested_models() -> None:
+    variants = defaultdict(list)
+    for name, entry in {**ZOO, **LIBRARIES}.items():
+        model = entry.build()
+        variants[f"{type(model).__module__.partition('.')[0]}: `{type(model).__name__}`"].append(
+            name
+        )
+    rows = [f"| {model} | {', '.join(names)} |" for model, names in variants.items()]
+    assert "\n".join(rows) in (ROOT / "docs/frameworks.md").read_text()
