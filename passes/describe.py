@@ -20,7 +20,13 @@ from graphshard.ops.marker_specs import (
     ReduceGradSpec,
     UnshardSpec,
 )
-from graphshard.ops.nodes import memory_bytes, num_bytes, value_of
+from graphshard.ops.nodes import (
+    memory_bytes,
+    num_bytes,
+    root_of,
+    users_through_views,
+    value_of,
+)
 from graphshard.planning.plan import PlanParam, Transfer, UserCollective
 
 
@@ -123,7 +129,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         group=spec.group,
         world=span.world,
         stride=span.stride,
-        grad_bytes=0 if gathers else memory_bytes(source),
+        grad_bytes=0 if gathers else _held_bytes(source_of(marker)),
         copied_in=needs_own_copy(kind, sent, span.world),
         summed_in=_name(sent.summed_in),
     )
@@ -143,6 +149,15 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
         replica_stride=replicas.stride,
         host=spec.host_memory is not None,
     )
+
+
+def _held_bytes(gradient: fx.Node) -> int:
+    """Return the bytes that a gradient keeps in memory until it is sent."""
+    # A vocabulary-parallel embedding sends a part of its gradient.
+    root = root_of(gradient)
+    is_tensor = isinstance(root.meta.get("val"), torch.Tensor)
+    owns_memory = is_tensor and len(users_through_views(root)) == 1
+    return memory_bytes(value_of(root if owns_memory else gradient))
 
 
 def _name(dtype: torch.dtype | None) -> str:

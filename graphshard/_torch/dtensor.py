@@ -81,6 +81,11 @@ def concatenated(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate([mesh, other])
 
 
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return a 1D mesh of the ranks of ``mesh``, a slice of the same root mesh."""
+    return mesh._flatten(name)
+
+
 def is_from_local(target: object) -> bool:
     """Return whether ``target`` is a Dynamo graph's function for ``DTensor.from_local``."""
     # Dynamo names the function that it puts into the graph (torch/_dynamo/variables/torch.py in

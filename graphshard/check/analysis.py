@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, zip_longest
+from typing import NamedTuple
 
 from ..kinds import TransferKind
 from ..planning import live_bytes
-from ..planning.plan import Plan, events_by_step
+from ..planning.plan import Bucket, Plan, UserCollective, events_by_step
 from .actions import HOST, Action, Allocate, Free, GraphCall, WaitEvent, Work
 
 # --- counts --------------------------------------------------------------------------------------
@@ -113,57 +113,65 @@ _OPS = {
 }
 
 
+class _PlannedLaunch(NamedTuple):
+    op: str
+    group: str
+
+
 def find_plan(plans: Sequence[Plan], call: GraphCall) -> Plan | None:
     """Return the plan most similar to a call, among plans with as many launches, or None."""
-    call = _without_others(plans, call)
-    same = [plan for plan in plans if _num_launches(plan) == len(call.launches)]
+    same = [plan for plan in plans if len(_planned(plan)[0]) == len(call.launches)]
     return min(same, key=lambda plan: len(_differences(plan, call)), default=None)
 
 
 def order_differences(plans: Sequence[Plan], call: GraphCall) -> list[str]:
     """Describe each difference in order between a call and the most similar of ``plans``."""
-    call = _without_others(plans, call)
     if plan := find_plan(plans, call):
         return _differences(plan, call)
-    counts = " or ".join(f"{_num_launches(plan)} ({plan.graph})" for plan in plans)
+    counts = " or ".join(f"{len(_planned(plan)[0])} ({plan.graph})" for plan in plans)
     return [f"{len(call.launches)} launches instead of {counts}"]
 
 
-def _without_others(plans: Sequence[Plan], call: GraphCall) -> GraphCall:
-    """Return ``call`` without launches in groups that no plan uses (tensor parallelism)."""
-    groups = {"", *(bucket.group for plan in plans for bucket in plan.buckets)}
-    kept = [i for i, launch in enumerate(call.launches) if launch.group in groups]
-    number = {old: new for new, old in enumerate(kept)}
-    return dataclasses.replace(
-        call,
-        launches=[call.launches[i] for i in kept],
-        order=[number[i] if i >= 0 else ~number[~i] for i in call.order if max(i, ~i) in number],
-    )
+def _planned(plan: Plan) -> tuple[list[_PlannedLaunch], list[int]]:
+    """Return the launches of a plan, and their order as in ``GraphCall.order``."""
+    problem, num_buckets = plan.problem, len(plan.buckets)
+    users = problem.user_collectives
+    launches: list[_PlannedLaunch] = []
+    order, first = list[int](), dict[int, int]()
+    events = events_by_step(problem.num_steps, plan.buckets, users)
+    for number, is_wait in chain.from_iterable(events):
+        user = users[number - num_buckets] if number >= num_buckets else None
+        sent = _of_user(user) if user else _of_bucket(plan, plan.buckets[number])
+        if not is_wait:
+            first[number] = len(launches)
+            launches += sent
+        elif user and user.wait == problem.num_steps:
+            continue  # the graph never waits for it
+        numbers = range(first[number], first[number] + len(sent))
+        order += [~i for i in numbers] if is_wait else numbers
+    return launches, order
 
 
-def _num_launches(plan: Plan) -> int:
-    return sum(map(plan.num_launches, plan.buckets))
+def _of_bucket(plan: Plan, bucket: Bucket) -> list[_PlannedLaunch]:
+    op = "all_to_all_single" if plan.exchanges(bucket) else _OPS[bucket.kind]
+    return [_PlannedLaunch(op, bucket.group)] * plan.num_launches(bucket)
+
+
+def _of_user(user: UserCollective) -> list[_PlannedLaunch]:
+    if user.op == "shard_dim_alltoall":  # an operator of DTensor, which the recorder does not see
+        return []
+    return [_PlannedLaunch(user.op.removesuffix("_coalesced"), user.group)]
 
 
 def _differences(plan: Plan, call: GraphCall) -> list[str]:
-    events = [
-        (event.bucket, part, event.is_wait)
-        for event in chain.from_iterable(events_by_step(plan.problem.num_steps, plan.buckets))
-        for part in range(plan.num_launches(plan.buckets[event.bucket]))
-    ]
-    planned = [(bucket, part) for bucket, part, is_wait in events if not is_wait]
-    number_of = {launch: number for number, launch in enumerate(planned)}
+    planned, expected = _planned(plan)
     differences = []
-    for number, launch in enumerate(call.launches):
-        bucket = plan.buckets[planned[number][0]]
-        op = "all_to_all_single" if plan.exchanges(bucket) else _OPS[bucket.kind]
-        if not _launches(launch.op, launch.group, op, bucket.group):
+    for number, (launch, (op, group)) in enumerate(zip(call.launches, planned)):
+        if not _launches(launch.op, launch.group, op, group):
             differences.append(
                 f"{plan.graph}: launch {number} is {launch.op} in group {launch.group!r} instead "
-                f"of {op} in {bucket.group!r}"
+                f"of {op} in {group!r}"
             )
-    numbers = ((number_of[bucket, part], is_wait) for bucket, part, is_wait in events)
-    expected = [~number if is_wait else number for number, is_wait in numbers]
     differences += [
         f"{plan.graph}: {_describe(ours)} instead of {_describe(theirs)}"
         for ours, theirs in zip_longest(_sort_waits(call.order), _sort_waits(expected))

@@ -298,7 +298,7 @@ class Recorder(Hooks):
         inputs, results = list(tensors_in(args)), list(tensors_in([outputs]))
         for tensor in (*inputs, *results):
             self._block(tensor)
-        group = str(args[-1])
+        group = str(getattr(args[-1], "group_name", args[-1]))  # the group itself or its name
         number = self._call.launch(RecordedLaunch(name, group))
         stream = f"nccl {group}"
         self._order(current_stream(), stream)

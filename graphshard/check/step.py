@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from .._torch.distributed import fake_ranks
 from .._torch.tensors import new_fake_mode, tree_leaves
 from ..dynamo_backend import backend, shard
+from ..expert_parallel import AXES, data_mesh, overrides
 from ..planning.plan import Plan
 from ..scripts import Inputs, call_model, loss_of
 from ..tensor_parallel import Parallelize
@@ -51,10 +52,16 @@ class SimulatedRank:
     mesh: tuple[int, ...]  # sizes of the axes: (shards,) or (replicas, shards)
     rank: int = 0
     tp: int = 1  # size of the mesh axis "tp"
+    ep: int = 1  # size of the mesh axis "ep"; it divides ``mesh``, which has one axis
 
     @property
     def world_size(self) -> int:
         return math.prod(self.mesh) * self.tp
+
+    @property
+    def split_axis(self) -> str:
+        """Name of the mesh axis over which the model is split before sharding, or ""."""
+        return "tp" if self.tp > 1 else "ep" if self.ep > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -96,18 +103,23 @@ def record_steps(
         make_model: returns the model and inputs; called with the GPU as the default device.
         options: arguments of ``graphshard.backend``, read after ``make_model``, which may add some.
         dynamic: argument of ``torch.compile``.
-        parallelize: function that splits the model over the mesh axis "tp", if ``cluster.tp`` > 1.
+        parallelize: function that splits the model over the mesh axis "tp" or "ep", if its size
+            is greater than 1.
     """
     recorder.clear()
     with simulated_mesh(cluster) as whole_mesh:
         fake = new_fake_mode()
         with fake, torch.device("cuda:0"):
             model, inputs = make_model()
-            if parallelize is not None and cluster.tp > 1:
-                parallelize(model, whole_mesh["tp"])
-        mesh = whole_mesh[_data_axes(cluster)]
+            if parallelize is not None and cluster.split_axis:
+                parallelize(model, whole_mesh[cluster.split_axis])
         # No other rank exists to broadcast initial values.
         options = {**options, "sync_module_states": False}
+        if cluster.ep > 1:
+            mesh = data_mesh(whole_mesh)
+            options["overrides"] = overrides(model, whole_mesh)
+        else:
+            mesh = whole_mesh[_data_axes(cluster)]
         ours = backend(mesh, **options)
         with fake:
             ours.forward_check.trace_plain(model, lambda: call_model(model, inputs))
@@ -128,6 +140,8 @@ def simulated_mesh(cluster: SimulatedRank) -> Iterator[DeviceMesh]:
     names, shape = _data_axes(cluster), cluster.mesh
     if cluster.tp > 1:
         names, shape = (*names, "tp"), (*shape, cluster.tp)
+    if cluster.ep > 1:
+        names, shape = AXES, (cluster.world_size // cluster.ep, cluster.ep)
     with fake_ranks(cluster.world_size, cluster.rank):
         yield init_device_mesh("cuda", shape, mesh_dim_names=names)
 

@@ -13,14 +13,16 @@ kernel with the values that it writes; that kernel also counts the bytes of the 
 
 [Note: unmaterialized values] A pointwise value is recomputed in every fused kernel that reads it,
 unless something else reads it, or it is expensive and read more than once
-(``should_realize_on_reuse`` in torch/_inductor/ir.py). Any other value needs no memory if only its
-own kernel reads it.
+(``should_realize_on_reuse`` in torch/_inductor/ir.py). If it is large (``has_exceeded_max_reads``)
+and another node reads a part of it, such as a chunk, all of it is computed first, by another
+kernel. Any other value needs no memory if only its own kernel reads it.
 
     m = mm(..)   a = m + 1   b = exp(a)   c = b.sum(-1)   d = b / c      m, c and d are in memory
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -170,6 +172,16 @@ class GraphValues:
             return None
         return self.roots[node.all_input_nodes[0]]
 
+    @functools.cached_property
+    def read_in_part(self) -> frozenset[fx.Node]:
+        """Views of parts of large pointwise values."""
+        large = {n for n, expression in _expressions(self, None).items() if expression.is_large}
+        return frozenset(
+            view
+            for view, root in self.roots.items()
+            if root in large and self.num_bytes[view] < self.num_bytes[root]
+        )
+
     def users(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield the nodes that use the value of ``node``, directly or through views."""
         for user in node.users:
@@ -244,7 +256,10 @@ def _kernel_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
             stages[node] = latest if kind == NodeKind.VIEW else latest + 1
             continue
         stages[node] = stage = max(
-            (stages[s] + _needs_new_kernel(s, node, values, column_nodes) for s in sources),
+            (
+                stages[values.roots[view]] + _needs_new_kernel(view, node, values, column_nodes)
+                for view in node.all_input_nodes
+            ),
             default=0,
         )
         fused[node] = None
@@ -259,14 +274,16 @@ def _kernel_representatives(values: GraphValues) -> dict[fx.Node, fx.Node]:
 
 
 def _needs_new_kernel(
-    source: fx.Node, node: fx.Node, values: GraphValues, column_nodes: Container[fx.Node]
+    view: fx.Node, node: fx.Node, values: GraphValues, column_nodes: Container[fx.Node]
 ) -> bool:
+    source = values.roots[view]
     if values.kinds[source] not in FUSED:
         return False  # the stage of ``source`` already includes its kernel
     if values.kinds[source] == NodeKind.UPDATE or values.updated(node) is source:
         return True
     ends_loop = values.kinds[source] == NodeKind.REDUCTION and source in column_nodes
-    return ends_loop or (source in column_nodes) != (node in column_nodes)
+    crosses_loops = (source in column_nodes) != (node in column_nodes)
+    return ends_loop or crosses_loops or view in values.read_in_part
 
 
 def _column_nodes(values: GraphValues) -> set[fx.Node]:
@@ -300,8 +317,9 @@ def _reduces_last_dims(node: fx.Node) -> bool:
 
 # --- unmaterialized values -----------------------------------------------------------------------
 
-# ``realize_reads_threshold`` and ``realize_opcount_threshold`` in torch/_inductor/config.py.
-_MAX_READS, _MAX_OPS = 4, 30
+# Thresholds in torch/_inductor/config.py: ``realize_reads_threshold``,
+# ``realize_acc_reads_threshold`` and ``realize_opcount_threshold``.
+_MAX_READS, _MAX_ALL_READS, _MAX_OPS = 4, 8, 30
 _HEAVY_ON_CPU = op_names("exp log log10 log1p log2 sigmoid tanh")
 
 
@@ -310,12 +328,26 @@ class _Expression:
     """The computation of a pointwise value from values in memory."""
 
     reads: frozenset[fx.Node]  # values read from memory
-    num_ops: int
+    ops: frozenset[object]  # nodes and constants
     is_heavy: bool  # contains an op that Inductor does not repeat on a CPU
+    is_inlined: bool = False
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.reads) + len(self.ops)
 
     @property
     def is_expensive(self) -> bool:
         return len(self.reads) > _MAX_READS or self.num_ops > _MAX_OPS or self.is_heavy
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether it is part of the expressions of its users."""
+        return self.is_inlined and not self.is_large
+
+    @property
+    def is_large(self) -> bool:
+        return len(self.reads) > _MAX_ALL_READS or self.num_ops > _MAX_OPS
 
 
 class UnmaterializedValues(NamedTuple):
@@ -349,31 +381,39 @@ def unmaterialized_values(
 
 
 def _inlined(values: GraphValues, device_type: str | None) -> frozenset[fx.Node]:
-    inlined: dict[fx.Node, _Expression] = {}
+    cut = {values.roots[view] for view in values.read_in_part}
+    expressions = _expressions(values, device_type)
+    return frozenset(n for n, e in expressions.items() if e.is_inlined and n not in cut)
+
+
+def _expressions(values: GraphValues, device_type: str | None) -> dict[fx.Node, _Expression]:
+    expressions: dict[fx.Node, _Expression] = {}
     for node, kind in values.kinds.items():
         if kind != NodeKind.POINTWISE:
             continue
         users = list(values.users(node))
-        expression = _expression(node, values, inlined, device_type)
+        expression = _expression(node, values, expressions, device_type)
         read_by_fused = all(values.kinds[user] in FUSED for user in users)
-        if read_by_fused and not (len(users) > 1 and expression.is_expensive):
-            inlined[node] = expression
-    return frozenset(inlined)
+        is_inlined = read_by_fused and not (len(users) > 1 and expression.is_expensive)
+        expressions[node] = dataclasses.replace(expression, is_inlined=is_inlined)
+    return expressions
 
 
 def _expression(
     node: fx.Node,
     values: GraphValues,
-    inlined: dict[fx.Node, _Expression],
+    expressions: dict[fx.Node, _Expression],
     device_type: str | None,
 ) -> _Expression:
     roots = {values.roots[source] for source in node.all_input_nodes}
-    parts = [inlined[root] for root in roots if root in inlined]
+    inlined = {r for r in roots if r in expressions and expressions[r].is_repeated}
+    parts = [expressions[root] for root in inlined]
     value = node.meta.get("val")
     is_on_cpu = isinstance(value, torch.Tensor) and (device_type or value.device.type) == "cpu"
     is_heavy = is_on_cpu and aten_name(node.target) in _HEAVY_ON_CPU
+    constants = (arg for arg in node.args if isinstance(arg, (int, float)))
     return _Expression(
-        frozenset(root for root in roots if root not in inlined).union(*(p.reads for p in parts)),
-        1 + sum(part.num_ops for part in parts),
+        frozenset(roots - inlined).union(*(part.reads for part in parts)),
+        frozenset([node, *constants]).union(*(part.ops for part in parts)),
         is_heavy or any(part.is_heavy for part in parts),
     )

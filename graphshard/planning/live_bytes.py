@@ -185,7 +185,9 @@ def _reduction_footprint(buffer: Sequence[Transfer]) -> Footprint:
         at_launch=sent if is_packed else received,
         # Packed gradients are freed before the results are allocated.
         after_launch=received - grads if is_packed else 0,
-        at_wait=results.at_wait - (sent if is_split else 0) + (reduced if exchanges else 0),
+        at_wait=results.at_wait
+        - ((sent if is_packed else grads) if is_split else 0)
+        + (reduced if exchanges else 0),
         after_wait=results.after_wait - (received if exchanges else 0),
     )
 

@@ -85,7 +85,8 @@ class Transfer:
         num_replicas: number of ranks in ``replicas``.
         replica_stride: ``stride`` within ``replicas``.
         host: whether the shard and its reduced gradient live in host memory.
-        grad_bytes: size of the full gradient before it is cast and padded, or 0 for a gather.
+        grad_bytes: size of the full gradient before it is cast and padded, or of the tensor that it
+            is a part of; 0 for a gather.
         copied_in: whether it is padded or not contiguous, which takes a copy-in even if it is alone
             in its buffer.
         summed_in: dtype in which each rank sums its rows after an all-to-all, or "" if the

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import graphshard
+from benchmarks.llama import parallelize
 from graphshard._torch.tensors import new_fake_mode
 from graphshard.check.gpus import GPUS, CompiledKernel, compile_kernels, has_float8
 from graphshard.check.recorder import Recorder
@@ -32,6 +33,7 @@ from graphshard.check.step import (
     record_steps,
     train,
 )
+from graphshard.tensor_parallel import Parallelize
 from tests.cuda import models
 from tests.cuda.fsdp2 import record_fsdp2
 
@@ -49,6 +51,8 @@ class Strategy:
     Attributes:
         options: arguments of ``graphshard.backend``, in addition to a bf16 policy.
         replicas: number of replicas in the mesh.
+        tp, ep: sizes of mesh axes; see ``SimulatedRank``.
+        parallelize: function that splits the model over such an axis.
         change: function that modifies the blocks of a model in place; None for no change.
         step: function that runs one step.
         dynamic: argument of ``torch.compile``.
@@ -58,6 +62,9 @@ class Strategy:
 
     options: dict[str, Any] = field(default_factory=dict)
     replicas: int = 1
+    tp: int = 1
+    ep: int = 1
+    parallelize: Parallelize | None = None
     change: Callable[[nn.Module], None] | None = None
     step: Step = forward_backward
     dynamic: bool | None = None
@@ -108,6 +115,8 @@ STRATEGIES = {
     "dynamic shapes": Strategy(step=_changes_sizes, dynamic=True),
     "LoRA": Strategy(change=models.add_lora),
     "checkpointing": Strategy(change=models.recompute_blocks),
+    "TP=2": Strategy(tp=2, parallelize=parallelize, dtype=None),
+    "EP=8": Strategy(ep=8, parallelize=models.split_experts, dtype=None),
 }
 
 
@@ -137,12 +146,17 @@ class Case:
 FEW = (0, 512, 1023)
 NUM_CASES = 4  # cases per process: starting one takes seconds
 ALL = [
-    *(Case(model, strategy) for model in ("gpt", "llama") for strategy in STRATEGIES),
+    *(
+        Case(model, name)
+        for model in ("gpt", "llama")
+        for name, strategy in STRATEGIES.items()
+        if strategy.parallelize is None
+    ),
     *(
         Case(model, name)
         for model in ("convnet", "moe")
         for name, strategy in STRATEGIES.items()
-        if strategy.change is None and "fp8" not in strategy.options
+        if not (strategy.change or strategy.parallelize or "fp8" in strategy.options)
     ),
     *(
         Case(model, f"fp8 {recipe}")
@@ -159,6 +173,11 @@ ALL = [
         for name in ("HSDP", "CPU offload")
     ),
     *(Case("gpt", name, 1024, 1023) for name in ("ZeRO-2", "hpZ", "CPU offload", "fp8 rowwise")),
+    *(
+        Case(model, name, world, world - 1)
+        for model, name in (("llama", "TP=2"), ("routed", "EP=8"))
+        for world in (8, 1024)
+    ),
 ]
 """The convnet and the MoE skip strategies that modify blocks (they have none) and fp8 (their linear
 layers, a head and routers, are too small)."""
@@ -235,14 +254,14 @@ def _compile(kernel: tuple[str, str], gpu: str) -> CompiledKernel:
 
 def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
     strategy = STRATEGIES[case.strategy]
-    shards = case.world // strategy.replicas
+    shards = case.world // strategy.replicas // strategy.tp
     mesh = (shards,) if strategy.replicas == 1 else (strategy.replicas, shards)
     options = {"mp_policy": BF16, **strategy.options}
 
     make_model = functools.partial(_make, case.model, strategy.change)
     step, dynamic, dtype = strategy.step, strategy.dynamic, strategy.dtype
     unsharded = fsdp2 = None
-    cluster = SimulatedRank(mesh, case.rank)
+    cluster = SimulatedRank(mesh, case.rank, strategy.tp, strategy.ep)
     try:
         if case.strategy != OFFLOADED and _is_of_fsdp2(strategy):
             fsdp2 = record_fsdp2(recorder, make_model, cluster, options, step)
@@ -251,7 +270,15 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
             hardware=DEVICE,
             memory_budget_gb=case.budget_gb,
         )
-        recording = record_steps(recorder, make_model, cluster, options, step=step, dynamic=dynamic)
+        recording = record_steps(
+            recorder,
+            make_model,
+            cluster,
+            options,
+            step=step,
+            dynamic=dynamic,
+            parallelize=strategy.parallelize,
+        )
         if dtype is not None:
             unsharded = _record_unsharded(
                 recorder, case.model, strategy.change, dtype, step, dynamic
@@ -266,11 +293,13 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
 def _is_of_fsdp2(strategy: Strategy) -> bool:
     """Return whether eager FSDP2 can run the strategy on fake tensors.
 
-    With an integer ``reshard_after_forward``, FSDP2 reads tensor values, which fake tensors lack.
+    With an integer ``reshard_after_forward``, or a mesh made for DTensors, FSDP2 reads tensor
+    values, which fake tensors lack.
     """
     options, step = strategy.options, strategy.step
     has_number = type(options.get("reshard_after_forward")) is int
-    return options.keys() <= OF_FSDP2 and not has_number and step is not _accumulates
+    reads_values = has_number or strategy.parallelize is not None
+    return options.keys() <= OF_FSDP2 and not reads_values and step is not _accumulates
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,12 @@ import dataclasses
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.llama import LLAMA3, Llama, LlamaSizes
@@ -128,6 +132,45 @@ class MoE(nn.Module):
         return x.float().square().mean()
 
 
+class Routed(nn.Module):
+    """Mixture of experts whose ranks exchange equal numbers of tokens.
+
+    Attributes:
+        ep: group over which ``split_experts`` has split the experts.
+    """
+
+    ep: dist.ProcessGroup
+
+    def __init__(self, *, layers: int = 2, dim: int = 1024, experts: int = 8) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList(nn.Linear(dim, experts, bias=False) for _ in range(layers))
+        shapes = (experts, dim, 2 * dim), (experts, 2 * dim, dim)
+        self.up, self.down = (
+            nn.ParameterList(nn.Parameter(torch.randn(shape)) for _ in range(layers))
+            for shape in shapes
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the mean of the squared outputs; ``x`` is ``[tokens, dim]``."""
+        for router, up, down in zip(self.routers, self.up, self.down, strict=True):
+            weight, chosen = router(x).softmax(-1).max(-1)
+            order = chosen.argsort()
+            sent = all_to_all_single_autograd(x[order], None, None, self.ep)
+            y = F.silu(sent @ up.to_local()[0]) @ down.to_local()[0]
+            received = all_to_all_single_autograd(y, None, None, self.ep)
+            x = x + weight[:, None] * received[order.argsort()]
+        return x.float().square().mean()
+
+
+def split_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep one of the experts of a ``Routed`` on each rank of ``mesh``."""
+    assert isinstance(model, Routed)
+    model.ep = mesh.get_group()
+    for params in (model.up, model.down):
+        for i, param in enumerate(params):
+            params[i] = nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)]))
+
+
 def gpt() -> Made:
     """Return a GPT of four layers and its batch."""
     return GPT(), (_tokens(1024),)
@@ -167,6 +210,11 @@ def wide_convnet() -> Made:
 def moe() -> Made:
     """Return two layers of four experts."""
     return MoE(), (torch.randn(2048, 1024),)
+
+
+def routed() -> Made:
+    """Return two layers of eight experts."""
+    return Routed(), (torch.randn(2048, 1024),)
 
 
 def _tokens(length: int) -> Tensor:

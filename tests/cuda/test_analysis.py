@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphshard.check.actions import GraphCall, RecordedLaunch
 from graphshard.check.analysis import find_plan, order_differences
 from graphshard.kinds import GraphKind, TransferKind
-from graphshard.planning.plan import Bucket, Plan, Problem, Transfer
+from graphshard.planning.plan import Bucket, Plan, Problem, Transfer, UserCollective
 
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
 
@@ -13,15 +13,29 @@ GATHER = "_c10d_functional.all_gather_into_tensor.default"
 def _plan() -> Plan:
     transfer = Transfer(None, TransferKind.ALL_GATHER, 8, "", 4, False, "dp", 2, 0, 1, 1)
     zeros = (0, 0)
-    problem = Problem(GraphKind.FORWARD, ("a", "b"), (1.0, 1.0), zeros, (0, 0, 0), (transfer,))
+    user = UserCollective("all_gather_into_tensor", TransferKind.ALL_GATHER, 8, "tp", 2, 0, 1)
+    problem = Problem(
+        GraphKind.FORWARD,
+        ("a", "b"),
+        (1.0, 1.0),
+        zeros,
+        (0, 0, 0),
+        (transfer,),
+        user_collectives=(user,),
+    )
     bucket = Bucket(TransferKind.ALL_GATHER, ((0,),), 8, "dp", 2, launch=0, wait=1)
     return Plan((), problem, (bucket,))
 
 
-def test_collectives_of_other_groups_are_not_of_the_plan() -> None:
+def test_launches_on_the_wrong_side_of_a_user_collective() -> None:
     plan, ours, theirs = _plan(), RecordedLaunch(GATHER, "dp"), RecordedLaunch(GATHER, "tp")
-    call = GraphCall([theirs, ours, theirs], [0, ~0, 1, 2, ~2, ~1])
+    call = GraphCall([ours, theirs], [0, 1, ~0, ~1])
     assert find_plan([plan], call) is plan
     assert not order_differences([plan], call)
-    twice = GraphCall([ours, theirs, ours], [0, 1, ~1, 2, ~0, ~2])
-    assert order_differences([plan], twice) == ["2 launches instead of 1 (forward)"]
+    swapped = GraphCall([theirs, ours], [0, 1, ~0, ~1])
+    assert order_differences([plan], swapped) == [
+        f"forward: launch 0 is {GATHER} in group 'tp' instead of all_gather_into_tensor in 'dp'",
+        f"forward: launch 1 is {GATHER} in group 'dp' instead of all_gather_into_tensor in 'tp'",
+    ]
+    twice = GraphCall([ours, theirs, ours], [0, 1, 2, ~0, ~1, ~2])
+    assert order_differences([plan], twice) == ["3 launches instead of 2 (forward)"]

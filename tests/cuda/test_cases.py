@@ -55,6 +55,8 @@ CASES = [
     *(Case(model, "offloaded activations") for model in ("moe", "wide_convnet")),
     Case("gpt", "ZeRO-3", rank=7),
     Case("gpt", "HSDP", world=1024, rank=1023),
+    Case("llama", "TP=2", world=1024, rank=1023),
+    Case("routed", "EP=8", world=1024, rank=1023),
 ]
 """A few of ``cases.ALL``; `python -m tests.cuda` runs them all."""
 

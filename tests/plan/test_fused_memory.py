@@ -82,3 +82,20 @@ def test_zeros_and_the_rows_added_to_them_are_one_value() -> None:
     added = graph(aten.index_put.default, zeros, [index], rows, True)
     found = _unmaterialized(graph, added)
     assert zeros in found.inlined and added not in found.inlined | found.inside
+
+
+def test_a_large_value_is_computed_in_full_before_a_part_of_it_is_read() -> None:
+    # Like the gradient of gathered logits, of which each rank uses its part.
+    graph = Graph()
+    logits, total = graph.input(8, 8), graph.input(8, 1)
+    small = graph(aten.sub.Tensor, logits, total)
+    large = small
+    for number in range(14):  # reads, operators and constants: 31
+        large = graph(aten.add.Tensor, large, number)
+    parts = [
+        graph(aten.clone.default, graph(aten.slice.Tensor, value, 1, 0, 4))
+        for value in (small, large)
+    ]
+    found = _unmaterialized(graph, *parts)
+    assert large not in found.inlined | found.inside
+    assert small in found.inlined
