@@ -151,7 +151,7 @@ def machine_of(case: Case, recipe: Recipe, calibrated: Hardware) -> Hardware:
     """
     if case.wire is None:
         return calibrated
-    replicas, shards, _ = recipe.ranks(case.ranks)
+    replicas, shards, *_ = recipe.ranks(case.ranks)
     group = max(replicas, shards) if replicas == shards or replicas == 1 else None
     assert group is not None, "a wire has one rate: groups of shards and of replicas must be equal"
     machine = with_wire(calibrated, case.wire, group)

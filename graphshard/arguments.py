@@ -28,6 +28,9 @@ attention and feed-forward by the configuration's base_model_tp_plan, embedding 
 vocabulary (the loss does not gather logits), norms and residual along the sequence
 (SequenceParallel). Models with experts, and models without a base_model_tp_plan, need --tp-plan.
 
+--ep splits experts with graphshard.expert_parallel.parallelize: those of transformers models whose
+weights are stacked in gate_up_proj and down_proj, such as Mixtral and Qwen3-MoE.
+
 Exit status: 0 if the step fits, 1 if it does not, 2 after an error.
 """
 
@@ -58,6 +61,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--tp-plan",
         metavar="FILE.py:FUNCTION",
         help="function FUNCTION(model, mesh) to split the model with instead",
+    )
+    add(
+        "--ep",
+        type=int,
+        default=1,
+        help="number of neighboring GPUs that experts are split over; each has its own batch "
+        "(%(default)s)",
     )
     add(
         "--strategy",
@@ -164,6 +174,13 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         metavar="SCRIPT:FUNCTION",
         help="function FUNCTION(model, mesh) that splits the model with parallelize_module "
         "(default: graphshard.tensor_parallel.parallelize, for transformers models)",
+    )
+    parser.add_argument(
+        "--ep",
+        type=int,
+        default=1,
+        help="number of neighboring ranks that graphshard.expert_parallel.parallelize splits "
+        "experts over (%(default)s)",
     )
     parser.add_argument(
         "--rank", type=int, default=0, help="rank whose step is checked (%(default)s)"

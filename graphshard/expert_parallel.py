@@ -1,19 +1,27 @@
-"""Meshes for expert parallelism: experts are split over "ep", then sharded over "efsdp".
+"""Expert parallelism for transformers models, as ``graphshard plan --ep`` assumes it.
 
-Each rank has its own data; ranks along "efsdp" have the same experts.
+Experts are split over the mesh axis "ep", then sharded over "efsdp". Each rank has its own data;
+ranks along "efsdp" have the same experts:
+
+    tokens ─► router ─► sort by expert ─► all-to-all ─► experts ─► all-to-all ─► weighted sum
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ._torch.distributed import all_to_all
 from ._torch.dtensor import flattened, local_tensor
 
 AXES = ("efsdp", "ep")
+_WEIGHTS = ["gate_up_proj", "down_proj"]
+_IMPLEMENTATION = "graphshard_ep"
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -32,3 +40,98 @@ def overrides(model: nn.Module, mesh: DeviceMesh) -> dict[str, dict[str, Any]]:
         for fqn, param in model.named_parameters()
         if isinstance(param, DTensor)
     }
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, *, balanced: bool = False) -> None:
+    """Split the experts of a transformers model over ``mesh``, in place.
+
+    Each rank keeps an equal part of the experts of every layer as DTensors. Tokens are sent to the
+    ranks of their experts, in numbers that depend on data, so compile with
+    ``torch._dynamo.config.capture_scalar_outputs = True``.
+
+    Args:
+        model: unsharded model whose experts are stacked in ``gate_up_proj`` and ``down_proj``, such
+            as Mixtral or Qwen3-MoE.
+        mesh: 1D mesh, such as ``init_device_mesh(..)["ep"]``.
+        balanced: whether every rank sends the same number of tokens to each rank, so that sizes do
+            not depend on data. For forecasts: wrong unless the router chooses so.
+
+    Raises:
+        ValueError: the model has no such experts, or the size of ``mesh`` does not divide their
+            number.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, _WEIGHTS[0])]
+    _check(model, modules, mesh.size())
+    for experts in modules:
+        for name in _WEIGHTS:
+            weight = distribute_tensor(getattr(experts, name).detach(), mesh, [Shard(0)])
+            setattr(experts, name, nn.Parameter(weight))
+        experts.ep_group, experts.ep_balanced = mesh.get_group(), balanced
+    ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _forward)
+    lm: Any = model
+    lm.set_experts_implementation(_IMPLEMENTATION)
+
+
+def _check(model: nn.Module, modules: list[Any], size: int) -> None:
+    known = [name for module in modules for name, _ in module.named_parameters(recurse=False)]
+    if not modules or known != _WEIGHTS * len(modules):
+        raise ValueError(
+            f"ep={size}: {type(model).__name__} has no experts whose parameters are stacked in "
+            f"{' and '.join(_WEIGHTS)} alone, as those of Mixtral and Qwen3-MoE are"
+        )
+    for number in (module.num_experts for module in modules):
+        if number % size:
+            raise ValueError(
+                f"ep={size}: does not divide {number} experts; use a number of ranks that does"
+            )
+
+
+class _LocalExperts:
+    """The experts of this rank, with the attributes of the module of all experts."""
+
+    def __init__(self, experts: Any) -> None:
+        self.experts = experts
+        self.gate_up_proj = experts.gate_up_proj.to_local()
+        self.down_proj = experts.down_proj.to_local()
+        self.num_experts = self.down_proj.shape[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.experts, name)
+
+
+def _forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Apply to each token the experts that the router chose.
+
+    Args:
+        self: module of the experts.
+        hidden_states: ``[tokens, features]``.
+        top_k_index, top_k_weights: numbers and weights of each token's experts, ``[tokens, k]``.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    group, expert = self.ep_group, top_k_index.flatten()
+    order = expert.argsort(stable=True)
+    counts = expert.new_zeros(self.num_experts).scatter_add(0, expert, torch.ones_like(expert))
+    counts = counts.view(dist.get_world_size(group), -1)
+    received = all_to_all(counts, None, None, group)
+    sizes = sent_sizes = None
+    if not self.ep_balanced:
+        sizes, sent_sizes = _sizes(received), _sizes(counts)
+    x = all_to_all(hidden_states[order // top_k_index.shape[1]], sizes, sent_sizes, group)
+    own = torch.arange(received.shape[1], device=x.device).repeat(received.shape[0])
+    own = own.repeat_interleave(received.flatten(), output_size=x.shape[0])[:, None]
+    apply: Any = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    y = apply(_LocalExperts(self), x, own, torch.ones_like(own, dtype=x.dtype))
+    y = all_to_all(y, sent_sizes, sizes, group)[order.argsort()]
+    y = y.view(*top_k_index.shape, -1) * top_k_weights[..., None]
+    return y.sum(1).to(hidden_states.dtype)
+
+
+def _sizes(counts: Tensor) -> list[int]:
+    """Return the number of tokens of each rank, given those of each of its experts."""
+    sizes: list[int] = counts.sum(1).tolist()
+    return sizes

@@ -92,6 +92,7 @@ ALLOWED: dict[str, set[str]] = {
         "_torch",
         "dynamo_backend",
         "cost",
+        "expert_parallel",
         "failures",
         "files",
         "kinds",

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = dist.distributed_c10d.__file__
@@ -60,6 +61,27 @@ def _take_name(name: str, group: dist.ProcessGroup) -> bool:
 def is_registered(group: dist.ProcessGroup | None) -> bool:
     """Return whether the group exists and has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def all_to_all(
+    tensor: torch.Tensor,
+    received_sizes: list[int] | None,
+    sent_sizes: list[int] | None,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Exchange rows with all ranks of a group, in traced code; differentiable.
+
+    Args:
+        received_sizes, sent_sizes: number of rows from and to each rank; equal parts if None.
+    """
+    for size in (*(received_sizes or ()), *(sent_sizes or ())):
+        torch._check(size >= 0)  # not known if sizes depend on data
+    exchange = (
+        functional.all_to_all_single_autograd
+        if tensor.dtype.is_floating_point
+        else functional.all_to_all_single
+    )
+    return exchange(tensor, received_sizes, sent_sizes, group)
 
 
 def has_fake_ranks(group: dist.ProcessGroup) -> bool:

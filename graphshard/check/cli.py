@@ -14,7 +14,7 @@ def check(args: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     script, function = _validate(args)
     machine = (args.device, args.world, args.replicas, args.rank)
-    target = Target(script, function, *machine, args.tp, args.tp_plan)
+    target = Target(script, function, *machine, args.tp, args.tp_plan, args.ep)
     try:
         report: Report = call(
             "graphshard.check.report:check", args.device, target, timeout_s=args.timeout
@@ -41,6 +41,11 @@ def _validate(args: argparse.Namespace) -> tuple[str, str]:
         raise argparse.ArgumentTypeError(
             f"--world {args.world} --replicas {args.replicas} --tp {args.tp}: must be positive, "
             "and replicas x tp must divide the world size"
+        )
+    if args.ep < 1 or (args.ep > 1 and (args.replicas * args.tp > 1 or args.world % args.ep)):
+        raise argparse.ArgumentTypeError(
+            f"--ep {args.ep}: must be positive and divide the world size, without --replicas and "
+            "--tp"
         )
     if args.tp_plan is not None and args.tp == 1:
         raise argparse.ArgumentTypeError(f"--tp-plan {args.tp_plan}: set --tp as well")

@@ -5,6 +5,7 @@ script.py:make_model ─► steps over fake tensors ─► kernels, order, races
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from .. import expert_parallel
 from .._torch.no_gpu.stand_ins import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -60,6 +62,7 @@ class Target:
         rank: rank whose step is checked.
         tp: number of ranks over which tensor parallelism splits the model.
         tp_plan: "SCRIPT:FUNCTION" to split it with; default: ``tensor_parallel.parallelize``.
+        ep: number of ranks over which ``expert_parallel.parallelize`` splits experts.
     """
 
     script: str
@@ -70,13 +73,16 @@ class Target:
     rank: int = 0
     tp: int = 1
     tp_plan: str | None = None
+    ep: int = 1
 
     def mesh(self) -> SimulatedRank:
         shards = self.world // self.replicas // self.tp
         shape = (shards,) if self.replicas == 1 else (self.replicas, shards)
-        return SimulatedRank(shape, self.rank, self.tp)
+        return SimulatedRank(shape, self.rank, self.tp, self.ep)
 
     def parallelize(self) -> Parallelize:
+        if self.ep > 1:  # tensors have no values, so sizes cannot depend on data
+            return functools.partial(expert_parallel.parallelize, balanced=True)
         if self.tp_plan is None:
             return parallelize
         script, _, function = self.tp_plan.rpartition(":")
@@ -127,8 +133,8 @@ def _check_names(function: str, options: Mapping[str, Any]) -> None:
     if wrong := sorted(options.keys() - known):
         raise ValueError(
             f"{function} returned unknown options {', '.join(wrong)}: return arguments of "
-            f"graphshard.backend, {', '.join(sorted(known))}; --world, --replicas and --tp set the "
-            "mesh"
+            f"graphshard.backend, {', '.join(sorted(known))}; --world, --replicas, --tp and --ep "
+            "set the mesh"
         )
 
 

@@ -48,6 +48,9 @@ def plan(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     batch, recipe, machine = BatchShape.parse(args.batch), _recipe(args), _cluster(args)
+    for option in (name for name in ("search", "largest", "formula") if getattr(args, name)):
+        if recipe.ep > 1:
+            raise ValueError(f"--ep cannot be combined with --{option}: drop one of the two")
     if args.largest:
         return _print_largest(args, batch, recipe, machine)
     for option in (name for name in ("search", "formula") if getattr(args, name)):
@@ -149,6 +152,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         args.offload,
         1 if args.tp is None else args.tp,
         args.reduce,
+        args.ep,
     )
 
 

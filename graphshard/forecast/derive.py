@@ -162,7 +162,7 @@ def _trace(
         cluster.hardware,
         recipe.traced_options(),
         functools.partial(recompute_layers, part=part),
-        workload.parallelize,
+        workload.parallelize if recipe.ep == 1 else workload.split_experts,
         workload.symbols,
     )
 

@@ -98,6 +98,8 @@ class Forecast:
     @property
     def padding(self) -> str | None:
         """Warning about padding of parameters with few rows, or None if the padding is small."""
+        if self.recipe.ep > 1:  # experts have their own shards
+            return None
         params = [param for dump in self.dumps for param in dump.plan.params]
         shapes = {param.fqn: param.shape for param in params if param.padded_rows is not None}
         num_gpus = self.cluster.num_gpus
@@ -234,6 +236,8 @@ def _recipe_text(forecast: Forecast) -> str:
     parts = [recipe.strategy, recipe.dtype, recipe.optimizer]
     if recipe.tp > 1:
         parts.insert(1, f"tp {recipe.tp}")
+    if recipe.ep > 1:
+        parts.insert(1, f"ep {recipe.ep}")
     if recipe.offload:
         parts.append("offloaded to the host")
     if recipe.recompute == 1:

@@ -39,6 +39,7 @@ def plan(
     tp: int = 1,
     parallelize: Parallelize | None = None,
     reduce: Reduce = "ring",
+    ep: int = 1,
 ) -> Forecast:
     """Forecast a training step of a model on a cluster that need not exist.
 
@@ -65,18 +66,20 @@ def plan(
         tp: number of neighboring ranks over which ``parallelize`` splits the model. The N of
             ``strategy`` counts groups of ``tp`` ranks.
         parallelize: function ``parallelize(model, mesh)`` that applies torch's
-            ``parallelize_module`` to a copy of the model; required if ``tp`` > 1.
+            ``parallelize_module`` to a copy of the model; required if ``tp`` > 1. If ``ep`` > 1, a
+            function that splits experts (default: :func:`expert_parallel.parallelize`, balanced).
         reduce: "ring", "exchange" or "auto": how gradients are reduced, as in ``SchedulePolicy``.
+        ep: number of neighboring ranks over which experts are split. Each has its own microbatch.
 
     Raises:
-        ValueError: an argument is invalid, the strategy's N or ``tp`` does not divide the number of
-            GPUs, memory outside of the graphs alone exceeds ``budget_gb``, or shapes or control
-            flow depend on values of tensors.
+        ValueError: an argument is invalid, the strategy's N, ``tp`` or ``ep`` does not divide the
+            number of GPUs, memory outside of the graphs alone exceeds ``budget_gb``, or shapes or
+            control flow depend on values of tensors.
         BackendError: no schedule stays within ``budget_gb``.
         RuntimeError: this process already has a process group.
     """
     recipe = Recipe(
-        strategy, dtype, optimizer, recompute, accumulate, budget_gb, offload, tp, reduce
+        strategy, dtype, optimizer, recompute, accumulate, budget_gb, offload, tp, reduce, ep
     )
     return forecast(module_workload(model, inputs, parallelize), recipe, cluster)
 
@@ -114,6 +117,8 @@ def _notes(recipe: Recipe, cluster: Cluster) -> list[str]:
         notes.append(
             "attention in float32 is a flash kernel; CUDA's float32 attention takes more memory"
         )
+    if recipe.ep > 1:
+        notes.append("routers send equal numbers of tokens to each rank")
     if recipe.offload:
         per_s = cluster.hardware.host_memory.largest / 1e9
         notes.append(

@@ -59,6 +59,7 @@ class Recipe:
             optimizer.
         tp: number of ranks over which tensor parallelism splits the model; they share a microbatch.
         reduce: how gradients are reduced, as in ``SchedulePolicy``.
+        ep: number of ranks over which experts are split; each has its own microbatch.
 
     Raises:
         ValueError: a value is invalid, or two values are incompatible.
@@ -73,6 +74,7 @@ class Recipe:
     offload: bool = False
     tp: int = 1
     reduce: Reduce = "ring"
+    ep: int = 1
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"zero3|zero2|ddp|(hsdp|hpz):[1-9]\d*", self.strategy):
@@ -113,6 +115,22 @@ class Recipe:
                 "float32"
             )
 
+        if not (isinstance(self.ep, int) and self.ep > 0):
+            raise ValueError(f"ep={self.ep!r}: must be a positive integer")
+        if self.ep > 1:
+            self._check_ep()
+
+    def _check_ep(self) -> None:
+        if self.tp > 1:
+            raise ValueError(f"ep={self.ep} with tp={self.tp}: set only one of the two")
+        if self.strategy not in ("zero3", "zero2"):
+            raise ValueError(f"ep={self.ep} with strategy={self.strategy!r}: use zero3 or zero2")
+        if self.dtype == "fp8":
+            raise ValueError(
+                f'ep={self.ep} with dtype="fp8": split parameters cannot use fp8; use bf16 or '
+                "float32"
+            )
+
     @property
     def kind(self) -> str:
         return self.strategy.partition(":")[0]  # "hsdp" for "hsdp:8"
@@ -125,12 +143,15 @@ class Recipe:
         """Return the shape of the mesh over ``num_gpus`` ranks.
 
         Raises:
-            ValueError: the strategy's number of ranks, or ``tp``, does not divide ``num_gpus``.
+            ValueError: the strategy's number of ranks, ``tp`` or ``ep`` does not divide
+                ``num_gpus``.
         """
-        if num_gpus % self.tp:
-            raise ValueError(
-                f"tp={self.tp}: does not divide {num_gpus} GPUs; use a number of ranks that does"
-            )
+        for name, size in (("tp", self.tp), ("ep", self.ep)):
+            if num_gpus % size:
+                raise ValueError(
+                    f"{name}={size}: does not divide {num_gpus} GPUs; use a number of ranks that "
+                    "does"
+                )
         num_groups = num_gpus // self.tp
         if num_groups % max(self.num_ranks, 1):
             groups = f"{num_groups} groups of {self.tp} GPUs" if self.tp > 1 else f"{num_gpus} GPUs"
@@ -140,7 +161,7 @@ class Recipe:
             )
         if self.kind == "hsdp":
             return Ranks(num_groups // self.num_ranks, self.num_ranks, self.tp)
-        return Ranks(1, num_groups, self.tp)
+        return Ranks(1, num_groups, self.tp, self.ep)
 
     def _arguments(self) -> Iterator[tuple[str, object, str]]:
         """Yield arguments of ``graphshard.backend``: name, value, and Python code of the value."""
@@ -183,10 +204,10 @@ class Recipe:
         quoted = {name: f'"{name}"' for name in axes}
         names = f", mesh_dim_names=({', '.join(quoted.values())})" if len(axes) > 1 else ""
         data_axes = ", ".join(text for name, text in quoted.items() if name != "tp")
-        arguments = [
-            f"mesh[{data_axes}]" if self.tp > 1 else "mesh",
-            *(f"{name}={code}" for name, _, code in self._arguments()),
-        ]
+        mesh = f"mesh[{data_axes}]" if self.tp > 1 else "mesh"
+        if self.ep > 1:
+            mesh = "data_mesh(mesh), overrides=overrides(model, mesh)"
+        arguments = [mesh, *(f"{name}={code}" for name, _, code in self._arguments())]
         schedule = []
         if memory_budget_gb is not None:
             schedule.append(f"memory_budget_gb={memory_budget_gb:.1f}")
@@ -202,6 +223,9 @@ class Recipe:
             lines += [f"for layer in {layers}:", f"    layer.forward = {recomputing}"]
         if self.tp > 1:
             lines.append('parallelize(model, mesh["tp"])  # or your own function')
+        if self.ep > 1:
+            lines.append("torch._dynamo.config.capture_scalar_outputs = True")
+            lines.append('parallelize(model, mesh["ep"])')
         lines.append(
             f"model = torch.compile(model, backend=graphshard.backend({', '.join(arguments)}))"
         )
@@ -223,5 +247,7 @@ def _imports(code: str) -> Iterator[str]:
         yield "from torch.utils.checkpoint import checkpoint"
     yield ""
     yield "import graphshard"
-    if "parallelize(" in code:
+    if "data_mesh(" in code:
+        yield "from graphshard.expert_parallel import data_mesh, overrides, parallelize"
+    elif "parallelize(" in code:
         yield "from graphshard.tensor_parallel import parallelize"

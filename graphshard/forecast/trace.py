@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from .. import expert_parallel
 from .._torch.distributed import fake_ranks
 from .._torch.dynamo import mark_dynamic
 from .._torch.tensors import new_fake_mode, size_expr, size_hint, tree_leaves, tree_map
@@ -121,15 +122,19 @@ class Ranks(NamedTuple):
     Attributes:
         shards: number of shards of a replica's parameters.
         tp: number of ranks over which tensor parallelism splits the model.
+        ep: number of ranks over which experts are split; it divides ``shards``.
     """
 
     replicas: int
     shards: int
     tp: int = 1
+    ep: int = 1
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh's axes, keyed by name."""
+        if self.ep > 1:
+            return dict(zip(expert_parallel.AXES, (self.shards // self.ep, self.ep)))
         sizes = zip(("replicate", "shard", "tp"), self)
         return {name: size for name, size in sizes if size > 1 or name == "shard"}
 
@@ -149,13 +154,14 @@ def trace(
         hardware: machine to price kernels for.
         options: arguments of ``graphshard.backend``.
         prepare: function called with the copy of the model before it is split or sharded.
-        parallelize: function that splits the copy over the mesh axis "tp", if ``ranks.tp`` > 1.
+        parallelize: function that splits the copy over the mesh axis "tp" or "ep", if its size is
+            greater than 1.
         symbols: symbols that replace sizes of the inputs, keyed by size; each size is at least 2.
 
     Raises:
         UntraceableError: shapes or control flow depend on values of tensors.
-        ValueError: the model has no loss or no trainable parameter; or, if ``ranks.tp`` > 1,
-            ``parallelize`` is None or splits no parameter.
+        ValueError: the model has no loss or no trainable parameter; or, if ``ranks`` splits the
+            model, ``parallelize`` is None or splits no parameter.
         RuntimeError: this process already has a process group.
     """
     if dist.is_initialized():
@@ -174,11 +180,17 @@ def trace(
             model, inputs = _without_values(*real)
             prepare(model)
             if ranks.tp > 1:
-                _split(model, whole_mesh["tp"], parallelize)
-        mesh = whole_mesh[tuple(name for name in ranks.axes if name != "tp")]
+                _split(model, "tp", whole_mesh["tp"], parallelize)
+            if ranks.ep > 1:
+                _split(model, "ep", whole_mesh["ep"], parallelize)
         # No other rank exists to broadcast values. ``shard`` runs outside of the fake mode because
         # it exchanges names between ranks, which needs real tensors.
         options = {**options, "sync_module_states": False}
+        if ranks.ep > 1:
+            mesh = expert_parallel.data_mesh(whole_mesh)
+            options["overrides"] = expert_parallel.overrides(model, whole_mesh)
+        else:
+            mesh = whole_mesh[tuple(name for name in ranks.axes if name != "tp")]
         shard(model, mesh, **options)
         with fake:
             tracing = _TracingBackend(options, mesh, reader)
@@ -219,17 +231,17 @@ def _empty_like(value: Any) -> Any:
     return empty.requires_grad_(value.requires_grad)
 
 
-def _split(model: nn.Module, mesh: DeviceMesh, parallelize: Parallelize | None) -> None:
+def _split(model: nn.Module, axis: str, mesh: DeviceMesh, parallelize: Parallelize | None) -> None:
     if parallelize is None:
         raise ValueError(
-            f"tp={mesh.size()}: pass a function that calls parallelize_module on the model: "
+            f"{axis}={mesh.size()}: pass a function that calls parallelize_module on the model: "
             "parallelize=.., or --tp-plan FILE.py:FUNCTION"
         )
     parallelize(model, mesh)
     if not any(isinstance(param, DTensor) for param in model.parameters()):
         raise ValueError(
-            f"tp={mesh.size()}: parallelize did not split any parameter; it must call "
-            "parallelize_module on the model"
+            f"{axis}={mesh.size()}: parallelize did not split any parameter; it must turn some "
+            "into DTensors on the mesh, as parallelize_module does"
         )
 
 

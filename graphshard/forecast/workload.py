@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import difflib
 import functools
 import math
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from .. import expert_parallel
 from .._torch.tensors import tree_leaves
 from ..scripts import Inputs, load_function, unpack
 from ..tensor_parallel import Parallelize, parallelize
@@ -43,6 +45,11 @@ class BatchShape(NamedTuple):
         return cls(*map(int, parts))
 
 
+def _split_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+    # Fake tensors have no values: sizes cannot depend on them.
+    expert_parallel.parallelize(model, mesh, balanced=True)
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model and a microbatch on one rank.
@@ -55,6 +62,7 @@ class Workload:
         period: number of layers in the repeating pattern.
         notes: assumptions for forecasts of this workload.
         parallelize: function that splits a model for tensor parallelism, or None.
+        split_experts: function that splits a model for expert parallelism.
         symbols: symbols that replace sizes of the inputs, keyed by size; see ``trace``.
     """
 
@@ -66,6 +74,7 @@ class Workload:
     period: int = 1
     notes: tuple[str, ...] = ()
     parallelize: Parallelize | None = None
+    split_experts: Parallelize = _split_experts
     symbols: Mapping[int, sympy.Symbol] = field(default_factory=dict)
 
 
@@ -118,7 +127,8 @@ def module_workload(
     def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
         return model, inputs
 
-    return Workload(type(model).__name__, make, tokens, unit, parallelize=parallelize)
+    workload = Workload(type(model).__name__, make, tokens, unit, parallelize=parallelize)
+    return dataclasses.replace(workload, split_experts=parallelize or workload.split_experts)
 
 
 def count_tokens(inputs: Inputs) -> tuple[int, str]:

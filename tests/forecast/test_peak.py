@@ -35,7 +35,7 @@ def peaks(recorder: Any) -> list[int]:
     """Return the peak bytes of a step under each of ``RECIPES``, from its recorded actions."""
     found = []
     for recipe in RECIPES:
-        replicas, shards, _ = recipe.ranks(8)
+        replicas, shards, *_ = recipe.ranks(8)
         mesh = (shards,) if replicas == 1 else (replicas, shards)
         options = {**recipe.options(), "schedule": SchedulePolicy(hardware="H100")}
         recording = record_steps(recorder, _make, Rank(mesh), options)
