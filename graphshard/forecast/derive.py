@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -118,9 +119,12 @@ def trace_copies(
         for deep, number in zip(depth, few)
     )
     layers = Layers(_path_of_layers(workload, sum(few)), period)
-    steps = [
-        [_trace(workload, Depth(a, b), recipe, cluster, progress) for a in first] for b in rest
-    ]
+    copies = itertools.count(1)
+
+    def count(text: str) -> None:
+        progress(f"{text} ({next(copies)} of {len(first) * len(rest)} copies)")
+
+    steps = [[_trace(workload, Depth(a, b), recipe, cluster, count) for a in first] for b in rest]
     return ShallowCopies(steps, layers, few)
 
 

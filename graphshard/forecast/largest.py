@@ -20,6 +20,7 @@ from .workload import Workload
 
 WIDTHS = 2**0.5  # ratio of successive widths to try
 SMALLEST = 1 / 64  # smallest width to try if nothing fits, as a fraction of the model's width
+MOST_LAYERS = 512  # a plan for the thousands of layers of a tiny model would take minutes
 
 HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
 
@@ -77,6 +78,10 @@ class LargestResult:
         return page(page_data(title, [], tables=tables, charts=charts))
 
 
+def _layers(number: int) -> str:
+    return f"{number} layers" if number < MOST_LAYERS else f"{number} layers or more"
+
+
 def strategies(cluster: Cluster, tp: int = 1) -> list[str]:
     """Return the strategies that can be planned from one trace; HSDP shards within a node."""
     return ["zero3", "zero2", *(f"hsdp:{size}" for size in shard_groups(cluster, tp)[:1])]
@@ -93,8 +98,10 @@ def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
     return [size for size in sizes if 1 < size < num_groups and num_groups % size == 0]
 
 
-def largest_that_fits(memory_at: Callable[[int], int], limit: int, least: int) -> int | None:
-    """Return the largest number >= ``least`` whose memory is at most ``limit``, or None.
+def largest_that_fits(
+    memory_at: Callable[[int], int], limit: int, least: int, most: float = float("inf")
+) -> int | None:
+    """Return the largest number in ``[least, most]`` whose memory is at most ``limit``, or None.
 
     Args:
         memory_at: function that maps a number to its memory in bytes.
@@ -105,7 +112,8 @@ def largest_that_fits(memory_at: Callable[[int], int], limit: int, least: int) -
     if memory > limit:
         return None
     fails, tried = None, 2 * least
-    while fails is None or fails - fits > 1:
+    while (fails is None or fails - fits > 1) and fits < most:
+        tried = int(min(tried, most))
         needed = memory_at(tried)
         slope = max(1, (needed - memory) // (tried - fits))
         if needed > limit:
@@ -163,9 +171,9 @@ class _Grower:
         # Shallow copies determine any number of layers, so deeper models need no trace.
         step_at = self._steps(self.make_workload(1.0, self.size))
         for strategy in strategies(self.cluster, self.recipe.tp):
-            layers = self._most(step_at, strategy, LEAST_PERIODS + 1)
+            layers = self._most(step_at, strategy, LEAST_PERIODS + 1, MOST_LAYERS)
             if layers is not None:
-                yield self._fit(strategy, "layers", f"{layers} layers", step_at(layers))
+                yield self._fit(strategy, "layers", _layers(layers), step_at(layers))
 
     def by_width(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the deepest model of the largest width that fits.
@@ -175,9 +183,9 @@ class _Grower:
         for strategy, factor in self._widest().items():
             workload = self.make_workload(factor, self.size)
             step_at = self._steps(workload)
-            layers = self._most(step_at, strategy, workload.num_layers or 0)
+            layers = self._most(step_at, strategy, workload.num_layers or 0, MOST_LAYERS)
             if layers is not None:
-                what = f"{workload.name}, {layers} layers"
+                what = f"{workload.name}, {_layers(layers)}"
                 yield self._fit(strategy, "layers and width", what, step_at(layers))
 
     def by_batch(self) -> Iterator[LargestFit]:
@@ -212,12 +220,19 @@ class _Grower:
         tried = strategies(self.cluster, self.recipe.tp)
         return [strategy for strategy in tried if self._memory(step, strategy) <= limit]
 
-    def _most(self, step_at: Callable[[int], TracedStep], strategy: str, least: int) -> int | None:
-        """Return the largest number >= ``least`` whose step fits, or None."""
+    def _most(
+        self,
+        step_at: Callable[[int], TracedStep],
+        strategy: str,
+        least: int,
+        most: float = float("inf"),
+    ) -> int | None:
+        """Return the largest number in ``[least, most]`` whose step fits, or None."""
         return largest_that_fits(
             lambda number: self._memory(step_at(number), strategy),
             self.cluster.memory_bytes,
             least,
+            most,
         )
 
     def _memory(self, step: TracedStep, strategy: str) -> int:

@@ -321,7 +321,7 @@ def _writable_folder(dump: object) -> Path | None:
 
 
 def check_mesh(mesh: object) -> None:
-    """Raise ValueError unless ``mesh`` is a ``DeviceMesh`` with one or two axes."""
+    """Raise ValueError unless ``mesh`` is a ``DeviceMesh`` with one or two axes of data."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh={mesh!r}: must be a torch.distributed.device_mesh.DeviceMesh or None"
@@ -331,6 +331,12 @@ def check_mesh(mesh: object) -> None:
             f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names or tuple(mesh.shape)}: use one axis, "
             "for shards, or two, for replicas and shards (HSDP), as in "
             "mesh['replicate', 'shard']"
+        )
+    names = mesh.mesh_dim_names or ()
+    if split := [name for name in names if mesh.ndim == 2 and name in ("tp", "ep", "pp")]:
+        raise ValueError(
+            f"mesh has axes {names}: two axes are for replicas and shards (HSDP), so {split[0]!r} "
+            "would be an axis of data parallelism. Pass only the data axes, as in mesh['dp']"
         )
 
 

@@ -171,16 +171,23 @@ def test_shifted_changes_the_number_of_a_layer() -> None:
     assert layers.shifted("model.norm.weight", 9) == "model.norm.weight"
 
 
-@given(st.integers(1, 50), st.integers(0, 1000), st.integers(0, 3000), st.integers(1, 8))
+@given(
+    st.integers(1, 50),
+    st.integers(0, 1000),
+    st.integers(0, 3000),
+    st.integers(1, 8),
+    st.integers(0, 200),
+)
 def test_most_that_fits_is_the_largest_number_within_the_limit(
-    slope: int, offset: int, spare: int, least: int
+    slope: int, offset: int, spare: int, least: int, more: int
 ) -> None:
     def memory_of(number: int) -> int:
         return offset + slope * number + number * number // 7
 
     limit = offset + spare
-    found = largest_that_fits(memory_of, limit, least)
+    found = largest_that_fits(memory_of, limit, least, least + more)
     if found is None:
         assert memory_of(least) > limit
     else:
-        assert found >= least and memory_of(found) <= limit < memory_of(found + 1)
+        assert least <= found <= least + more and memory_of(found) <= limit
+        assert found == least + more or memory_of(found + 1) > limit

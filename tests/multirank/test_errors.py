@@ -122,6 +122,13 @@ def test_mesh_of_three_axes_is_refused(make: Any) -> None:
 
 @pytest.mark.parametrize("make", ON_MESH)
 @on_ranks(2)
+def test_mesh_with_an_axis_of_tensor_parallelism_is_refused(make: Any) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp"))
+    assert_refused(MLP(), lambda model: make(model, mesh), r"'tp' would be.*as in mesh\['dp'\]")
+
+
+@pytest.mark.parametrize("make", ON_MESH)
+@on_ranks(2)
 def test_mesh_of_another_device_is_refused(make: Any) -> None:
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
