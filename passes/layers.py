@@ -11,8 +11,9 @@ These calls are inlined before any pass or the partitioner sees the joint graph.
 would record for each of them, so that results are bitwise equal:
 
 - Their nodes are equal in order: targets, constants, modes of autograd and autocast, and dtypes,
-  static sizes, strides, devices and ``requires_grad`` of all values. So are the nodes of
-  checkpoints' bodies, and the policies that choose what a checkpoint saves.
+  sizes, strides, devices and ``requires_grad`` of all values. Symbolic sizes are equal expressions
+  of the sizes of inputs. Nodes of checkpoints' bodies are equal, too, and so are the policies that
+  choose what a checkpoint saves.
 - Nothing that they read or return is mutated by any node, and no two inputs or outputs share
   memory.
 - They have exactly one output, which requires a gradient. AOTAutograd would pass zeros for the
@@ -23,6 +24,7 @@ would record for each of them, so that results are bitwise equal:
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,9 +36,11 @@ from graphshard._torch.recompute import CHECKPOINT, REGION, body_of, is_body, po
 from graphshard._torch.tensors import (
     FakeTensor,
     HigherOrderOperator,
+    has_known_sizes,
+    is_known,
     is_mutated,
-    is_static,
     on_storage,
+    size_expr,
     storage_of,
     traced_storage,
     tree_leaves,
@@ -124,17 +128,19 @@ def _may_be_inside(node: fx.Node) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value is a tensor of static size that nothing mutates, or a tuple."""
+    """Return whether a value is a strided tensor that nothing mutates, a size, or a tuple."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
-    return isinstance(value, FakeTensor) and is_static(value) and not is_mutated(value)
+    if isinstance(value, (int, torch.SymInt)):
+        return is_known(value)
+    return isinstance(value, FakeTensor) and has_known_sizes(value) and not is_mutated(value)
 
 
 def _metadata(value: object) -> Hashable:
     if isinstance(value, fx.GraphModule):  # the body of a checkpoint
         return None
     if isinstance(value, torch.Tensor):
-        return metadata(value), value.requires_grad, value.storage_offset()
+        return metadata(value), value.requires_grad, str(value.storage_offset())
     if isinstance(value, (tuple, list)):
         return tuple(map(_metadata, value))
     return repr(value)
@@ -171,7 +177,8 @@ class _Layer:
         """Return whether tracing the layer by itself gives the same joint graph."""
         if len(self.outputs) != 1 or not _needs_gradient(self.outputs[0]):
             return False
-        storages = [traced_storage(node) for node in [*self.inputs, *self.outputs]]
+        tensors = [n for n in self.inputs if not isinstance(_value(n), torch.SymInt)]
+        storages = [traced_storage(node) for node in [*tensors, *self.outputs]]
         if None in storages or len(set(storages)) < len(storages):
             return False
         return not any(self._adds_up(node) for node in self.inputs if _needs_gradient(node))
@@ -277,8 +284,11 @@ def inline_layers(gm: fx.GraphModule) -> None:
         raise LayersDiffer("a backward call of a layer matches no forward call")
     order = {forward: 2 * i + 1 for i, forward in enumerate(forwards.values())}
     _order_regions(gm.graph, order)
+    before = itertools.takewhile(lambda node: node not in order, gm.graph.nodes)
+    values = {node: node.meta.get("val") for node in before}
+    sizes = {size_expr(v): node for node, v in values.items() if isinstance(v, torch.SymInt)}
     for arguments, forward in forwards.items():
-        _inline(gm, forward, backwards.get(arguments, forward), order[forward])
+        _inline(gm, forward, backwards.get(arguments, forward), order[forward], sizes)
     _number_regions(gm.graph)
     gm.graph.eliminate_dead_code()
     gm.recompile()
@@ -307,22 +317,40 @@ def _is_backward(call: fx.Node) -> bool:
     return bool(name.startswith("bw_"))
 
 
-def _inline(gm: fx.GraphModule, forward: fx.Node, backward: fx.Node, order: int) -> None:
-    """Replace a layer's forward and backward calls, or its only call if both are the same node."""
+def _inline(
+    gm: fx.GraphModule, forward: fx.Node, backward: fx.Node, order: int, sizes: dict[Any, fx.Node]
+) -> None:
+    """Replace a layer's forward and backward calls, or its only call if both are the same node.
+
+    Args:
+        order: part of the numbers of its checkpoints that precedes their numbers in the layer.
+        sizes: nodes of symbolic sizes before ``forward``; those of the layer are added.
+    """
     # The backward call's graph is the layer's joint graph: it returns gradients, then the output.
     target: Any = backward.args[0]
     joint = getattr(gm, target.target).graph
     inputs = joint.find_nodes(op="placeholder")
     copies: dict[fx.Node, Any] = dict(zip(inputs, backward.args[2:], strict=True))
-    storages = {storage_of(n.meta["val"]): copies[n].meta["val"].untyped_storage() for n in inputs}
+    storages = {
+        storage_of(n.meta["val"]): copies[n].meta["val"].untyped_storage()
+        for n in inputs
+        if isinstance(n.meta["val"], torch.Tensor)
+    }
     for node in joint.nodes:
         if node.op in ("placeholder", "output"):
+            continue
+        value = node.meta["val"]
+        size = size_expr(value) if isinstance(value, torch.SymInt) else None
+        if size in sizes:
+            copies[node] = sizes[size]
             continue
         if node.op != "call_function":
             raise LayersDiffer(f"a layer has a node {node.format_node()}")
         is_backward = node.meta.get("partitioner_tag") == "is_backward"
         with gm.graph.inserting_before(backward if is_backward else forward):
             copies[node] = gm.graph.node_copy(node, copies.__getitem__)
+        if size is not None and not is_backward:
+            sizes[size] = copies[node]
         if REGION in node.meta:
             copies[node].meta[REGION] = order, node.meta[REGION]
         copies[node].meta["val"] = tree_map(

@@ -90,20 +90,25 @@ def on_storage(value: FakeTensor, storages: dict[int, torch.UntypedStorage]) -> 
     """
     storage = value.untyped_storage()
     with no_dispatch():
-        new = storages.setdefault(
-            storage._cdata, torch.UntypedStorage(storage.nbytes(), device="meta")
-        )
+        if storage._cdata not in storages:
+            # Not ``UntypedStorage(num_bytes)``, which would make a symbolic size a constant.
+            like = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+            storages[storage._cdata] = like.untyped_storage()
         meta = torch.empty(0, dtype=value.dtype, device="meta")
-        meta.set_(new, value.storage_offset(), value.shape, value.stride())
+        meta.set_(storages[storage._cdata], value.storage_offset(), value.shape, value.stride())
         return FakeTensor(value.fake_mode, meta, value.fake_device)
 
 
-def is_static(value: torch.Tensor) -> bool:
-    """Return whether a tensor is strided, without symbolic sizes, strides or offset."""
+def has_known_sizes(value: torch.Tensor) -> bool:
+    """Return whether a tensor is strided, and its sizes, strides and offset are known."""
     if value.layout is not torch.strided:
         return False
-    numbers = (*value.shape, *value.stride(), value.storage_offset())
-    return all(isinstance(number, int) for number in numbers)
+    return all(map(is_known, (*value.shape, *value.stride(), value.storage_offset())))
+
+
+def is_known(size: int | torch.SymInt) -> bool:
+    """Return whether a size is a constant, or an expression of the sizes of inputs."""
+    return isinstance(size, int) or not symbolic_shapes.free_unbacked_symbols(size)
 
 
 def is_mutated(value: FakeTensor) -> bool:
