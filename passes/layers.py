@@ -131,7 +131,7 @@ def _is_plain(value: object) -> bool:
     """Return whether a value is a strided tensor that nothing mutates, a size, or a tuple."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
-    if isinstance(value, (int, torch.SymInt)):
+    if isinstance(value, (int, torch.SymInt, torch.SymBool)):
         return is_known(value)
     return isinstance(value, FakeTensor) and has_known_sizes(value) and not is_mutated(value)
 

@@ -106,8 +106,8 @@ def has_known_sizes(value: torch.Tensor) -> bool:
     return all(map(is_known, (*value.shape, *value.stride(), value.storage_offset())))
 
 
-def is_known(size: int | torch.SymInt) -> bool:
-    """Return whether a size is a constant, or an expression of the sizes of inputs."""
+def is_known(size: int | torch.SymInt | torch.SymBool) -> bool:
+    """Return whether a size or condition is a constant, or depends only on the sizes of inputs."""
     return isinstance(size, int) or not symbolic_shapes.free_unbacked_symbols(size)
 
 
