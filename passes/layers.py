@@ -208,7 +208,7 @@ class _Layer:
             result = graph.call_function(operator.getitem, (call, 0))
             result.meta = dict(output.meta)
         output.replace_all_uses_with(result, lambda user: user not in self._inside)
-        for node in [*reversed(self.nodes), *self.bodies]:
+        for node in reversed(self.nodes):
             graph.erase_node(node)
 
 
@@ -256,7 +256,9 @@ def _replace(gm: fx.GraphModule, name: str, layers: Sequence[_Layer]) -> None:
     # From the last to the first: the inputs of a layer are outputs of earlier ones.
     for layer in reversed(layers):
         layer.replace_by_call(target, name)
-        for body in layer.bodies:
+    for body in dict.fromkeys(body for layer in layers for body in layer.bodies if not body.users):
+        gm.graph.erase_node(body)
+        if all(node.target != body.target for node in gm.graph.find_nodes(op="get_attr")):
             gm.delete_submodule(str(body.target))
 
 

@@ -27,7 +27,8 @@ def is_body(node: fx.Node) -> bool:
 
 def body_of(checkpoint: fx.Node) -> fx.GraphModule:
     body: Any = checkpoint.args[0]
-    module: fx.GraphModule = getattr(checkpoint.graph.owning_module, body.target)
+    owner: Any = checkpoint.graph.owning_module
+    module: fx.GraphModule = owner.get_submodule(body.target)
     return module
 
 
