@@ -44,11 +44,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Learned:
-    """Result of one training.
+    """Result of one training run.
 
     Attributes:
         losses: loss of each step, averaged over ranks.
-        reduced_bytes: size of the gradients of one step that a rank sends, in their wire dtype.
+        reduced_bytes: size of the full gradients that a rank reduces in one step, in their wire
+            dtype.
     """
 
     losses: list[float]

@@ -239,9 +239,9 @@ def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] 
         is_part_of_model: returns whether a module's calls count.
 
     Returns:
-        The ``kwargs`` of the innermost call of such a module or of compiled code; a new dictionary
-        on every call if a forward runs without one, as in ``module.forward(x)`` or when
-        torch.utils.checkpoint reruns part of it; None outside of any forward.
+        The ``kwargs`` of the innermost call of such a module or of compiled code. If a forward runs
+        without such a call, as in ``module.forward(x)`` or when torch.utils.checkpoint reruns part
+        of it: a new dictionary each time, which nothing shares. None outside of any forward.
     """
     inside = False
     for frame in frames():

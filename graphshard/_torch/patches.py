@@ -1,12 +1,13 @@
-"""Tables of everything that graphshard changes in torch for a whole process.
+"""Tables of the attributes and tables of torch that graphshard changes for a whole process.
 
 `PATCHES` are attributes of torch that `patch` replaces; `ENTRIES` are tables of torch to which we
-add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step. Two
-other kinds of changes are temporary or confined to a separate process:
+add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step. Other
+changes, which are not in the tables:
 
 - During a compile, or while a checkpoint is loaded, ``mock.patch.object`` replaces a function
   (``cpp_kernels.py``, ``integrations/pretrained.py``).
 - ``no_gpu/stand_ins.py`` simulates a GPU in the process that ``graphshard.check`` starts.
+- With expert parallelism in torchtitan, ``dynamo.capture_scalar_outputs`` sets Dynamo's option.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
     if compiler.value != "NO":
         raise ValueError(
             f"the accelerator has dynamo_backend={compiler.value}, but graphshard compiles the "
-            "model itself: leave dynamo_backend unset, and torch_compile in a Trainer's arguments"
+            "model itself: do not set dynamo_backend or, in a Trainer's arguments, torch_compile"
         )
     if isinstance(model, nn.Module) and is_split(model):
         raise ValueError(

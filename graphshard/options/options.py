@@ -184,7 +184,10 @@ class Options:
         )
 
     def differences_from(self, other: Options) -> list[str]:
-        """Return, as text, the options that differ from their defaults and from ``other``'s."""
+        """Return, as text, options that differ from their defaults and from ``other``'s.
+
+        Compares ``overrides`` and the options that it can set per parameter.
+        """
         left_out = {name: getattr(ParamOptions(), name) for name in _common_names()}
         left_out["overrides"] = {}
         return [
