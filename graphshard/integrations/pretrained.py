@@ -218,10 +218,10 @@ class _Outline:
             raise ValueError(f"{type(model).__name__}: {_QUANTIZED}")
         if self._has_loaded:
             raise ValueError(
-                f"{type(model).__name__} loads a second checkpoint. If it is for adapters, load only "
-                "the base model, then add them with peft; they are sharded when the model is "
-                "compiled. If it is for a nested model, load the model with transformers, then call "
-                "graphshard.shard"
+                f"{type(model).__name__} loads a second checkpoint. If it is for adapters, load "
+                "only the base model, then add them with peft; they are sharded when the model is "
+                "compiled. If it is for a nested model, load the model with transformers, then "
+                "call graphshard.shard"
             )
         self._has_loaded = True
         stored = _stored_state(state_dict, checkpoint_files or (), load_config)

@@ -52,8 +52,8 @@ def _settings(args: argparse.Namespace) -> Settings:
     device = args.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and (args.ranks or 1) > gpus:
         raise argparse.ArgumentTypeError(
-            f"{args.ranks or 1} rank(s) on --device cuda: PyTorch sees {gpus} GPU(s), and each rank "
-            "needs one; --device cpu runs any number of ranks"
+            f"{args.ranks or 1} rank(s) on --device cuda: PyTorch sees {gpus} GPU(s), and each "
+            "rank needs one; --device cpu runs any number of ranks"
         )
     if args.plot:
         _check_plot(args.plot)
