@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ._torch.distributed import all_to_all
+from ._torch.distributed import all_to_all, name_for_graphs
 from ._torch.dtensor import flattened, local_tensor
 
 AXES = ("efsdp", "ep")
@@ -68,7 +67,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, balanced: bool = False) -
         for name in _WEIGHTS:
             weight = distribute_tensor(getattr(experts, name).detach(), mesh, [Shard(0)])
             setattr(experts, name, nn.Parameter(weight))
-        experts.ep_group, experts.ep_balanced = mesh.get_group(), balanced
+        # Names can be copied with the model, groups cannot.
+        experts.ep_group = name_for_graphs(mesh.get_group())
+        experts.ep_size, experts.ep_balanced = mesh.size(), balanced
     ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _forward)
     lm: Any = model
     lm.set_experts_implementation(_IMPLEMENTATION)
@@ -116,7 +117,7 @@ def _forward(
     group, expert = self.ep_group, top_k_index.flatten()
     order = expert.argsort(stable=True)
     counts = expert.new_zeros(self.num_experts).scatter_add(0, expert, torch.ones_like(expert))
-    counts = counts.view(dist.get_world_size(group), -1)
+    counts = counts.view(self.ep_size, -1)
     received = all_to_all(counts, None, None, group)
     sizes = sent_sizes = None
     if not self.ep_balanced:

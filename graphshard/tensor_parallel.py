@@ -78,6 +78,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     lm: Any = model
     base = getattr(lm, lm.base_model_prefix)
     embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    if head.out_features % mesh.size():
+        raise ValueError(
+            f"tp={mesh.size()}: does not divide the {head.out_features} rows of the output layer "
+            f"of {name}; use a number of ranks that does"
+        )
     plans = [(layer, _layer_plan(name, layer, styles)) for layer in base.layers]
     for layer, plan in plans:
         parallelize_module(layer, mesh, plan)
@@ -160,10 +165,11 @@ def _causal_loss(
 
     Args:
         logits: ``[batch, length, vocab_size / mesh.size()]``.
+        labels: labels in ``[0, vocab_size)``, or ``ignore_index``; not checked.
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    logits = logits.float()
+    shift_labels, logits = shift_labels.to(logits.device), logits.float()
     shifted = logits - _reduce(mesh, logits.detach().amax(-1, keepdim=True), "max")
     total = _reduce(mesh, shifted.exp().sum(-1))
     # A label's logit is on one rank; the others add 0. Unlike the backward of ``gather``, that of
@@ -173,6 +179,8 @@ def _causal_loss(
     losses = total.log() - _reduce(mesh, shifted.where(is_label, 0).sum(-1))
     counts = shift_labels != ignore_index
     number = counts.sum() if num_items_in_batch is None else num_items_in_batch
+    if isinstance(number, torch.Tensor):
+        number = number.to(logits.device)
     return losses.where(counts, 0).sum() / number
 
 

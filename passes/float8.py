@@ -23,6 +23,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard._torch.distributed import process_group
+from graphshard._torch.recompute import REGION
 from graphshard._torch.tensors import quiet_fake_mode
 from graphshard.ops import float8_math, float8_ops, markers
 from graphshard.ops.bucket_copy import copy_out
@@ -38,7 +39,7 @@ _aten = torch.ops.aten
 # Key in ``node.meta`` of an fp8 weight, for the node of all weights' inverse scales.
 _INVERSES = "graphshard_inverses"
 # Keys in ``node.meta`` by which activation checkpointing instructs the partitioner.
-_REGION = ("recompute", "ac_graph_id")
+_REGION = ("recompute", REGION)
 _LINEAR = torch.nn.functional.linear
 
 

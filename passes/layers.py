@@ -63,8 +63,10 @@ def share_layers(gm: fx.GraphModule, context: PassContext) -> None:
     nodes = list(_with_bodies(gm.graph))
     labels: dict[Hashable, int] = {}
     sequence = [labels.setdefault(label, len(labels)) for label in _labels(nodes)]
-    for i, repeat in enumerate(find_repeats(sequence, _LEAST_SAVED)):
-        layers = _equal_layers(nodes, repeat)
+    repeats = find_repeats(sequence, _LEAST_SAVED)
+    ends = [*(repeat.start for repeat in repeats[1:]), len(nodes)]
+    for i, (repeat, end) in enumerate(zip(repeats, ends)):
+        layers = _equal_layers(nodes, repeat, end)
         if layers:
             _replace(gm, f"{SHARED_LAYER}_{i}", layers)
             context.num_shared_layers += len(layers)
@@ -167,10 +169,14 @@ class _Layer:
         passed = [n for call in self._all if call.target is CHECKPOINT for n in _passed(call)]
         numbered = enumerate([*self.inputs, *passed, *self._all])
         number: dict[Any, int] = {node: i for i, node in numbered}
+
+        def place(node: fx.Node) -> Hashable:
+            return None if is_body(node) else number.get(node, node)
+
         return (
             tuple(_metadata(_value(node)) for node in self.inputs),
-            tuple(_described(node, number.get) for node in self._all),
-            tuple(map(number.__getitem__, self.outputs)),
+            tuple(_described(node, place) for node in self._all),
+            tuple(map(place, self.outputs)),
         )
 
     def is_separate(self) -> bool:
@@ -230,9 +236,9 @@ def _num_reads(node: fx.Node, users: Iterable[fx.Node]) -> int:
     return count
 
 
-def _equal_layers(nodes: Sequence[fx.Node], repeat: Repeat) -> list[_Layer]:
-    """Return the largest set of equal layers in a repeat, or []."""
-    stop = repeat.stop + repeat.rest
+def _equal_layers(nodes: Sequence[fx.Node], repeat: Repeat, end: int) -> list[_Layer]:
+    """Return the largest set of equal layers in a repeat and its rest, up to ``end``, or []."""
+    stop = min(repeat.stop + repeat.rest, end)
     for begin in range(repeat.start, repeat.start + 2 * repeat.length):
         if nodes[begin].graph is not nodes[0].graph:
             continue  # in the body of a checkpoint
@@ -341,13 +347,13 @@ def _inline(
     for node in joint.nodes:
         if node.op in ("placeholder", "output"):
             continue
+        if node.op != "call_function" or "val" not in node.meta:
+            raise LayersDiffer(f"a layer has a node {node.format_node()}")
         value = node.meta["val"]
         size = size_expr(value) if isinstance(value, torch.SymInt) else None
         if size in sizes:
             copies[node] = sizes[size]
             continue
-        if node.op != "call_function":
-            raise LayersDiffer(f"a layer has a node {node.format_node()}")
         is_backward = node.meta.get("partitioner_tag") == "is_backward"
         with gm.graph.inserting_before(backward if is_backward else forward):
             copies[node] = gm.graph.node_copy(node, copies.__getitem__)
@@ -356,7 +362,7 @@ def _inline(
         if REGION in node.meta:
             copies[node].meta[REGION] = order, node.meta[REGION]
         copies[node].meta["val"] = tree_map(
-            lambda v: on_storage(v, storages) if isinstance(v, FakeTensor) else v, node.meta["val"]
+            lambda v: on_storage(v, storages) if isinstance(v, FakeTensor) else v, value
         )
     results: Any = joint.output_node().args[0]
     *gradients, output = [n if n is None else copies[n] for n in results]

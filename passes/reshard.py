@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard._torch.aot_graphs import bypass_wait, is_sync_node, is_tangent
 from graphshard._torch.inductor import has_activation_budget
+from graphshard._torch.recompute import REGION
 from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.markers import UNSHARD_MARKERS, change, replicate, unshard
 from graphshard.ops.nodes import is_random, value_of
@@ -116,4 +117,4 @@ def reshard(gm: fx.GraphModule, context: PassContext) -> None:
     for node in param_derived(gm.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         # With this tag, the partitioner would save the node at the border of a checkpointed region.
-        node.meta.pop("ac_graph_id", None)
+        node.meta.pop(REGION, None)

@@ -67,16 +67,17 @@ def all_to_all(
     tensor: torch.Tensor,
     received_sizes: list[int] | None,
     sent_sizes: list[int] | None,
-    group: dist.ProcessGroup,
+    group: str,
 ) -> torch.Tensor:
     """Exchange rows with all ranks of a group, in traced code; differentiable.
 
     Args:
+        group: name of the group.
         received_sizes, sent_sizes: number of rows from and to each rank; equal parts if None.
     """
     for size in (*(received_sizes or ()), *(sent_sizes or ())):
         torch._check(size >= 0)  # not known if sizes depend on data
-    exchange = (
+    exchange: Any = (
         functional.all_to_all_single_autograd
         if tensor.dtype.is_floating_point
         else functional.all_to_all_single

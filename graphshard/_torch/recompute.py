@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from types import FunctionType
-from typing import Any
+from types import CellType, FunctionType
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 REGION = "ac_graph_id"
+_EMPTY = object()  # contents of a cell without a value
 
 
 def is_body(node: fx.Node) -> bool:
     """Return whether a node of Dynamo's graph is the body of checkpoints."""
-    return node.op == "get_attr" and all(user.target is CHECKPOINT for user in node.users)
+    # Checkpoints may also take constant tensors, whose nodes are like those of bodies.
+    return node.op == "get_attr" and all(
+        user.target is CHECKPOINT and user.args[0] is node for user in node.users
+    )
 
 
 def body_of(checkpoint: fx.Node) -> fx.GraphModule:
@@ -42,11 +46,21 @@ def _key(value: Any, outer: tuple[object, ...] = ()) -> Hashable:
     if isinstance(value, functools.partial):
         return _key([value.func, *value.args, *value.keywords.items()], outer)
     if isinstance(value, FunctionType) and value.__closure__ and value not in outer:
-        cells = [cell.cell_contents for cell in value.__closure__]
-        parts = [value.__defaults__, value.__kwdefaults__, *cells]
+        parts = [value.__defaults__, value.__kwdefaults__, *map(_contents, value.__closure__)]
         return value.__code__, _key(parts, (*outer, value))
     if isinstance(value, (list, tuple)):
         return tuple(_key(part, outer) for part in value)
     if isinstance(value, set):
         return frozenset(value)
-    return value if isinstance(value, Hashable) else id(value)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return cast(Hashable, value)
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned
+        return _EMPTY

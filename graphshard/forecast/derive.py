@@ -155,6 +155,11 @@ def _trace(
     """Trace a copy of the model with ``depth``, or the model itself if ``depth`` is None."""
     if recipe.offload and cluster.hardware.device_type == "cpu":
         raise ValueError("offload=True on a CPU: shards are in host memory already; omit offload")
+    if workload.tokens % recipe.ep:
+        raise ValueError(
+            f"ep={recipe.ep}: does not divide the {workload.tokens} tokens of a microbatch, and a "
+            "forecast sends as many to each rank: change --batch"
+        )
     num_layers: int | None = None
     part = recipe.recompute
     if depth is not None:

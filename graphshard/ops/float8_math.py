@@ -200,7 +200,7 @@ def _factor(call: Call, inverse: _Value, recipe: str, dim: int) -> _Value:
 # ``as_strided`` makes Inductor write an operand once. Otherwise, each linear that reads a cast of
 # the same input gets a copy in the layout that ``_scaled_mm`` requires. A transposed copy that is
 # written on its own also stays out of kernels that reduce over rows, such as a norm's backward,
-# which would store single bytes far apart.
+# which would store single bytes far apart; with row-wise scales, only ``transposed_copy`` does.
 
 
 def _row_major(call: Call, x: _Value) -> _Value:

@@ -43,5 +43,8 @@ def test_models_and_recipes_that_expert_parallelism_refuses() -> None:
         forecast(_workload("llama"), Recipe(ep=4), cluster("H100", 8))
     with pytest.raises(ValueError, match="ep=16: does not divide 8 experts"):
         forecast(_workload("mixtral"), Recipe(ep=16), cluster("H100", 16))
+    odd = find_workload(f"mixtral:{SIZES},{LAYERS}", BatchShape(1, 17))
+    with pytest.raises(ValueError, match="ep=4: does not divide the 17 tokens of a microbatch"):
+        forecast(odd, Recipe(ep=4), cluster("H100", 8))
     with pytest.raises(ValueError, match="ep=4 with strategy='hsdp:2': use zero3 or zero2"):
         Recipe("hsdp:2", ep=4)

@@ -15,7 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import graphshard
 from graphshard.passes import layers
@@ -28,13 +32,13 @@ DIM, LAYERS = 8, 5
 class Layer(nn.Module):
     """Attention and an MLP with dropout; ``kind`` changes what the layer does."""
 
-    def __init__(self, kind: str = "", scale: float = 1.0) -> None:
+    def __init__(self, kind: str = "", scale: float = 1.0, table: Any = None) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(DIM, DIM) for _ in range(3))
         self.norm = nn.BatchNorm1d(DIM) if kind == "buffers" else nn.LayerNorm(DIM)
         self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
         self.router = nn.Linear(DIM, 2) if kind == "experts" else None
-        self.scale, self.kind = scale, kind
+        self.scale, self.kind, self.table = scale, kind, table
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
@@ -43,7 +47,9 @@ class Layer(nn.Module):
         mixed = F.scaled_dot_product_attention(self.q(y)[None], self.k(y)[None], self.v(y)[None])
         if self.kind == "writes":
             return mixed[0].add_(x)
-        if self.kind == "literals":  # AOTAutograd stores them as attributes of the layer's graph
+        if self.kind.startswith(
+            "literals"
+        ):  # AOTAutograd stores them as attributes of the layer's graph
             return x + mixed[0] * torch.tensor(0.5)
         hidden = F.silu(self.up(x + mixed[0]))
         if self.router is not None:
@@ -55,6 +61,27 @@ class Layer(nn.Module):
         return x + self.scale * F.dropout(self.down(hidden), 0.1, self.training)
 
 
+def _table(number: int) -> Callable[[], Tensor]:
+    """Return a function whose result is an attribute of the traced graph."""
+
+    def table() -> Tensor:
+        return torch.full((DIM,), float(number))
+
+    table.__code__ = table.__code__.replace(co_name=f"table_{number}")  # Dynamo's name of it
+    return torch._dynamo.assume_constant_result(table)  # type: ignore[no-any-return]
+
+
+def _policy_with_an_empty_cell(saves: bool) -> Any:
+    if saves:
+        saved = {torch.ops.aten.addmm.default}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = saves and op in saved
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
 _PRODUCTS = [torch.ops.aten.addmm.default]  # what "policy" saves; it recomputes all others
 _by_policy = functools.partial(create_selective_checkpoint_contexts, _PRODUCTS)
 
@@ -62,6 +89,13 @@ _CALLS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
     "checkpoint": functools.partial(checkpoint, use_reentrant=False),
     "sizes": functools.partial(checkpoint, use_reentrant=False),
     "policy": functools.partial(checkpoint, use_reentrant=False, context_fn=_by_policy),
+    "empty cell": functools.partial(
+        checkpoint, use_reentrant=False, context_fn=_policy_with_an_empty_cell(False)
+    ),
+    "tables": lambda layer, x: checkpoint(
+        lambda y, table: layer(y) + table, x, layer.table(), use_reentrant=False
+    ),
+    "literals in a checkpoint": functools.partial(checkpoint, use_reentrant=False),
     "part": lambda layer, x: layer(x) + checkpoint(layer.norm, x, use_reentrant=False),
 }
 """How a layer is called, by its kind."""
@@ -99,6 +133,9 @@ CASES: dict[str, tuple[Callable[[], list[Layer]], int]] = {
     "sizes": (lambda: _of_kind("sizes"), 2 * LAYERS),
     "policy": (lambda: _of_kind("policy"), LAYERS),
     "part": (lambda: _of_kind("part"), LAYERS),
+    "empty cell": (lambda: _of_kind("empty cell"), LAYERS),
+    "tables": (lambda: [Layer("tables", table=_table(i)) for i in range(LAYERS)], 0),
+    "literals in a checkpoint": (lambda: _of_kind("literals in a checkpoint"), 0),
     "policies": (lambda: [Layer("policy" if i < 2 else "checkpoint") for i in range(LAYERS)], 3),
     "constants": (lambda: [Layer(scale=1 / (i + 1)) for i in range(LAYERS)], 0),
     "buffers": (lambda: _of_kind("buffers"), 0),

@@ -37,6 +37,7 @@ def test_gradients_are_those_of_the_whole_model(family: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=expert_parallel.AXES)
     model = copy.deepcopy(plain)
     expert_parallel.parallelize(model, mesh["ep"])
+    model = copy.deepcopy(model)
     compiled: Any = torch.compile(
         model,
         fullgraph=True,

@@ -274,6 +274,8 @@ def _allowed(case: Case) -> Case:
         # recursion limit, or takes minutes.
         changes["dynamic"] = None if case.dynamic else case.dynamic
         changes["rows"] = "by_step" if case.rows == "by_both" else case.rows
+        # Plain torch.compile cannot differentiate the result of a split part outside of a graph.
+        case = replace(case, blocks=tuple(map(_without_outside, case.blocks)))
     if case.precision != "float64":
         changes["blocks"] = tuple(_steady(block) for block in case.blocks)
     if case.precision not in EXACT:
@@ -333,6 +335,13 @@ def _without_kind(excluded: str, blocks: tuple[Block, ...]) -> tuple[Block, ...]
         else (kind, *rest)
         for kind, *rest in blocks
     )
+
+
+def _without_outside(block: Block) -> Block:
+    kind, *rest = block
+    if kind not in WRAPPERS:
+        return block
+    return ("chain" if kind == "outside" else kind, *map(_without_outside, rest))
 
 
 def _without_breaks(block: Block) -> Block:
