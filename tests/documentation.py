@@ -1,8 +1,9 @@
 """Extract the code blocks of README.md and docs/, and run them on ranks.
 
-The blocks of a page run in order, in one folder and one namespace, which starts with the names in
-`common_names`. Each block gets a new `model`, which is trained for one step after the block. An
-HTML comment before the fence says that a block is a file, or why it is not run:
+The blocks of a page run in order, in one folder. Python blocks share a namespace, which starts with
+the names in `common_names`. By default, each of them gets a new `model`, which is trained for one
+step after the block. Shell blocks run on rank 0. An HTML comment before the fence says that a block
+is a file, or why it is not run:
 
     <!-- file: forecast.py -->
     <!-- not run: needs a GPU -->
@@ -144,7 +145,7 @@ def renew_model(names: dict[str, Any]) -> None:
 
 
 def train_model(names: dict[str, Any]) -> None:
-    """Train for one step the model that a block has assigned in `names`."""
+    """Train the `model` in `names` for one step, in which all parameters must get gradients."""
     model = names["model"]
     loss = model(next(names["batches"]))
     loss.backward()
@@ -158,9 +159,10 @@ def run_page(
     before: Callable[[dict[str, Any]], None] = renew_model,
     after: Callable[[dict[str, Any]], None] = train_model,
 ) -> int:
-    """Run the blocks of a page in `folder` and return how many were run.
+    """Run a page's Python blocks on all ranks and its shell blocks on rank 0; return their number.
 
     Args:
+        folder: working directory, to which blocks marked as files are written.
         names: namespace of the blocks.
         before: called with `names` before each Python block.
         after: called with `names` after each Python block.

@@ -13,7 +13,7 @@ fails_in: set[str] = set()
 """Graphs whose next runs raise: "forward", "backward"."""
 
 passes_left: list[int] = []
-"""Number of calls in those graphs that still succeed before one fails; empty: none."""
+"""At most one element: how many calls in those graphs still succeed; empty: none."""
 
 in_flight_then: list[int] = []
 """Number of collectives in flight at each failure."""

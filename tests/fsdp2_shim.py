@@ -51,7 +51,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
 ) -> object:
-    """Shard and compile a module; the signature is that of FSDP2's ``fully_shard``.
+    """Shard and compile one or more modules; the signature is that of FSDP2's ``fully_shard``.
 
     Raises:
         NoCounterpartError: for ``shard_placement_fn``, or parameters that tensor parallelism has
@@ -121,7 +121,7 @@ def _set_flag(
 
 
 def add_methods() -> None:
-    """Add the methods of FSDPModule to ``nn.Module``."""
+    """Add FSDPModule's setters for gradient sync, and ``WITHOUT_EFFECT``, to ``nn.Module``."""
 
     def all_reduce(self: nn.Module, flag: bool, *, recurse: bool = True) -> None:
         _set_flag(graphshard.set_requires_all_reduce, ALL_REDUCES, self, flag, recurse=recurse)

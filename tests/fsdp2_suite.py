@@ -154,7 +154,7 @@ def _patch_torch(reference: bool) -> None:
 
 @functools.cache
 def _load(path: Path, reference: bool) -> types.ModuleType:
-    """Import a test file with our functions in place of torch's."""
+    """Import a test file after `_patch_torch`, with CUDA devices replaced by the CPU."""
     _patch_torch(reference)
     text = path.read_text()
     for gpu, cpu in TO_CPU:
@@ -197,14 +197,14 @@ def run_test(path: Path, reference: bool, kind: str, name: str, float64: bool) -
 
 
 def _cause(error: ranks.RankError) -> str:
-    """Return the line of the first failure that names its exception, or the last line."""
+    """Return the last line of the first failure that names an exception, else its last line."""
     lines = error.failures[0].text.strip().splitlines()
     named = [line for line in lines if re.match(r"[\w.]*(Error|Unsupported)\b", line)]
     return (named or lines)[-1]
 
 
 def main() -> None:
-    """Print one row for each test of the files."""
+    """Run the selected tests and print one row for each."""
     parser = argparse.ArgumentParser(prog="python -m tests.fsdp2_suite")
     parser.add_argument("--torch", type=Path, required=True, help="a checkout of PyTorch")
     parser.add_argument("--ranks", type=int, default=2)

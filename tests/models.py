@@ -1,8 +1,8 @@
 """Small models that several test folders train.
 
 Each returns its loss for a batch, and its static method `batch` draws one from a generator, so a
-test needs only the class. No size is divisible by 4, so on 4 ranks every parameter is padded; on 2
-ranks, those of odd size are.
+test needs only the class. No number of rows is divisible by 4, so on 4 ranks every parameter is
+padded; on 2 ranks, those with an odd number are.
 """
 
 from __future__ import annotations

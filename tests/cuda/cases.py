@@ -52,7 +52,7 @@ class Strategy:
         options: arguments of ``graphshard.backend``, in addition to a bf16 policy.
         replicas: number of replicas in the mesh.
         tp, ep: sizes of mesh axes; see ``SimulatedRank``.
-        parallelize: function that splits the model over such an axis.
+        parallelize: function that splits the model over the tp or ep axis; None for no split.
         change: function that modifies the blocks of a model in place; None for no change.
         step: function that runs one step.
         dynamic: argument of ``torch.compile``.
@@ -188,11 +188,11 @@ class Outcome:
     """The result of a case.
 
     Attributes:
-        recording: recording of the step; None if it raised.
-        error: traceback; "" if the step did not raise.
+        recording: recording of the step; None if it or a baseline raised.
+        error: traceback; "" if nothing raised.
         unsharded: recording of the unsharded baseline; None if there is none.
         fsdp2: recording of eager FSDP2; None if it does not support the strategy.
-        kernels: compiled kernels by GPU.
+        kernels: compiled kernels by the GPU's name; fp8 cases leave out GPUs without fp8.
     """
 
     recording: Recording | None

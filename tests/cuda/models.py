@@ -163,7 +163,7 @@ class Routed(nn.Module):
 
 
 def split_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep one of the experts of a ``Routed`` on each rank of ``mesh``."""
+    """Split the experts of a ``Routed`` over ``mesh``, which must have one rank for each."""
     assert isinstance(model, Routed)
     model.ep = mesh.get_group()
     for params in (model.up, model.down):

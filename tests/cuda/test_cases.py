@@ -47,7 +47,7 @@ pytestmark = [
     skip_without_stand_ins,
     pytest.mark.timeout(600),  # the first test waits for all cases
 ]
-# The other cases launch much the same kernels; to compile one takes a second.
+# The other cases launch much the same kernels, and compiling one takes a second.
 COMPILED = [Case("gpt", strategy) for strategy in ("ZeRO-3", "fp8 rowwise", "exchange")]
 CASES = [
     *COMPILED,
@@ -62,7 +62,7 @@ CASES = [
 
 
 def run_cases(recorder: Recorder) -> list[Outcome]:
-    """Run `CASES` in one process, which records the baseline of a model once."""
+    """Run `CASES` in one process, where they share baselines; compile kernels of `COMPILED`."""
     others = CASES[len(COMPILED) :]
     return [*run_some(recorder, COMPILED, (DEVICE,)), *run_some(recorder, others, ())]
 
@@ -270,7 +270,7 @@ def test_other_threads_do_not_see_the_device_of_kernels() -> None:
 
 
 def _split_into_kernels(action: Action) -> Action:
-    """Return a bucket copy that takes many kernels instead of one, as if dtypes differed."""
+    """Let a bucket copy take many kernels, as if dtypes differed; return other actions as is."""
     if isinstance(action, Work) and action.name.startswith("aten._foreach_copy_"):
         return dataclasses.replace(action, kernels=len(action.writes) * 10)
     return action

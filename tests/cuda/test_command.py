@@ -243,7 +243,7 @@ def check_all(recorder: Any, script: str) -> dict[str, Report | Failure]:
         with (
             checks,
             torch._dynamo.config.patch(capture_scalar_outputs=False),
-        ):  # one sets it
+        ):  # branches_in_a_graph sets it
             try:
                 found[function] = check(recorder, Target(script, function, "H100", 8))
             except (Exception, SystemExit) as error:
@@ -262,7 +262,7 @@ def _found(script: str) -> dict[str, Report | Failure]:
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("scripts")
-    library = folder / "site-packages" / "library.py"  # installed: by its folder
+    library = folder / "site-packages" / "library.py"  # reported as installed
     library.parent.mkdir()
     library.write_text(LIBRARY)
     path = folder / "script.py"

@@ -1,4 +1,4 @@
-"""`on_mesh` adapts a traced step to another mesh, or returns None if it must be traced."""
+"""`on_mesh` adapts a traced step to another mesh, or returns None if that needs a new trace."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Profiled:
 
 
 def _model(device: str, layers_on_cpu: int = 4) -> tuple[DeepMLP, Tensor]:
-    """Return a model and a batch, the same for every call."""
+    """Return a model and a batch; equal arguments give equal values."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     dim, layers = (2048, 8) if device == "cuda" else (32, layers_on_cpu)
@@ -80,7 +80,10 @@ def profiled(device: str, sharded: bool, **options: Any) -> Profiled:
 
 
 def peaks(device: str) -> list[tuple[int, int]]:
-    """Return (peak bytes, planned peak bytes) of forward and of backward."""
+    """Return (peak bytes, planned peak bytes) of forward and of backward.
+
+    On a CPU, the former are meaningless.
+    """
     model, x = _model(device)
     ours = _backend(device)
     compiled = torch.compile(model, backend=ours)

@@ -1,4 +1,4 @@
-"""Training on several ranks that share one GPU agrees with DDP, or with FSDP2 if split.
+"""Training on ranks that share one GPU agrees with DDP; with tensor parallelism, with FSDP2.
 
 Ranks communicate over NCCL or, if NCCL refuses to share a GPU, over gloo with CUDA tensors.
 """

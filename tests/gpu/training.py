@@ -74,7 +74,6 @@ def by_torch_compile(model: nn.Module, mesh: DeviceMesh) -> Any:
 
 
 def by_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Return the model wrapped in DDP."""
     device_ids = [0] if mesh.device_type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids)
 
@@ -121,7 +120,7 @@ class SplitLlama(Llama):
         return torch.randint(SplitLlama.VOCAB, (2, 6), generator=rng)
 
     def parallelize(self, tp: DeviceMesh) -> SplitLlama:
-        """Split the model over `tp`, along the sequence as well."""
+        """Apply tensor and sequence parallelism over `tp`; return the model."""
         parallelize(self, tp)
         return self
 
@@ -196,7 +195,7 @@ class Trainer:
         return self._compiled(self._x)
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward and an optimizer step."""
+        """Run backward and an optimizer step, then free the gradients."""
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()

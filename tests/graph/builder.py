@@ -125,7 +125,7 @@ class Builder:
 
 
 def run(one: Callable[[fx.GraphModule, PassContext], None], gm: fx.GraphModule) -> None:
-    """Run a pass on the joint graph as the pipeline does."""
+    """Run a pass on a joint graph, then remove dead code, as the pipeline does."""
     one(gm, CONTEXT)
     gm.graph.eliminate_dead_code()
 

@@ -19,7 +19,7 @@ class _Value:
 
 
 class _Calls:
-    """The result of each read of a model, in order."""
+    """Log of reads: each scope's id, whether it already had a value, and the new values."""
 
     def __init__(self) -> None:
         self.scopes: list[int] = []

@@ -1,7 +1,7 @@
 """CPU kernels compile in few files, and forward's kernels compile while backward is lowered.
 
-Results are bitwise equal to those of one file per kernel. A kernel that cannot share a file, or
-breaks a shared file, compiles alone.
+Results are bitwise equal to those of one file per kernel. Kernels that cannot share a file, and all
+kernels of a file that does not compile, compile alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Deep(nn.Module):
 
 
 def _train(folder: Path) -> list[Tensor]:
-    """Compile a model with an empty cache folder; return the loss and gradients."""
+    """Train one step with an empty cache in `folder`; return the loss and gradients."""
     # A mesh of one rank: no fake collectives, so results are real.
     mesh = init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("others", "own"))["own"]
     torch._dynamo.reset()
@@ -75,7 +75,7 @@ class Shared:
     Attributes:
         numbers: loss and gradients.
         sources: source code of each file.
-        events: "lower" and "wait", in chronological order.
+        events: "lower" for a lowered graph and "wait" for a wait for kernels, in order.
     """
 
     numbers: list[Tensor]

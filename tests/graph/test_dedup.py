@@ -1,4 +1,4 @@
-"""Markers with equal arguments are merged."""
+"""Equal markers are merged, and a sum of reductions becomes one reduction of the sum."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Graphs of fp8 training.
 
-One all-reduce computes all scales, forward and backward gather the same bytes, one kernel prepares
-the shards of a bucket, and plans give the reason if a weight is not in fp8.
+One all-reduce finds all scales, backward reuses them, one kernel prepares the shards of a bucket,
+and plans say why a weight chosen for fp8 travels in another dtype.
 """
 
 from __future__ import annotations

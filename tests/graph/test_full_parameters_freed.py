@@ -150,7 +150,10 @@ def _alive(step: Callable[[], None]) -> dict[int, int]:
 
 
 def _leaks(case: Case, compiler: str) -> list[tuple[int, list[int]]]:
-    """Return, for each step, the number of plain parameters alive and the sizes of other leaks."""
+    """Return how many plain parameters live after each step, and the sizes of other leaks.
+
+    A leak is an allocation of at least `LIMIT` bytes that is not a shard.
+    """
     model = case.model()
     plain = [StorageWeakRef(param.untyped_storage()) for param in model.parameters()]
     optimizer = sgd(model)

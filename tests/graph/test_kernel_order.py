@@ -21,7 +21,7 @@ class _Dep:
 
 @dataclass(eq=False)
 class _Node:
-    """A stand-in for a node of Inductor's scheduler; writes the buffer of its name."""
+    """A stand-in for a node of Inductor's scheduler; writes one buffer, which has its name."""
 
     name: str
     min_order: int

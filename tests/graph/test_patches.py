@@ -25,7 +25,7 @@ from graphshard.ops.host_copy import copy_to_device, copy_to_host
 from graphshard.ops.markers import UNSHARD_MARKERS
 
 ROOT = Path(graphshard.__file__).parent
-HIDDEN = {  # in caches of functions and wrapped by torch, where the search finds no object of ours
+HIDDEN = {  # our entries are in function caches or wrapped by torch, where the search finds none
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers",
     "torch._dynamo.variables.builder.VariableBuilder._type_dispatch_impl",
     "torch._inductor.lowering.lowerings",

@@ -1,4 +1,4 @@
-"""Only nodes computed from parameters alone are marked for recomputation."""
+"""Nodes computed from parameters without activations or randomness are marked to be recomputed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """ZeRO-3: forward saves shards and activations, but no full parameters.
 
-Casts, transposes and products of full parameters are not saved, either. Batches are so small that
-every activation is smaller than the smallest full weight.
+Casts, transposes and products of full parameters are not saved, either. Except in `Deep`, batches
+are so small that every activation is smaller than the smallest full weight.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank waits for a call of its peers, while these are blocked in a collective.
+"""One rank waits for a call of its peers, which are blocked in a collective.
 
 All ranks raise the same error within seconds. A rank that is only slow causes no error.
 """

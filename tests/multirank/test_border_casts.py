@@ -1,4 +1,4 @@
-"""Casts of a model's inputs and outputs, from the first call on, for all ways to compile it."""
+"""Casts of a model's inputs and outputs, from the first compiled call on."""
 
 from __future__ import annotations
 
