@@ -314,7 +314,6 @@ def test_ignored_params_that_differ_between_ranks_are_refused() -> None:
 
 @on_ranks(2)
 def test_fault_on_one_rank_is_an_error_on_all() -> None:
-    """Assert that every rank raises the error of rank 1 and names that rank."""
     model = _Dressed(lambda module: module.to("meta") if dist.get_rank() == 1 else module)
     assert_refused(model, shard, r"rank 1 of the mesh: parameter 'part\.weight' is on the meta")
 

@@ -1,7 +1,8 @@
 """Faults of one rank at various points of training: it raises, exits, is killed, or is stopped.
 
-The other ranks fail in time with the same error, and none hangs. Training resumes from the last
-checkpoint. `GRAPHSHARD_FAULTS=all` tests every fault at every point; the default tests a few.
+After a short stop, training continues. Otherwise, no rank hangs: the others fail in time, outside of
+checkpoints with the same error, and training can resume from the last checkpoint.
+`GRAPHSHARD_FAULTS=all` tests every fault at every point; the default tests a few.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ class _Faulty:
 def _train(
     fault: str, point: str, folder: Path, steps: range, victim: int = 1, *, splits: bool = False
 ) -> list[Tensor]:
-    """Train and save checkpoints; return the full parameters.
+    """Train and save checkpoints, with a fault only of its step; return the full parameters.
 
     Args:
         steps: steps to train; a range that does not start at 0 resumes from the checkpoint of the

@@ -35,7 +35,7 @@ def _fast_or_slow(rank: int) -> graphshard.SchedulePolicy:
 
 
 def _train(compiler: str, dynamic: bool) -> tuple[list[Any], int]:
-    """Train with different batch sizes on each rank, larger on rank 1 from the third step on.
+    """Train with a larger batch on rank 1, where it grows again in the third step.
 
     Returns:
         The collectives of every step, and the number of buckets in this rank's own plan.

@@ -1,8 +1,8 @@
 """Initial values of a sharded model.
 
 All ranks start from the first rank's values or, with `sync_module_states=False`, from their own.
-Copies made before sharding stay plain, copies made after it are independent, and the old parameter
-objects raise an error that names their replacement.
+Copies made before sharding stay plain, copies made after it are independent, and using an old
+parameter object raises an error with advice.
 """
 
 from __future__ import annotations
@@ -95,7 +95,6 @@ def test_all_ranks_start_from_values_of_the_first(shard: Shard, world_size: int)
 @pytest.mark.parametrize("shard", [_by_first_step, _by_shard])
 @on_ranks(2)
 def test_without_sync_module_states_ranks_keep_their_values(shard: Callable[..., object]) -> None:
-    """Assert that each rank keeps its own rows and buffers."""
     torch.manual_seed(dist.get_rank())
     model = _Odds()
     own = _tensors(model)

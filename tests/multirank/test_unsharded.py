@@ -1,6 +1,6 @@
-"""A model compiled with graphshard never silently trains unsharded.
+"""On several ranks, a model compiled with graphshard never silently trains unsharded.
 
-If no call runs compiled, the model is sharded anyway or the first optimizer step raises.
+If no call runs compiled, the model is sharded anyway, or the first optimizer step raises or warns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Comparisons of sharded training with a reference.
 
 `Twins` holds a compiled model and an unsharded copy of it. The copy sees the batches of all ranks
-and averages their losses, so its gradients are the expected full gradients on every rank. All
-errors are relative to the norm of the expected tensor.
+and averages their losses, so its gradients are the expected full gradients on every rank. Errors
+are relative to the norm of the expected tensor; `distances` describes an exception.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ class Twins:
         self.reference.zero_grad(set_to_none)
 
     def step(self) -> None:
-        """Step both models with stateless SGD and zero their gradients."""
+        """Step both models with stateless SGD and free their gradients."""
         for model in (self.model, self.reference):
             sgd(model).step()
         self.zero_grad()
@@ -345,7 +345,7 @@ def train(kind: Trainable, steps: int = 3, **kwargs: Any) -> None:
 
 
 def num_graphs() -> int:
-    """Return the number of graphs that Dynamo has made since the last `Twins` was created."""
+    """Return how many graphs Dynamo has made since its counters were cleared, as by `Twins`."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

@@ -25,7 +25,7 @@ from tests.numerics.compare import generator
 class MLP(nn.Module):
     """Two tensor-parallel linears, a plain norm, and a plain linear with few rows.
 
-    No size is divisible by 4, so every shard of the 2 x 2 ranks is padded.
+    On 2 x 2 ranks, shards of `up` and `out` are padded.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ def train(
 
 
 def assert_like_fsdp2(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float = 0.0) -> None:
-    """Assert that tensors have equal local values, and DTensors equal placements and meshes."""
+    """Assert equal local values, by default bitwise, and equal layouts of DTensors."""
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         mine = ours[name]

@@ -1,4 +1,4 @@
-"""Gradient accumulation in which only the last microbatch communicates.
+"""Gradient accumulation: all but the last microbatch skip reductions, or only all-reduces.
 
 Compared with FSDP2 and with one backward of the whole batch; also counts collectives and graphs.
 """
@@ -58,7 +58,7 @@ class Trained:
 
     Attributes:
         sent: our reductions in each microbatch of the last step.
-        theirs: FSDP2's reductions in each.
+        theirs: FSDP2's reductions in the same microbatches.
         graphs: number of graphs.
     """
 
@@ -113,7 +113,11 @@ def _accumulate(
     model: nn.Module,
     syncs: Callable[[bool], None],
 ) -> tuple[History, Sent]:
-    """Train with several microbatches per step; return the reductions in each of the last step."""
+    """Train with several microbatches per step.
+
+    Returns:
+        History, and the reductions in each microbatch of the last step.
+    """
     history, optimizer, sent = History(), None, Sent()
     for step in range(2):
         sent.clear()

@@ -210,7 +210,7 @@ def _full_state(model: nn.Module) -> dict[str, Tensor]:
 )
 @on_ranks(2)
 def test_evaluation_does_not_affect_training(mode: str, first: bool) -> None:
-    """Evaluate between steps or before the first; training is unaffected."""
+    """Evaluate before the first step, or after a backward and before the next."""
     twins = Twins(ConvNet())
     batches = draw(ConvNet.batch, 5)
     if not first:
@@ -367,7 +367,6 @@ def test_changing_sizes_recompile_once(
 
 @on_ranks(2)
 def test_ranks_with_batches_of_different_sizes() -> None:
-    """Train with smaller batches on one rank; collectives stay the same."""
     twins = Twins(MLP())
     for step, sizes in enumerate([(5, 5), (5, 3), (2, 5), (4, 4)]):
         batches = [torch.randn(n, 7, generator=generator(step, n)) for n in sizes]

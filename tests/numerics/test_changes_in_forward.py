@@ -75,7 +75,7 @@ def test_forward_that_changes_a_parameter_raises(change: Callable[[Any], None]) 
 @pytest.mark.parametrize("change", [_clamp, _zero_row, _copy, _renorm, _assign_data])
 @on_ranks(2)
 def test_eager_part_that_changes_a_parameter_raises(change: Callable[[Any], None]) -> None:
-    """Expect the error at the next read of a parameter or, without one, in backward."""
+    """Expect the error at the next read of a parameter, or in backward if no read follows."""
     name = "part.bias" if change is _copy else "part.weight"
     match = f"forward changes parameter '{name}' in place"
     for last in (False, True):

@@ -1,6 +1,7 @@
 """``SchedulePolicy(auto=True)`` on several ranks.
 
-All ranks follow the first rank's choice, and train exactly as with the same explicit settings.
+Ranks agree on the parameters that stay unsharded, and train exactly as with the same explicit
+settings. A rank with a larger batch may save fewer activations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies of a sharded model work; pickling one raises an error with advice.
+"""Copies of a sharded model work; pickling the model or a part of it raises with advice.
 
 Also tests averages and optimizers created before the model was sharded.
 """
@@ -127,7 +127,6 @@ def _plain_of(model: nn.Module) -> nn.Module:
 
 @on_ranks(2)
 def test_copy_of_a_parameter_leaves_the_model_unchanged() -> None:
-    """Check that a copied parameter is independent of the model."""
     model = graphshard.shard(MLP(), world_mesh())
     twins = Twins(model, _plain_of(model))
     for make in (copy.copy, copy.deepcopy):

@@ -49,7 +49,7 @@ class Mixture(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return tokens and the expert of each, one of the first one to four."""
+        """Return tokens and the expert of each, drawn from the first one to four experts."""
         high = int(torch.randint(1, EXPERTS + 1, (), generator=rng))
         return torch.randn(5, DIM, generator=rng), torch.randint(high, (5,), generator=rng)
 

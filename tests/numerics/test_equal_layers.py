@@ -67,7 +67,7 @@ def _table(number: int) -> Callable[[], Tensor]:
     def table() -> Tensor:
         return torch.full((DIM,), float(number))
 
-    table.__code__ = table.__code__.replace(co_name=f"table_{number}")  # Dynamo's name of it
+    table.__code__ = table.__code__.replace(co_name=f"table_{number}")  # names the attribute
     return torch._dynamo.assume_constant_result(table)  # type: ignore[no-any-return]
 
 
@@ -98,7 +98,7 @@ _CALLS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
     "literals in a checkpoint": functools.partial(checkpoint, use_reentrant=False),
     "part": lambda layer, x: layer(x) + checkpoint(layer.norm, x, use_reentrant=False),
 }
-"""How a layer is called, by its kind."""
+"""How a layer is called, by its kind; other kinds are called directly."""
 
 
 class Model(nn.Module):

@@ -36,7 +36,7 @@ class Case:
         dim: width of the activations.
         entry: kind of input: "floats", or "tokens", whose embedding is tied to the head.
         output: kind of result; "loss" is a scalar.
-        frozen: whether each parameter of the blocks is frozen, repeated cyclically.
+        frozen: whether each floating-point parameter of the blocks is frozen, repeated cyclically.
         mesh: sizes of the mesh axes: (shards,) or (replicas, shards).
         splits: number of tensor-parallel ranks for the blocks in `SPLIT`.
         reshard: ``reshard_after_forward``.
@@ -56,7 +56,7 @@ class Case:
         reduces_micros: whether every microbatch reduces its gradients; otherwise all but the last
             run under ``no_sync``.
         rows: variation of batch sizes: "same", "by_step", "by_rank" or "by_both".
-        thaw: whether, from the second step on, only the first block parameter is frozen.
+        thaw: whether, from the second step on, only the first of these parameters is frozen.
         evaluation: mode for evaluation between steps: "no_grad", "inference_mode" or "" (none).
         forwards: number of forwards per backward.
         optimizer: "sgd", "momentum" or "adamw".

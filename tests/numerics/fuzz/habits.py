@@ -1,6 +1,6 @@
 """User code around training: reads of parameters, hooks, and changes of ``p.data`` between steps.
 
-Parameters are read in all ways that Python allows.
+Parameters are read as attributes, by name, from containers, and by iteration over modules.
 """
 
 from __future__ import annotations

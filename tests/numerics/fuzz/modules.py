@@ -1,7 +1,7 @@
 """Blocks of a fuzzed model.
 
-These are leaves, and wrappers that call other blocks twice, in a checkpoint, outside of the graph,
-or conditionally. All map `[rows, length, dim]` to the same shape.
+These are leaves, and wrappers that call other blocks, for example twice, in a checkpoint, outside
+of the graph, or conditionally. All map `[rows, length, dim]` to the same shape.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ POLICIES = {
 
 
 def run_unsharded(case: Case) -> None:
-    """Train the plain copy with torch's own backend, to find failures unrelated to graphshard."""
+    """Run the plain copy's graphs with a backend of torch: failures are not graphshard's."""
     plain = Plain(case)
     plain.computes = torch.compile(
         plain.computes, backend="aot_eager_decomp_partition", dynamic=case.dynamic
@@ -97,7 +97,7 @@ class Plain:
                 param.grad = None
 
     def reduce(self, before: dict[str, Tensor]) -> None:
-        """Average the gradients of this step over all ranks.
+        """Average the gradients of this step over all ranks, except those of ignored parameters.
 
         Args:
             before: gradients from before this step, already averaged.

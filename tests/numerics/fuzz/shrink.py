@@ -32,7 +32,7 @@ def fails_unsharded(case: Case, text: str) -> bool:
 
 
 def headline(text: str) -> str:
-    """Return the line of an error text that describes the error."""
+    """Return the first 300 characters of the line that names the exception, or of the first."""
     lines = [line for line in text.strip().splitlines() if line and not line.startswith(" ")]
     errors = [
         line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|Unsupported)", line)
