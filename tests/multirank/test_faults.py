@@ -1,7 +1,7 @@
 """Faults of one rank at various points of training: it raises, exits, is killed, or is stopped.
 
-After a short stop, training continues. Otherwise, no rank hangs: the others fail in time, outside of
-checkpoints with the same error, and training can resume from the last checkpoint.
+After a short stop, training continues. Otherwise, no rank hangs: the others fail in time, with the
+same error outside of checkpoints, and training can resume from the last checkpoint.
 `GRAPHSHARD_FAULTS=all` tests every fault at every point; the default tests a few.
 """
 

@@ -1,4 +1,7 @@
-"""A forward that takes a different branch once its parameters are sharded raises an error."""
+"""A forward that takes a different branch once its parameters are sharded raises an error.
+
+Compiled modules, unlike functions, raise it only if GRAPHSHARD_CHECK=1.
+"""
 
 from __future__ import annotations
 

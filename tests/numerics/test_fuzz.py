@@ -1,6 +1,6 @@
 """Random models, options and training loops agree with plain copies.
 
-Runs `tests.numerics.fuzz` for a minute, and the cases that failed in the past.
+Runs `tests.numerics.fuzz` on fixed seeds, and on the cases that failed in the past.
 """
 
 from __future__ import annotations

@@ -125,7 +125,6 @@ def test_gradients_of_branches_accumulate() -> None:
 
 @on_ranks(2)
 def test_ranks_may_map_different_numbers_of_rows() -> None:
-    """Map a layer over a different number of rows on each rank."""
     twins = Twins(Reads(_mapped), dynamic=True)
     for step in range(2):
         twins.backward([torch.randn(3 + 2 * ((rank + step) % 2), DIM) for rank in range(2)])

@@ -1,6 +1,7 @@
 """Hooks on parameters get sharded gradients, whenever they were registered.
 
-They may run an optimizer step in backward. Hooks on modules are traced into the graph.
+They may run an optimizer step in backward. Hooks on modules have the same effect as in the plain
+model.
 """
 
 from __future__ import annotations
@@ -69,7 +70,6 @@ def test_hooks_see_sharded_gradients(early: bool) -> None:
 @pytest.mark.parametrize("early", [True, False])
 @on_ranks(2)
 def test_removed_hooks_do_not_fire(early: bool) -> None:
-    """Check that a handle removes its hook, whether registered before or after sharding."""
     twins, seen = Twins(MLP()), []
     if not early:
         twins.backward(_batches(0))

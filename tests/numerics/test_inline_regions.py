@@ -13,7 +13,7 @@ DIM, LAYERS = 6, 2
 
 
 class Layer(nn.Module):
-    """Layer with a constant buffer; its second half is a nested region."""
+    """Region with a constant buffer; its second half is a region within it."""
 
     def __init__(self) -> None:
         super().__init__()

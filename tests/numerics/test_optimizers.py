@@ -1,4 +1,4 @@
-"""Optimizers built before the first step are re-pointed, with their state and groups.
+"""Optimizers built before the first step get the sharded parameters, and keep state and groups.
 
 Optimizers built later, schedulers, gradient clipping and accumulation work as on a plain model.
 """
@@ -105,7 +105,6 @@ def test_optimizer_built_after_the_first_step(build: Build) -> None:
 
 @on_ranks(2)
 def test_optimizer_of_two_models_keeps_the_unsharded_one() -> None:
-    """Check that an optimizer keeps the parameters of a second, unsharded model."""
     twins, other = Twins(MLP()), nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([*other.parameters(), *twins.model.parameters()], 1e-2)
     twins.backward(draw(MLP.batch, 0))

@@ -17,7 +17,7 @@ from tests.ranks import on_ranks
 
 
 class Reader(nn.Module):
-    """Model with parameters in all kinds of containers and a traced or eager ``read``."""
+    """Model with single, tied, listed and named parameters, and a traced or eager ``read``."""
 
     def __init__(self, read: Callable[[Any, Tensor], Tensor], eager: bool) -> None:
         super().__init__()

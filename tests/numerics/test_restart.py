@@ -62,7 +62,7 @@ class Run:
         mesh: shape of the mesh.
         model: class of the model.
         options: arguments of ``graphshard.backend``.
-        prepare: function called first, to set torch's flags.
+        prepare: function called before the model is built, for example to set torch's flags.
         rows: rows per batch; sizes are dynamic if over 5.
     """
 
@@ -227,7 +227,7 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unchanged(own_caches: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Found]]:
-    """Return the results of two runs with other folders, names of groups and hashes of strings."""
+    """Return the results of two runs that differ only in folders, group names and string hashes."""
     found = []
     for seed, prepare in ("1", int), ("2", _create_other_groups):
         folder = tmp_path_factory.mktemp("temporary")

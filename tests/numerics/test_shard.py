@@ -284,7 +284,6 @@ def test_optimizer_survives_loading() -> None:
 
 @on_ranks(2)
 def test_replaced_module_is_sharded_at_the_next_step() -> None:
-    """Replace a sharded module with a plain one, which the next step shards."""
     twins = Twins(*_sharded(MLP()))
     twins.train(MLP.batch, steps=1)
     new = nn.Linear(7, 13)

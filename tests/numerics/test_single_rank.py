@@ -1,7 +1,7 @@
 """Training on one rank.
 
-Nothing is sent or copied, gradients are bitwise equal to unsharded ones, and gradients and outputs
-share no memory with parameters.
+Plans have no transfers in buckets, and gradients are bitwise equal to those of plain torch.compile
+or, in mixed precision, of FSDP2. Gradients and outputs share no memory with parameters.
 """
 
 from __future__ import annotations

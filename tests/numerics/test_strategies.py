@@ -261,7 +261,7 @@ def test_each_parameter_follows_its_own_strategy() -> None:
 
 
 def _clipped(name: str) -> list[tuple[float, float, int]]:
-    """Clip by each norm type; return the error relative to the peer, norm, and collectives."""
+    """Clip by each norm type; return (error relative to the peer, norm, number of collectives)."""
     ours, compiled, theirs = _models(STRATEGIES[name], "aot_eager")
     batch = draw(DeepGPT.batch, 0)[dist.get_rank()]
     found = []

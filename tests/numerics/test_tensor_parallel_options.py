@@ -1,6 +1,6 @@
 """Options and features of graphshard for tensor-parallel models.
 
-Results are compared with FSDP2 if it has the same feature, otherwise with the default options.
+Results are compared with FSDP2, if possible with the same options, or with graphshard's defaults.
 """
 
 from __future__ import annotations

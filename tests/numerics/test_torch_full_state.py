@@ -1,8 +1,8 @@
 """Limits of torch's `StateDictOptions(full_state_dict, cpu_offload, broadcast_from_rank0)`.
 
-Each test shows that torch's functions fail where `graphshard.full_state_dict` and
-`load_full_state_dict` work: see [Note: not by torch's StateDictOptions]. If one of these tests
-fails, torch may be able to replace a part of `graphshard.params.state_dict`.
+Each test shows a limit of torch's functions that `graphshard.full_state_dict` and
+`load_full_state_dict` do not have: see [Note: not by torch's StateDictOptions]. If one of these
+tests fails, torch may be able to replace a part of `graphshard.params.state_dict`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _sends_all_rows_to_all_ranks() -> None:
     num_bytes = sum(param.nbytes for param in MLP().parameters())
     recording.clear()
     graphshard.load_full_state_dict(model, state)
-    # Torch broadcasts only names, shapes and dtypes.
+    # Here, torch broadcasts only names, shapes and dtypes.
     assert all(event.dtype != torch.float32 for event in recording.events("broadcast"))
     recording.clear()
     set_model_state_dict(model, state, options=LOAD)

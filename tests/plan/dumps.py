@@ -86,7 +86,7 @@ def by_hand() -> Dump:
 
 @st.composite
 def dumps(draw: st.DrawFn) -> Dump:
-    """Generate a problem with a schedule."""
+    """Draw a dump of a random problem, hardware and schedule."""
     asked, on = draw(problems()), hardware(draw(lines))
     empty = dump(asked, [], on=on)
     cost = draw(lines)  # unlike the hardware: any schedule will do
