@@ -65,7 +65,7 @@ class RankError(RuntimeError):
     """Raised if at least one rank failed.
 
     Attributes:
-        failures: failures of all ranks, in chronological order.
+        failures: failures of the ranks that failed, in chronological order.
     """
 
     def __init__(self, failures: Sequence[Failure], world_size: int) -> None:
@@ -152,7 +152,7 @@ def run_fresh(
     import_env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """Call `run` in new processes that end afterwards, to measure memory or start without caches.
+    """Do as `run`, in new processes that end afterwards, to measure memory or start without caches.
 
     Given an import_env, even an empty one, each rank imports torch itself with these variables set,
     instead of being forked from a server that has imported it. This takes seconds.

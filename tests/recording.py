@@ -91,7 +91,7 @@ def wire(alpha_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
 
 
 def max_in_flight(*kinds: str) -> int:
-    """Return the largest number of collectives (of `kinds`) issued but not yet waited for."""
+    """Return the largest number of collectives (of `kinds`, if given) issued but not waited for."""
     return _peak(kinds, lambda event: 1)
 
 

@@ -1,4 +1,4 @@
-"""The table of allowed imports between packages, and tests that the code complies.
+"""The table of allowed imports between units of the code, and tests that the code complies.
 
 A unit is a sub-package or a top-level module of ``graphshard``. The top-level folder ``passes/``
 counts as the sub-package ``passes``, as it is installed.
@@ -109,10 +109,10 @@ ALLOWED: dict[str, set[str]] = {
     "arguments": {"forecast", "tools"},
     "__main__": {"__init__", "arguments"},
 }
-"""Packages that each package may import."""
+"""Units that each unit may import."""
 
 MAX_LAYERS = 9
-"""Maximum number of layers; a package is one layer above the highest package that it imports."""
+"""Maximum number of layers; a unit is one layer above the highest unit that it imports."""
 
 
 def _files() -> Iterator[tuple[str, str, Path]]:

@@ -1,7 +1,7 @@
 """Training on one rank.
 
-Plans have no transfers in buckets, and gradients are bitwise equal to those of plain torch.compile
-or, in mixed precision, of FSDP2. Gradients and outputs share no memory with parameters.
+Plans have no buckets, and gradients are bitwise equal to those of plain torch.compile or, in mixed
+precision, of FSDP2. Gradients share no memory with each other, nor outputs with parameters.
 """
 
 from __future__ import annotations

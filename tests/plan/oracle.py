@@ -3,7 +3,7 @@
 Each way to split the queues into buckets has its own program. It chooses the step before which each
 bucket is launched, and the order of buckets. Times are longest paths, as in ``clock``:
 
-    launched[b, s]  b is launched before step s: one s per b, from where it is ready to its wait
+    launched[b, s]  b is launched before step s: exactly one s, from b's earliest launch to its wait
     order[a, b]     a comes before b: it is launched no later, and sent first
     copied[b]       end of b's copy-in: after the step before s, and after a's copy-in
     sent[b]         end of b's collective: after its copy-in, and after a's collective
@@ -55,7 +55,7 @@ def best(problem: Problem, cost_model: TransferCostModel) -> tuple[tuple[Bucket,
 
 
 def _all_splits(problem: Problem, cost_model: TransferCostModel) -> Iterator[Split]:
-    """Yield all splits of the gathers, ordered by ``due``, and the reductions, by ``ready``.
+    """Yield each split of the gathers (sorted by ``due``) with each of the reductions (``ready``).
 
     Splits with a bucket that is ready only after it is due are omitted.
     """

@@ -31,7 +31,7 @@ FQNS = ("head", "blocks.1.w", "blocks.1.v", "blocks.0.w")
 
 
 def _backward() -> Problem:
-    """Return the backward of a head and two blocks; the first block has two parameters."""
+    """Return the backward of a head and two blocks; block 1 has two parameters."""
     transfers = [gather(0, 32, 0), gather(1, 32, 1), gather(2, 32, 2), gather(3, 32, 3)]
     transfers += [reduction(i, 32, i + 1, 5) for i in range(4)]
     return problem([100.0] * 5, transfers)

@@ -1,4 +1,4 @@
-"""Shards of a parameter: rows are split as by `torch.chunk`, and padded to one shape per rank."""
+"""Shards of a parameter: rows split as by `torch.chunk`, padded to the same shape on all ranks."""
 
 from __future__ import annotations
 

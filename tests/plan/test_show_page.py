@@ -317,7 +317,7 @@ setTimeout(() => {
 
 
 def _step_label(graph: GraphData, step: int) -> str:
-    """Return how the page names a step: its module and its first node."""
+    """Return how the page names a step: by its module and first node, or "end" after the last."""
     steps = graph["steps"]
     return f"{steps['module'][step]} ({steps['name'][step]})" if step < len(steps["us"]) else "end"
 

@@ -49,7 +49,7 @@ def scalars(folder: Path) -> dict[str, list[float]]:
 
 
 def same(values: dict[str, Tensor], model: nn.Module | dict[str, Tensor]) -> bool:
-    """Return whether ``values`` are bitwise equal to those of a plain model or a dict."""
+    """Return whether a plain model or a dict has bitwise equal values for the same names."""
     others = model if isinstance(model, dict) else dict(model.named_parameters())
     return values.keys() <= others.keys() and all(
         torch.equal(v, others[n]) for n, v in values.items()

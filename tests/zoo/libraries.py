@@ -28,7 +28,7 @@ class Library:
     Attributes:
         build: function that builds the model with random weights.
         batch: function that draws a batch; the generator differs by rank and step.
-        loss: function that computes the loss as the library's own training script does.
+        loss: function that computes a loss from the model and a batch.
         one_graph: whether Dynamo traces the model without a graph break.
     """
 

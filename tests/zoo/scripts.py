@@ -35,7 +35,6 @@ def _run(folder: Path, arguments: Sequence[str], port: int) -> None:
 
 
 def free_port() -> int:
-    """Return a free TCP port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Accelerate with `graphshard.integrations.accelerate.prepare`, compared with its DDP.
+"""Accelerate with `graphshard.integrations.accelerate.prepare`, compared with Accelerate's DDP.
 
 It trains like DDP, saves full weights, and resumes bitwise from checkpoints.
 """

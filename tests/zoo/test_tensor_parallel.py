@@ -1,6 +1,7 @@
 """Tensor-parallel models of `transformers`, compared with FSDP2 under the same plan.
 
-Plans come from `transformers` or, with `peft`'s adapters, from `parallelize_module`.
+`transformers` applies its own plans; `parallelize_module` applies those for `peft`'s adapters and
+for models that are read from files.
 """
 
 from __future__ import annotations

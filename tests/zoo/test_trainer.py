@@ -275,7 +275,6 @@ def test_model_that_transformers_splits_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("adapted", [False, True])
 @on_ranks(2)
 def test_ranks_generate_texts_of_different_lengths(adapted: bool) -> None:
-    """Generate texts of different lengths; each equals that of a plain model."""
     torch.manual_seed(0)
     model: Any = small_llama()
     if adapted:

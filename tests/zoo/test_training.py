@@ -1,7 +1,7 @@
-"""All models of the zoo train like DDP or FSDP2 in float32.
+"""All models of the zoo train like DDP or, for one model, FSDP2, in float32.
 
-Losses and all gradients agree in each of five steps, on 2 and 4 ranks, with both compilers. Models
-are one graph, except for those that break it, which warn once.
+Losses and all gradients agree in each of five steps. Inductor compiles only the shallow models, and
+one model runs on four ranks. Models are one graph, except for those that break it, which warn once.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def compare(
 
 
 def compare_with_fsdp2(name: str, steps: int) -> float:
-    """Train the model ``name`` with graphshard and with FSDP2."""
+    """Call `compare` with FSDP2; all arguments may be positional."""
     return compare(name, against="fsdp2", steps=steps)
 
 
