@@ -32,7 +32,7 @@ _PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)_\d+")
 # gradient: the number of the input that it belongs to.
 _INPUT = "graphshard_input"
 
-# Key in ``meta`` of a subgraph that holds the schema of its calls.
+# Key in ``meta`` of a subgraph, for the schema of its calls.
 _SCHEMA = "graphshard_schema"
 
 
@@ -45,9 +45,9 @@ def num_constants(gm: fx.GraphModule) -> int:
 
 
 def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
-    """Return each AOTAutograd input's position in Dynamo's graph, or None for constants.
+    """Return the position among the inputs of Dynamo's graph of each input of AOTAutograd's graph.
 
-    Tokens are omitted.
+    It is None for a constant. Tokens are omitted.
     """
     positions: list[int | None] = [None] * num_constants(gm)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -95,7 +95,8 @@ def number_inputs(forward: fx.Graph, backward: fx.Graph) -> None:
 
 def inputs_of_gradients(backward: fx.Graph) -> dict[fx.Node, int]:
     """Return, for each gradient that a backward graph outputs, the number of its input."""
-    # For a tensor subclass that requires no gradient, backward returns a single None.
+    # For a tensor subclass that requires no gradient, backward returns a single None, even if it is
+    # several inputs: positions of later outputs then differ from the numbers in ``meta``.
     outputs = enumerate(outputs_of(backward))
     return {n: n.meta.get(_INPUT, i) for i, n in outputs if isinstance(n, fx.Node)}
 
@@ -202,7 +203,7 @@ def on_joint_graph(rewrite: Callable[[fx.GraphModule], None]) -> None:
 def derive_schemas_once(prefix: str) -> None:
     """Derive the schema of each subgraph once if its name contains ``prefix``.
 
-    Arguments of different calls of such a subgraph may differ only in their values.
+    All calls of such a subgraph must have the same schema: their arguments differ only in values.
     """
 
     def wrap(gen_schema: Any) -> Any:

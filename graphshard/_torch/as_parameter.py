@@ -34,7 +34,7 @@ class GatheredParameter(nn.Parameter):
     # With a plain tensor, slicing an ``nn.ParameterList`` would create new parameters, which get no
     # gradient.
 
-    # Dynamo gets the real values, because it copies tensors that are leaves.
+    # Dynamo gets the real ``grad_fn`` and ``is_leaf``, because it copies tensors that are leaves.
     grad_fn: Any = property(lambda self: _is_in_graph(self, "grad_fn", None))
     is_leaf: Any = property(lambda self: _is_in_graph(self, "is_leaf", True))
     grad: Any = property(lambda self: None)
@@ -46,11 +46,11 @@ def _is_in_graph(tensor: torch.Tensor, attribute: str, as_a_leaf: object) -> obj
 
 
 class _ParameterVariable(TensorVariable):
-    """A full parameter in a trace, whose marker is emitted on use.
+    """A full parameter in a trace.
 
     A trace has one variable per parameter, so identity checks give the same result as in the plain
-    model. A variable has one marker per graph (including bodies of higher-order operators) and
-    grad mode, so a parameter first read under ``no_grad`` still gets gradients from other uses.
+    model. The first use in each scope (`_place`) emits a marker for the scope, so a parameter first
+    read under ``no_grad`` still gets gradients from other uses.
     """
 
     _nonvar_fields = {"_markers", "_emit", "_shard", "_grad", *TensorVariable._nonvar_fields}
@@ -91,7 +91,11 @@ class _ParameterVariable(TensorVariable):
 
 
 def _place() -> tuple[object, ...]:
-    """Return the scope in which uses share a marker: graph, grad mode and ``torch.func`` level."""
+    """Return the scope in which uses share a marker.
+
+    It is made up of the graph (bodies of higher-order operators count), grad mode, inference mode
+    and ``torch.func`` level.
+    """
     tracer = InstructionTranslator.current_tx().output.current_tracer
     level = torch._C._functorch.maybe_current_level()
     return (tracer, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), level)
@@ -131,7 +135,9 @@ def trace_as_parameters(
             variable._grad = functools.reduce(AttrSource, (*dtensor_path, "grad"), source)
         return traced[key]
 
-    for op in ops:  # Dynamo caches this table, with the devices that are registered by now
+    # If Dynamo has not built this table yet, this builds and caches it, for the devices registered
+    # by now.
+    for op in ops:
         TorchInGraphFunctionVariable._get_handlers()[op] = trace
 
 
@@ -176,13 +182,16 @@ def _parameter(
 
 
 def _fake_parameter(marker: fx.Node, requires_grad: bool) -> torch.Tensor:
-    """Return the marker's fake result as an ``nn.Parameter``, a leaf outside of ``torch.func``."""
+    """Return the marker's fake result as an ``nn.Parameter``.
+
+    It is a leaf, except under a ``torch.func`` transform.
+    """
     fake: torch.Tensor
     tx = InstructionTranslator.current_tx()
     if torch._C._functorch.maybe_current_level() is not None:
         fake = get_fake_value(marker, tx, True)
     else:
-        with torch.no_grad():  # the operator's autograd function would take half of the time
+        with torch.no_grad():  # running the op's autograd function would double the time
             fake = get_fake_value(marker, tx, True)
         fake.requires_grad_(requires_grad)
     fake._is_param = True  # what _ParameterMeta checks
@@ -190,10 +199,11 @@ def _fake_parameter(marker: fx.Node, requires_grad: bool) -> torch.Tensor:
 
 
 def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
-    """Make Dynamo read a parameter that it finds in ``_parameters`` as an attribute of its module.
+    """Make Dynamo read some DTensors that it finds in ``_parameters`` as attributes of the module.
 
     Args:
-        is_ours: returns whether the code being traced should see a DTensor's full parameter.
+        is_ours: returns whether to do so for a DTensor, so that the traced code sees the full
+            parameter.
     """
 
     # ``_parameters`` holds DTensors; ``parameters()``, ``named_parameters()`` and ``state_dict()``

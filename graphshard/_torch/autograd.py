@@ -1,4 +1,4 @@
-"""Tensor hooks and versions, and callbacks for the end of backward and its errors.
+"""Tensor hooks and versions, callbacks of backward, and substitutes for its ``inputs``.
 
 Relies on torch/_tensor.py, torch/autograd/variable.py and graph.py, and the ``CompiledFunction`` in
 torch/_functorch/_aot_autograd/runtime_wrappers.py.
@@ -141,9 +141,10 @@ def on_backward_success(act: Callable[[], None]) -> None:
 
 
 def on_backward_error(outputs: Iterable[object], act: Callable[[BaseException], None]) -> bool:
-    """Call ``act`` with any error from the backward of a compiled graph, before it propagates.
+    """Call ``act`` with every error in a backward of the compiled graphs that produced ``outputs``.
 
-    Callbacks run in registration order. Return whether ``outputs`` come from a compiled graph.
+    Callbacks run in registration order, before the error propagates. Return whether there is such a
+    graph.
     """
     # AOTAutograd creates one ``autograd.Function`` class per compiled graph, whose ``backward``
     # runs the backward graph (torch/_functorch/_aot_autograd/runtime_wrappers.py).

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = ["StorageInfo", "read_metadata"]
 
-# Names that the pickle may contain, keyed by module. Calling any of them only builds a value.
+# Names that the pickle may contain besides dtypes and paths, keyed by module. Calling any of them
+# only builds a value.
 _CLASSES: dict[str, tuple[str, ...]] = {
     metadata.__name__: (
         "Metadata",
@@ -70,7 +71,7 @@ def read_metadata(path: Path) -> Any:
     """Unpickle a checkpoint's metadata file, and return its content, usually a ``Metadata``.
 
     Raises:
-        Exception: of any type; the file is damaged, or is not checkpoint metadata.
+        Exception: of any type; the file is missing, damaged, or not checkpoint metadata.
     """
     with path.open("rb") as file:
         return _Unpickler(file).load()

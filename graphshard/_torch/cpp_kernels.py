@@ -53,9 +53,9 @@ class _PutOff:
 
 @contextmanager
 def few_cpp_files(num_graphs: int) -> Iterator[None]:
-    """Make the kernels of each graph compiled in this context share files.
+    """Make the kernels of each graph compiled in this context share files, where they can.
 
-    The thread waits for all kernels at the end, instead of after each graph.
+    The thread waits for all kernels at the end of the context, instead of after each graph.
 
     Args:
         num_graphs: number of graphs expected, 2 for forward and backward. The contents of files
@@ -88,7 +88,10 @@ class _FewFiles(AsyncCompile):
         return LambdaFuture(lambda: self._loaded(kernel))
 
     def wait(self, scope: dict[str, Any]) -> None:
-        """Start compiling; replace the kernels in ``scope`` now or at the end of the context."""
+        """Start compiling, and replace the kernels in ``scope`` once they are compiled.
+
+        In `few_cpp_files`, that is at the end of the context; otherwise this waits for it.
+        """
         put_off: _PutOff = getattr(_thread, "put_off", _PutOff(1))
         put_off.num_graphs -= 1
         num_idle = get_compile_threads() - (put_off.num_graphs > 0)

@@ -69,7 +69,7 @@ def all_to_all(
     sent_sizes: list[int] | None,
     group: str,
 ) -> torch.Tensor:
-    """Exchange rows with all ranks of a group, in traced code; differentiable.
+    """Exchange rows with all ranks of a group, in traced code; differentiable for floats.
 
     Args:
         group: name of the group.
@@ -139,8 +139,8 @@ def device_for(group: dist.ProcessGroup) -> torch.device:
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """Return the timeout of a collective of ``group``, in seconds."""
-    # The longest ``_timeout`` of its backends. Backend "fake" has no options: use torch's default.
+    """Return the longest timeout of the backends of ``group``, in seconds."""
+    # Backend "fake" has no options: use torch's default.
     backends = [group._get_backend(device) for device in group._device_types]
     options = [getattr(backend, "options", None) for backend in backends]
     timeouts = [getattr(backend_options, "_timeout", None) for backend_options in options]

@@ -33,7 +33,7 @@ def set_local_tensor(dtensor: DTensor, local: torch.Tensor) -> None:
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Wrap ``local`` in a DTensor with the shape and placements of ``like``."""
+    """Wrap ``local`` in a DTensor with the shape, mesh and placements of ``like``."""
     return DTensor(local, like._spec, requires_grad=False)
 
 
@@ -106,7 +106,10 @@ def replace_data(dtensor: DTensor, new: DTensor) -> None:
 
 @functools.cache  # registering ``act`` again has no effect
 def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
-    """Call ``act(dtensor, value)`` on ``dtensor.data = value``; assign only if it returns False."""
+    """Call ``act(dtensor, value)`` on ``dtensor.data = value``.
+
+    If ``act`` returns False, torch then assigns ``value`` as usual.
+    """
 
     # Torch's assignment replaces the storage of the wrapper, which holds no memory, instead of the
     # local tensor: the assigned value is lost.

@@ -42,7 +42,7 @@ set_grad_enabled = torch._C._set_grad_enabled  # called in graphs where a grad m
 
 
 def log_only_errors() -> None:
-    """Turn off Dynamo's warnings."""
+    """Make Dynamo log errors only."""
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
 
 
@@ -217,7 +217,10 @@ def run_with_callees_as_python(function: _F) -> _F:
 
 
 def at_recompile_limit(code: CodeType) -> bool:
-    """Return whether ``code`` has reached Dynamo's recompile limit and runs eagerly from now on."""
+    """Return whether ``code`` has as many graphs as Dynamo's recompile limit allows.
+
+    A call that fits none of these graphs then runs eagerly.
+    """
     limit: int = torch._dynamo.config.recompile_limit
     return len(_debug_get_cache_entry_list(code)) >= limit
 
@@ -273,7 +276,7 @@ def capture_graph(call: Callable[[], object]) -> tuple[fx.GraphModule, list[Any]
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
-    """Trace a dimension of an input as a symbol, unless the code needs its value."""
+    """Make Dynamo trace a dimension of an input as a symbol, unless the code needs its value."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
@@ -307,7 +310,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error and its causes, innermost last, then those of traced code."""
+    """Return the frames of an error and of its chain of causes, then those of traced code.
+
+    The innermost frame of each error, and of traced code, is the last one.
+    """
     frames: list[traceback.FrameSummary] = []
     for one in _chain(error):
         frames += traceback.extract_tb(one.__traceback__)

@@ -1,10 +1,10 @@
 """The compiled call in progress, read from the Python stack.
 
-Torch does not pass a backend the compiled module, the arguments of ``torch.compile`` or the call in
-progress. This module reads them from the frames of torch's own functions. It alone relies on the
-names of these functions and of their local variables, which are the same in torch 2.11.0 and
-2.13.0: torch/nn/modules/module.py, torch/__init__.py, torch/_dynamo/eval_frame.py and
-resume_execution.py.
+Torch does not pass a backend the compiled module or the call in progress, and passes the options of
+``torch.compile`` only with a graph. This module reads them from the frames of torch's own
+functions. It alone relies on the names of these functions and of their local variables, which are
+the same in torch 2.11.0 and 2.13.0: torch/nn/modules/module.py, torch/__init__.py,
+torch/_dynamo/eval_frame.py and resume_execution.py.
 
 [Note: call scope] ``call_scope`` stores values that live as long as one call of a module or of
 compiled code, in the ``kwargs`` dictionary of torch's own frame. Alternatives fail:
@@ -93,7 +93,10 @@ class CompiledCall:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def root(self) -> nn.Module | None:
-        """Return the compiled module or, for a function, the outermost module that it runs."""
+        """Return the compiled module or, for a function, the outermost module that it runs.
+
+        Return None if the function has run no module yet.
+        """
         if self.module is not None:  # bool(module) may be False, or raise
             return self.module
         # The outermost called module, or the running module that contains it.
@@ -201,7 +204,10 @@ def describe_code(code: CodeType) -> str:
 
 
 def is_recomputation(frame: FrameType) -> bool:
-    """Return whether ``frame`` is in torch.utils.checkpoint, which reruns parts of a forward."""
+    """Return whether ``frame`` is in torch.utils.checkpoint, which reruns parts of a forward.
+
+    True in the first run, too.
+    """
     return frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
 

@@ -99,7 +99,7 @@ def options_of_plans(
 
 
 def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop a user's Inductor options that would move collectives, with a warning."""
+    """Return a user's Inductor options without those of `KEEP_ORDER`; warn about any that is on."""
     undone = [f"{name}={asked[name]}" for name in KEEP_ORDER if asked.get(name, False)]
     if undone:
         warnings.warn(
@@ -132,9 +132,9 @@ def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> di
     asked.pop("cudagraph_annotation", None)
     warnings.warn(
         "graphs of this backend run without CUDA graphs: torch.compile's CUDA graphs cannot "
-        'contain NCCL collectives. Remove mode="reduce-overhead" and override_cudagraphs, and '
-        'replace "max-autotune" with "max-autotune-no-cudagraphs". To capture graphs yourself, set '
-        "torch._inductor.config.cudagraph_policy (torch 2.13).",
+        'contain NCCL collectives. Remove mode="reduce-overhead", triton.cudagraphs and '
+        'override_cudagraphs, and replace "max-autotune" with "max-autotune-no-cudagraphs". To '
+        "capture graphs yourself, set torch._inductor.config.cudagraph_policy (torch 2.13).",
         stacklevel=2,
     )
     return {**options, "triton.cudagraphs": False}
@@ -222,7 +222,7 @@ def compile_without_code(
     decompositions: dict[Any, Any] | None,
     inner_compile: Callable[..., Any] | None = None,
 ) -> Any:
-    """Run all of Inductor's passes on a graph with fake inputs, without generating code.
+    """Run Inductor's graph passes on a graph with fake inputs, without generating code.
 
     The returned callable returns uninitialized tensors like the graph's outputs, and inputs as they
     are. ``inner_compile``, if given, compiles each partitioned graph instead, without the post-grad

@@ -1,7 +1,7 @@
-"""Optimizers and modules created since graphshard was imported.
+"""Optimizers and modules created since graphshard was imported, recorded as they are created.
 
-The garbage collector lists all live objects, except those hidden from it by ``gc.freeze()``. Relies
-on torch/optim/optimizer.py and torch/nn/modules/module.py.
+The garbage collector lists live objects, but not those that ``gc.freeze()`` has hidden from it.
+Relies on torch/optim/optimizer.py and torch/nn/modules/module.py.
 """
 
 from __future__ import annotations

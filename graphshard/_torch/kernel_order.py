@@ -14,8 +14,8 @@ If a launch before the wait sends a result of the kernel, the kernel must not mo
     Inductor  wait a   kernel   launch grad
     here      grad   launch grad   wait a   norm
 
-A large allocation written after a wait is treated as if it needed the wait, because it should reuse
-the memory that the wait frees.
+When kernels are split, a large allocation written after a wait is treated as if it needed the wait,
+because it should reuse the memory that the wait frees.
 
 Relies on its imports, with the same names in torch 2.11 and 2.13 except ``CustomSchedulerPass``.
 """
@@ -166,7 +166,7 @@ def _latest(
 
 
 def _ordered(nodes: Nodes) -> Nodes:
-    """Return nodes by order and last wait, each preceded by the nodes that it must come after."""
+    """Return nodes in written order, but each after the waits and nodes that it must come after."""
     needed = _dependencies(nodes)
     last_wait = _last_waits(nodes, needed)
     # Break ties in favour of waits.

@@ -1,4 +1,4 @@
-"""A process group for CPUs on a modelled wire: gloo, whose collectives take at least as long.
+"""A process group for CPUs: gloo, whose collectives take at least the time of a modelled wire.
 
 Each rank's wire carries one collective at a time, in ``latency_s`` plus the time of the bytes that
 a ring sends. The transfer needs no core, as on a GPU's interconnect, so compute can hide it: a wait
@@ -34,7 +34,10 @@ class ModelledWire:
         self._free_at = 0.0
 
     def send(self, num_bytes: float) -> float:
-        """Return the time, as of ``time.perf_counter``, at which bytes sent now have arrived."""
+        """Return when bytes sent now have arrived, on the clock of ``time.perf_counter``.
+
+        Return 0 if ``bytes_per_s`` is not set.
+        """
         if not self.bytes_per_s:
             return 0.0
         start = max(self._free_at, time.perf_counter())
@@ -82,7 +85,7 @@ class _WireGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._share = (size - 1) / size  # of a full buffer that a ring sends from each rank
+        self._share = (size - 1) / size  # part of a full buffer that each rank of a ring sends
         self._register_backend(torch.device("cpu"), self.BackendType.GLOO, self._gloo)
         self._set_default_backend(self.BackendType.GLOO)
 

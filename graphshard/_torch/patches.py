@@ -1,9 +1,10 @@
-"""Tables of the attributes and tables of torch that graphshard changes for a whole process.
+"""What graphshard changes in torch for a whole process.
 
 `PATCHES` are attributes of torch that `patch` replaces; `ENTRIES` are tables of torch to which we
-add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step. Other
-changes, which are not in the tables:
+add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step. Changes
+of shorter or conditional effect are not among them:
 
+- While a graph runs whose waits are timed, ``waits.py`` replaces ``wait_tensor``.
 - During a compile, or while a checkpoint is loaded, ``mock.patch.object`` replaces a function
   (``cpp_kernels.py``, ``integrations/pretrained.py``).
 - ``no_gpu/stand_ins.py`` simulates a GPU in the process that ``graphshard.check`` starts.

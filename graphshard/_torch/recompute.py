@@ -42,7 +42,7 @@ def policy_of(checkpoint: fx.Node) -> Hashable:
 
 
 def _key(value: Any, outer: tuple[object, ...] = ()) -> Hashable:
-    # Layers often define their policies, equal ones, as inner functions.
+    # Each layer may define its policy as an inner function: compare code, defaults and closure.
     if isinstance(value, functools.partial):
         return _key([value.func, *value.args, *value.keywords.items()], outer)
     if isinstance(value, FunctionType) and value.__closure__ and value not in outer:

@@ -86,7 +86,8 @@ def on_storage(value: FakeTensor, storages: dict[int, torch.UntypedStorage]) -> 
     """Return a fake tensor like ``value`` on another storage.
 
     Args:
-        storages: new storage for each storage ID; one for ``value`` is added if there is none.
+        storages: new storages, keyed by ID of the old one; if it lacks that of ``value``, a storage
+            of the same size is added.
     """
     storage = value.untyped_storage()
     with no_dispatch():
@@ -150,7 +151,7 @@ def argument_names(op: object) -> list[str]:
 def size_hint(size: int | torch.SymInt) -> int:
     """Return the value of a size, or of an expression of sizes, during tracing; adds no guard.
 
-    The value of a data-dependent size is 4096.
+    A data-dependent size counts as 4096.
     """
     names = ("optimization_hint", "size_hint")  # 2.13, 2.11
     ask = next(getattr(symbolic_shapes, name) for name in names if hasattr(symbolic_shapes, name))

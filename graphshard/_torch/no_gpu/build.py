@@ -49,4 +49,7 @@ def _compile(target: Path) -> None:
     command += [f"-Wl,-rpath,{root}/lib", "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} failed. If the compiler does not support C++20, set CXX to one "
+            f"that does:\n{done.stderr[-2000:]}"
+        )

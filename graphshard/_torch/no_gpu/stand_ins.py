@@ -3,7 +3,7 @@
 With them, Inductor and Triton compile for the device, and the generated code runs over fake
 tensors. ``no_gpu.cpp``, which was loaded before torch, makes autograd, streams and events of
 ``cuda`` work without effect. `install` replaces the rest permanently: the process cannot do
-anything else afterwards. Every replaced function is listed here, with its use of the device.
+anything else afterwards. All replacements are in this module.
 
 Relies on torch 2.13 and Triton 3.7.
 """
