@@ -1,18 +1,21 @@
 """Shard the parameters of a module; read, reduce, load and save the shards.
 
-    checks                     find and validate parameters; options ─► ``ParamSpec``
+    plain_params, checks       find and validate parameters; options ─► ``ParamSpec``
     param_spec, mesh           how a parameter is split and gathered; process groups of its mesh
     shard                      shards a module in place: broadcast, split, free
     sharded_param              the DTensor that users see, its shard, its gradients, its model
     module_class, eager        let forward read full parameters, inside and outside of graphs
-    graph_params, mixed_precision, first_forward
-                               guards and checks of graphs, dtype casts, the first forward
-    grad_sync                  ``no_sync`` and related functions
-    loading, state_dict        load full tensors; gather and scatter full state dicts
+    graph_params, mixed_precision, first_forward, compare_traces
+                               guards and checks of graphs, dtype casts, the first forward, a check
+                               that the plain model does the same
+    grad_sync, clip_grad       ``no_sync`` and related functions; clipping by the total norm
+    loading, full_tensor, state_dict
+                               load full tensors; gather and scatter one; full state dicts
     meta_init, stored          initialize a model on the meta device; read tensors lazily
     save_pretrained, pickling  save through other libraries; refuse lossy pickles
+    memory_report              memory of a model on a rank
 
-May import ``ranks``, ``ops`` and ``options``. State belongs to a ``ShardedParam``, a
+State belongs to a ``ShardedParam``, a
 ``ShardedModel`` or a module, or is stored in ``_graphshard_*`` attributes of users' objects. A
 comment on each global says why it exists.
 """

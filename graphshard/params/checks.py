@@ -41,10 +41,10 @@ _OTHER_WRAPPERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel
 def find_groups(
     root: nn.Module, plain_params: Sequence[PlainParam], mesh: DeviceMesh, options: Options
 ) -> MeshGroups:
-    """Return the groups of ``mesh`` and of the tensor parallel mesh, if the model has DTensors.
+    """Return the groups of ``mesh`` and, if the model has DTensors, of their tensor parallel mesh.
 
-    A DTensor mesh that does not fit is left out, and :func:`find_error` reports it. Parameters with
-    their own mesh in ``overrides`` are ignored.
+    DTensors whose mesh does not fit are skipped, and :func:`find_error` reports them. Parameters
+    with their own mesh in ``overrides`` are skipped, too.
     """
     sharded = filter(None, map(sharded_param_of, root.parameters()))
     tp_meshes = [known.spec.groups.of_model.tp_mesh for known in sharded]
@@ -266,7 +266,8 @@ def _instead_of_subclass(param: nn.Parameter) -> str:
     if is_of_torchao(param.data):
         return "; for fp8 all-gathers, pass the plain module and fp8=graphshard.Float8Policy()"
     if param.requires_grad:
-        return ""  # if ignored, its gradient would not be reduced
+        # Not ignored_params: its gradient would not be reduced.
+        return ". Make it a plain parameter before sharding"
     return (
         ". To keep this frozen parameter unsharded, like the quantized base of QLoRA, set "
         "ignored_params=[p for p in model.parameters() if isinstance(p.data, "
@@ -288,8 +289,8 @@ def _override_error(
         if policy is not None and not has_boundary and (field := _field_of_modules(policy)):
             return (
                 f"overrides[{glob!r}] has an mp_policy with {field}, but matches only parameters, "
-                "which have no inputs and outputs: match their module, which covers all of its "
-                "parameters"
+                "which have no inputs and outputs: match their module instead; its policy also "
+                "applies to its parameters"
             )
     return None
 
@@ -395,12 +396,16 @@ def _fp8_error(
         plain.spec.float8_recipe: plain for plain in plain_params if plain.spec.float8_recipe
     }
     if not recipes and any(plain.param.dim() == 2 for plain in plain_params):
-        return "fp8 selects no parameter: check fp8.filter_fn, or omit fp8"
+        return (
+            "fp8 selects no parameter: all matrices are excluded by overrides, nn.Embedding or "
+            "fp8.filter_fn, which by default rejects output heads and sizes that are not multiples "
+            "of 16. Pass a different filter_fn, or omit fp8"
+        )
     for recipe, plain in recipes.items():
         if error := float8_error(device_type, recipe):
             return (
                 f"fp8: {device_type} cannot compute the {recipe} fp8 matmuls of parameter "
-                f"{plain.fqn!r}: {error}"
+                f"{plain.fqn!r}: {error}. Omit fp8, or use a different recipe or device"
             )
     return None
 

@@ -1,4 +1,4 @@
-"""Clip gradients by their total norm if parameters are on several meshes."""
+"""Clip gradients by their total norm, even if parameters are on several meshes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | No
 
 
 def _over_all_ranks(norm: torch.Tensor, norm_type: float, spec: ParamSpec) -> torch.Tensor:
-    """Return the norm over all ranks, if ranks outside of the mesh hold different parameters."""
+    """Return the norm over all ranks if ranks outside of the mesh hold different parameters.
+
+    Otherwise, return ``norm``.
+    """
     if not spec.is_local:
         return norm
     group = process_group(spec.groups.all_ranks)

@@ -39,7 +39,7 @@ class ForwardCheck:
     """A check that the first graph of a sharded model equals that of the plain model."""
 
     def __init__(self, options: Options) -> None:
-        # With casts of parameters or inputs, the graphs differ by design: nothing is compared.
+        # With casts of parameters, inputs or outputs, the graphs differ by design: compare nothing.
         policies = [options.mp_policy, *(o.get("mp_policy") for o in options.overrides.values())]
         self._casts = any(p.param_dtype or p.output_dtype for p in policies if p is not None)
         self._ignored = options.ignored_params
@@ -48,8 +48,8 @@ class ForwardCheck:
     def trace_plain(self, module: nn.Module, call: Callable[[], object]) -> None:
         """Trace a call of a module before it is sharded, up to the first graph break.
 
-        Does nothing unless the environment variable ``GRAPHSHARD_CHECK`` is 1 and ``mp_policy``
-        casts nothing. If Dynamo captures no graph, the call runs as plain Python.
+        Does nothing unless the environment variable ``GRAPHSHARD_CHECK`` is 1 and no ``mp_policy``
+        casts parameters or outputs. If Dynamo captures no graph, the call runs as plain Python.
         """
         enabled = os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._casts
         captured = capture_graph(call) if enabled else None  # up to the first graph break
@@ -57,9 +57,9 @@ class ForwardCheck:
             self.expect(*captured, names_of(module))
 
     def expect(self, gm: fx.GraphModule, inputs: Sequence[object], fqns: Mapping[int, str]) -> None:
-        """Store a plain model's graph for :meth:`check`, unless ``mp_policy`` casts.
+        """Store a plain model's graph for :meth:`check`, unless an ``mp_policy`` casts.
 
-        ``fqns`` maps parameter ids to names; if it is empty, nothing is stored.
+        ``fqns`` maps ids of parameters to names; if it is empty, nothing is stored.
         """
         if fqns and not self._casts:  # without names, the model was sharded before
             self._plain = _trace_of(gm, [self._fqn(value, fqns) for value in inputs])

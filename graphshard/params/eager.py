@@ -45,11 +45,12 @@ class _Read(NamedTuple):
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
     """Return the full parameters ``names`` of ``module``, or None outside of any forward.
 
-    They are differentiable. This is a collective, which gathers the parameters that the call in
-    progress has not read yet.
+    They are differentiable. Those that the call in progress has not read yet are gathered, which is
+    a collective.
 
     Raises:
-        BackendError: a full parameter was changed in place, or a shard was lost or replaced.
+        BackendError: a full parameter was changed in place, or a shard was lost, replaced or not
+            initialized.
     """
     model = sharded_model_of(module)
     scope = call_scope(lambda called: sharded_model_of(called) is model)
@@ -211,7 +212,7 @@ def _reduce(
 def _used_on_any_rank(
     sharded_params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
 ) -> list[bool]:
-    """Return, for each parameter, whether any rank has its gradient; may all-reduce."""
+    """Return, for each parameter, whether any rank has its gradient; a collective if several."""
     used_here = [grad is not None for grad in grads]
     if len(sharded_params) <= 1:  # backward only runs if a gradient exists
         return used_here

@@ -1,7 +1,7 @@
 """Modules that were passed to ``torch.compile`` and are not sharded yet.
 
-One hook shards a module before its first forward begins, another raises if an optimizer steps
-parameters that were never sharded.
+One hook shards a module before its first forward begins, another raises or warns if an optimizer
+steps parameters that were never sharded.
 
 [Note: first forward] With a mixed-precision policy, sharding adds hooks that cast a model's inputs
 and outputs, as in FSDP2. A module only calls hooks that it has when its forward begins, but Dynamo
@@ -77,7 +77,10 @@ class Sharder(Protocol):
 def shard_before_first_forward(
     sharder: Sharder, request: CompileRequest, policy: MixedPrecisionPolicy
 ) -> None:
-    """Register the hook on the module in a ``torch.compile`` call: see [Note: first forward]."""
+    """Register ``_FirstForward`` on the module that ``torch.compile`` gets, if it is not sharded.
+
+    See [Note: first forward].
+    """
     root = request.module
     if root is None:
         return
@@ -96,7 +99,8 @@ def forget_first_forward(root: nn.Module) -> None:
 def has_yet_to_cast(root: nn.Module, call: CompiledCall) -> bool:
     """Return whether ``_FirstForward`` has yet to cast the inputs of the call in progress.
 
-    This is the case while an earlier hook runs. The hook then casts even if the module is sharded.
+    This is the case while an earlier hook runs. From then on, ``_FirstForward`` also casts if the
+    module is sharded by the time that it runs.
     """
     # Global hooks, and the user's from before torch.compile, run first. If Dynamo compiles one of
     # them, the module is sharded at that point, and ``_FirstForward`` only casts the inputs.
@@ -119,7 +123,10 @@ class _Copied:
 
 
 class _FirstForward:
-    """A forward pre-hook that shards a module in its first compiled forward, and casts inputs."""
+    """A forward pre-hook that shards a module in its first compiled forward, and casts its inputs.
+
+    If ``torch.compile`` is disabled, any first forward counts.
+    """
 
     handle: RemovableHandle
     casts_anyway = False  # even if the module is sharded already
@@ -197,7 +204,7 @@ def watch_idle(sharder: Sharder) -> None:
 
 
 def watch(sharder: Sharder, compiled: object) -> None:
-    """Watch the modules that an object passed to ``torch.compile`` uses, until they are sharded."""
+    """Watch the modules that an object given to ``torch.compile`` refers to, until sharded."""
     _watched[:] = [w for w in _watched if w.target() is not None]
     target = compiled.__self__ if isinstance(compiled, types.MethodType) else compiled
     if not any(w.sharder is sharder and w.target() is target for w in _watched):
@@ -209,7 +216,7 @@ def watch(sharder: Sharder, compiled: object) -> None:
 
 
 def stop_watching(sharder: Sharder) -> None:
-    """Stop watching ``sharder``, and all models that are sharded by now."""
+    """Stop watching ``sharder`` as a new backend, and all models that are sharded by now."""
     _idle.discard(sharder)
     _watched[:] = [w for w in _watched if any(w.plain_modules())]
     if not _watched and not _idle:

@@ -58,7 +58,7 @@ def receive(
     Args:
         full: tensor to send, on any device of the first rank, and None on the others.
         like: meta tensor with the shape and dtype of the full tensor.
-        spec: how to split the tensor, or None to send the full tensor to every rank.
+        spec: spec of the DTensor to return, or None to return the full tensor on every rank.
     """
     if spec is not None and spec.rows is not None and groups.tp_mesh is spec.groups.tp_mesh is None:
         return spec.dtensor(_scatter(full, like.dtype, spec))

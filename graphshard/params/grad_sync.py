@@ -93,7 +93,8 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     sharded = sharded_model_of(model) if isinstance(model, nn.Module) else None
     if sharded is None:
         raise ValueError(
-            f"{type(model).__name__} is not sharded yet: call graphshard.shard(model, mesh) first"
+            f"{type(model).__name__} is not sharded yet: pass a module that "
+            "graphshard.shard(model, mesh) has sharded"
         )
     is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
     if not is_number or not 0 < factor < math.inf:

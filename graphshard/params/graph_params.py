@@ -93,7 +93,10 @@ def record_graph_breaks(
 
 
 def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
-    """Guard and sync every sharded parameter; return False if Dynamo must trace again."""
+    """Guard the shards that a trace has read, and sync those that its graph takes.
+
+    Return False if Dynamo must trace again.
+    """
     # Dynamo drops a shard from the inputs if forward only reads attributes of its parameter.
     for shard in shards_read():
         trace.guard(shard, SHARDED_PARAM, in_sync)
@@ -133,7 +136,7 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     """Check how a graph that Dynamo traced, and its subgraphs, use sharded parameters.
 
     Raises:
-        BackendError: the graph changes a full parameter in place, or takes its DTensor as an input.
+        BackendError: the graph changes a full parameter in place, or takes a sharded DTensor.
     """
     fqns: dict[int | None, str] = {}  # keyed by the storage of the shard in the trace
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -182,7 +185,7 @@ class _Saved(NamedTuple):
 
 
 def refusing_stale_forwards(compiled: Callable[..., _R]) -> Callable[..., _R]:
-    """Wrap a compiled graph so that backward raises if a parameter it regathers has changed."""
+    """Wrap a compiled graph so that its backward raises if it would gather changed parameters."""
     saved: _Saved | None = None
 
     def run(*args: object) -> _R:

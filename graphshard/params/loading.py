@@ -1,8 +1,9 @@
-"""Convert tensors passed to ``load_state_dict`` to shards, without communication.
+"""Convert tensors passed to ``load_state_dict`` to shards.
 
-    a full tensor              becomes this rank's rows of it
+    a full tensor              becomes this rank's rows of it, also if it is a replicated DTensor
     a DTensor of this spec     is kept; if it was unpickled, it gets this model's mesh
     another rank's shard       raises an error: see [Note: shards of other ranks]
+    an ``Incoming`` tensor     is received from the first rank, the only case that communicates
 
 Anything else is passed through: torch reports it together with its other errors.
 
@@ -61,7 +62,7 @@ def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assign
         assigns: whether the value replaces the parameter (``assign=True``) or is copied into it.
 
     Raises:
-        BackendError: ``value`` is another rank's shard, or its model is sharded over other ranks.
+        BackendError: ``value`` is a shard of another rank, or of a model on other ranks.
     """
     spec = sharded_param.spec
     if isinstance(value, Incoming):
@@ -116,7 +117,7 @@ def _own_shard(value: DTensor, spec: ParamSpec, name: str) -> torch.Tensor:
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise BackendError if the state that an optimizer loads is a shard of another rank."""
+    """Raise BackendError if an optimizer loads shards of another rank, or of other ranks' model."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     for param, number in zip(params, numbers):  # torch itself checks the lengths

@@ -41,7 +41,8 @@ class MeshGroups:
         tp_mesh: 1D mesh over which tensor or expert parallelism has split parameters before they
             are sharded over ``mesh``, or None. The ranks of both meshes train one model.
         default: groups of the backend's mesh if ``mesh`` is from ``overrides``, else None. Ranks
-            outside of ``mesh`` then hold other values under the same name, such as other experts.
+            outside of ``mesh`` may then hold other values under the same name, such as other
+            experts.
     """
 
     mesh: DeviceMesh
@@ -140,7 +141,10 @@ class MeshGroups:
 
 @contextmanager
 def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
-    """Log the gather of one module's parameters that runs in this context."""
+    """Log the gather of one module's parameters that runs in this context.
+
+    In compiled code, a new one waits for all ranks: see [Note: logged collectives].
+    """
     call_log, call = call_log_of_mesh(groups), compiled_call()
     what = f"a gather of {fqns[0]!r} outside of a graph"
     if call.backend is None:  # a plain call: see [Note: logged collectives]
@@ -170,7 +174,7 @@ def agreed_exchange(
     """Log the exchange that runs in this context; if it is new, wait until all ranks agree.
 
     Args:
-        plan_id: hash of ``text``, whose first line names the purpose.
+        plan_id: ``text`` or its hash. The first line of ``text`` names the purpose.
         is_new: whether to wait even if this rank has logged ``text`` before. If every rank passes
             True unless it repeats its last exchange of this kind, different exchanges never mix.
     """

@@ -1,6 +1,6 @@
 """Initialize a sharded model on the meta device.
 
-``fill`` takes full tensors, in memory or in files, and each rank reads only its rows.
+``fill`` takes full tensors, in memory or in files, and each rank copies only its rows.
 ``materialize`` calls the model's own initialization, with a few real parameters per call:
 
     shard(model)             DTensors on the meta device
@@ -53,8 +53,9 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
             model has that method, otherwise ``reset_parameters()`` of every module.
 
     Raises:
-        ValueError: the model is not sharded, or ``init`` leaves a parameter or buffer unwritten, or
-            reads one that is on the meta device. The model then stays on the meta device.
+        ValueError: the model is not sharded, or ``init`` replaces a parameter, leaves one or a
+            buffer unwritten, or reads one that is on the meta device. The model then stays on the
+            meta device.
     """
     root = checked_module(model, allow_meta=True)
     groups = mesh_groups_of(root)

@@ -124,7 +124,7 @@ def _before_forward(
 def cast_inputs(
     policy: MixedPrecisionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast the floating-point tensors in the arguments of a forward."""
+    """Cast the floating-point tensors in a forward's arguments, if ``policy`` casts inputs."""
     dtype = _input_dtype(policy)
     return (args, kwargs) if dtype is None else _cast_floating((args, kwargs), dtype)
 

@@ -166,7 +166,7 @@ class ParamSpec:
 
     @functools.cached_property
     def padded_shape(self) -> torch.Size:
-        """Shape of the shard on every rank, ``[ceil(rows / num_shards), ...]``."""
+        """Shape of every rank's shard, ``[ceil(rows / num_shards), ...]``; full if replicated."""
         shape = self.unsharded_shape
         if self.rows is None:
             return shape
@@ -306,8 +306,8 @@ class ParamSpec:
 # All shards are padded to the size of the largest. If 8 experts are stacked in one parameter, each
 # of 64 ranks holds the memory of one expert: 8 times an even share.
 
-# Fraction of an even share, and bytes per rank, above which padding is reported. Judgement call,
-# not measured.
+# Padding is reported if it takes at least this fraction of an even share, and at least these bytes
+# per rank. Judgement call, not measured.
 NOTABLE, LEAST_BYTES = 0.1, 1e6
 
 
@@ -348,6 +348,8 @@ def find_padding(
 ) -> Padding | None:
     """Return the padding of a model, or None if it takes little memory.
 
+    Also return None if no parameter has fewer rows than shards.
+
     Args:
         shapes: shapes of the gathered parameters that are split, ``[rows, ...]``, keyed by name.
         held_bytes: bytes of their shards on a rank, including padding.
@@ -362,7 +364,7 @@ def find_padding(
 
 
 def padding_advice(itemsizes: Mapping[ParamSpec, int]) -> str:
-    """Return a description of notable padding with a remedy, or "" if padding takes little."""
+    """Return a description of notable padding with a remedy, or "" if there is none."""
     by_groups: dict[MeshGroups, dict[ParamSpec, int]] = {}
     for spec, itemsize in itemsizes.items():
         if spec.rows is not None:

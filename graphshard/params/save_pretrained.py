@@ -46,7 +46,8 @@ def has_save_pretrained(cls: type) -> bool:
 def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a class's ``save_pretrained`` to gather the model and write it on the first rank.
 
-    Calls that pass a ``state_dict``, or that save an unsharded model, are not changed.
+    Calls that pass a ``state_dict``, that save an unsharded model, or that a wrapped call of an
+    enclosing module makes, are not changed.
     """
     signature = inspect.signature(save)
 

@@ -90,7 +90,7 @@ class StaleDTensor(_Stale, DTensor):
 def shard_module(
     root: nn.Module, mesh: DeviceMesh, options: Options, *, in_use: bool, allow_meta: bool
 ) -> None:
-    """Shard every parameter of ``root`` in place.
+    """Shard the parameters of ``root`` in place, except ignored and already sharded ones.
 
     Args:
         in_use: whether a running forward may already hold full parameters. These are kept for its
@@ -98,7 +98,7 @@ def shard_module(
         allow_meta: whether to accept a module on the meta device, which is sharded there.
 
     Raises:
-        BackendError: on every rank, if any module cannot be sharded, or modules or options differ.
+        BackendError: on every rank, if one cannot shard its module, or modules or options differ.
     """
     has_replacements = take_replacements(root)
     plain_params = find_plain_params(root, options.ignored_params)

@@ -241,7 +241,10 @@ class ShardedParam:
     # --- gradients ---
 
     def gradient(self, padded_grad: torch.Tensor) -> torch.Tensor:
-        """Make the DTensor's gradient from this rank's padded gradient, and run its hooks on it."""
+        """Make the DTensor's gradient from ``padded_grad``, and run the DTensor's hooks on it.
+
+        ``padded_grad`` is this rank's, and is scaled in place if the divisor is not its mesh's size.
+        """
         param, num_ranks = self.dtensor, self.spec.groups.mesh.size()
         factor = self.model.gradient_divide_factor or self.spec.groups.num_data_ranks
         if factor != num_ranks:  # padded_grad is an average over the parameter's mesh
@@ -332,7 +335,7 @@ class ShardedParam:
         return [total for total in totals if total is not None]
 
     def drop_taken(self) -> None:
-        """Drop the totals that were taken, once they have reached the parameter."""
+        """Drop the totals taken in this backward, because the parameter has received them."""
         for accumulator in self._accumulators.values():
             accumulator.drop_taken()
 
@@ -424,8 +427,8 @@ def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
     if sharded_param.model.accumulates:
         raise BackendError(
             f"torch.autograd.grad cannot return the gradient of {sharded_param.fqn!r} while "
-            "unreduced gradients accumulate (no_sync): call backward(), or call grad after they "
-            "are reduced"
+            "unreduced gradients accumulate (no_sync, set_requires_gradient_sync, "
+            "set_requires_all_reduce): call backward(), or call grad after they are reduced"
         )
     return [sharded_param.shard]
 
@@ -501,7 +504,10 @@ _HALF_WORD = b"\xfb\x7f"
 
 
 def mark_uninitialized(tensor: torch.Tensor) -> bool:
-    """Fill a contiguous tensor with the reserved NaN; return False if its dtype has no such NaN."""
+    """Fill a contiguous tensor with the reserved NaN, and return whether that is possible.
+
+    It is in floating-point dtypes of 2 bytes or more, except on the meta device.
+    """
     bits = _bits(tensor)
     if bits is not None:
         bits.fill_(_mark(bits))
@@ -540,12 +546,12 @@ class ShardedModel:
         breaks: graph breaks, as ``file:line: reason``.
         eager_classes: ordered names of module classes whose forward ran outside a graph while
             parts of the model were compiled.
-        warned: whether the user was warned about ``breaks`` and ``eager_classes``.
+        warned: whether ``warn_of_breaks`` has warned the user.
         accumulates: whether any parameter's gradients accumulate, or may not be reduced yet.
         compiled: whether a graph was compiled for this model, rather than for an identical one.
         reads_eagerly: whether any parameter was read outside of graphs.
         trains_eagerly: whether any gradient was computed outside of graphs.
-        gathered_bytes: peak bytes of unsharded parameters, over all graphs.
+        gathered_bytes: planned peak bytes of unsharded parameters, over all graphs so far.
         padding: description of notable padding with a remedy, or "".
         changed_in_place: FQN of a parameter whose full copy an eager forward changed, or None.
         gradient_divide_factor: divisor of summed gradients, or None for the number of ranks.

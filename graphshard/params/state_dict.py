@@ -161,7 +161,9 @@ def checked_module(
     for name, param in root.named_parameters():
         if param.is_meta and not allow_meta:
             raise ValueError(
-                f"parameter {name!r} is on the meta device: call model.to_empty(device=...) first"
+                f"parameter {name!r} is on the meta device: first call "
+                "model.to_empty(device=...) if you load all parameters, otherwise "
+                "graphshard.materialize(model)"
             )
         if (sharded := sharded_param_of(param)) is not None and sharded.spec.is_local:
             raise ValueError(

@@ -4,8 +4,8 @@
     c = torch.cat([a, b], 1)           computes nothing: c records the operator and its arguments
     read_stored(c, slice(2, 4))        reads rows 2 and 3 of a and b, and runs the operator on them
 
-Code that casts, fuses or splits the tensors of a checkpoint runs unchanged, and each rank reads
-only the data that its rows of the results need.
+Code that casts, fuses or splits the tensors of a checkpoint runs unchanged. If it uses operators of
+``_BY_ROWS``, each rank reads only the data that its rows of the results need.
 """
 
 from __future__ import annotations
