@@ -126,7 +126,10 @@ def _compute_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _user_waits(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Return the position of the first wait for each of the user's launches, in graph order."""
+    """Return the position of the first wait for each of the user's launches, in graph order.
+
+    If nothing waits, it is the graph's end, or for an operator that waits itself the next position.
+    """
     waits = {}
     for node in filter(is_user_launch, nodes):
         # A coalesced collective returns a list, whose items are waited for one by one.
@@ -248,7 +251,10 @@ def _alive_bytes(
     unmaterialized: UnmaterializedValues,
     written: Mapping[fx.Node, int],  # where it is in the graph
 ) -> _AliveBytes:
-    """Return the bytes alive at each position, without gathered parameters and full gradients."""
+    """Return the bytes alive at each position, except what the problem counts by its transfers.
+
+    These are gathered parameters, reloaded activations, and full gradients once they can be sent.
+    """
     end = len(position)
     holders: dict[fx.Node, set[fx.Node]] = {}  # nodes whose memory holds each value
     last_use: dict[fx.Node, int] = {}

@@ -53,8 +53,8 @@ class PassContext:
     Attributes:
         kind: kind of the graph, from ``Stage.FINAL`` on.
         backward: backward graph, in ``Stage.PARTITIONED``.
-        num_outputs: number of user outputs of the forward graph; its other outputs are saved.
-        ranks_differ: whether only some ranks may have an activation budget.
+        num_outputs: number of the forward graph's outputs before those that it saves.
+        ranks_differ: whether some ranks may have an activation budget and others none.
         choose_kept: chooses parameters to keep unsharded (``planning.keep_unsharded``).
         choose_offloaded: chooses activations to offload (``planning.offload``).
         plan_buckets: plans the buckets of a graph (``planning.search``).

@@ -289,7 +289,7 @@ def inline_layers(gm: fx.GraphModule) -> None:
     # A backward call reads what its forward call reads, then the gradient of the output.
     backwards = {call.args[2:-1]: call for call in calls if _is_backward(call)}
     if len(forwards) + len(backwards) < len(calls) or not backwards.keys() <= forwards.keys():
-        raise LayersDiffer("a backward call of a layer matches no forward call")
+        raise LayersDiffer("forward and backward calls of a layer cannot be paired by arguments")
     order = {forward: 2 * i + 1 for i, forward in enumerate(forwards.values())}
     _order_regions(gm.graph, order)
     before = itertools.takewhile(lambda node: node not in order, gm.graph.nodes)
@@ -303,7 +303,10 @@ def inline_layers(gm: fx.GraphModule) -> None:
 
 
 def _order_regions(graph: fx.Graph, order: Mapping[fx.Node, int]) -> None:
-    """Prefix the numbers of checkpoints outside of layers with ``order`` of the call before."""
+    """Prefix the numbers of checkpoints outside of layers, to sort them between the calls.
+
+    The prefix is one more than ``order`` of the call before, or 0 before all calls.
+    """
     latest = 0
     for node in graph.nodes:
         latest = order.get(node, latest - 1) + 1

@@ -3,7 +3,7 @@
     before   w = unshard(..)   v = unshard(..)   t = v.t()   a = x @ w   b = a.relu()   c = b @ t
     after    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
 
-Every node also gets a fake value.
+Operators without a fake value also get one, or None if they return nothing.
 """
 
 from __future__ import annotations

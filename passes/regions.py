@@ -316,7 +316,10 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
-    """Return the pointwise values that are larger than the values they are computed from."""
+    """Return the inlined pointwise values that are larger than the values they are computed from.
+
+    Random values, and those computed from memory that the graph writes to, are left out.
+    """
     values = GraphValues(graph)
     # A value computed from these might differ if it were computed again.
     written = {

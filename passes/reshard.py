@@ -63,7 +63,7 @@ def bypass_sync_nodes(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
-    """Make backward's gathers independent of sizes, in place, if there is an activation budget."""
+    """Make backward's gathers independent of sizes, if a rank may have an activation budget."""
     # The partitioner chooses by size what to recompute, and ranks may have batches of different
     # sizes. If only one rank recomputed ``y``, that rank alone would gather the bias in backward:
     #

@@ -3,7 +3,7 @@
     forward   w = unshard(shard)   y = mm(x, w)   a = gelu(y)   ..      return loss, shard, a
     backward  w = unshard(shard)   ..   mm(g, w)   ..   f(a)            shard, a: inputs
 
-Each pass replaces a saved value:
+Each of these passes replaces a saved value:
 
     keep_gathered           w                          a full parameter: not gathered in backward
     keep_secondary_shards   p = secondary_shard(w)     a larger shard: backward gathers it from few
@@ -49,7 +49,7 @@ MIN_BYTES = 1 << 16  # minimum size of an activation that is worth a copy
 
 
 def saved_nodes(forward: fx.Graph, num_outputs: int) -> list[fx.Node]:
-    """Return the nodes that a forward graph saves, after the user's ``num_outputs`` outputs."""
+    """Return the nodes that a forward graph saves: its outputs after the first ``num_outputs``."""
     return [node for node in outputs_of(forward)[num_outputs:] if isinstance(node, fx.Node)]
 
 

@@ -31,7 +31,10 @@ from graphshard.passes.contract import PassContext
 
 
 def elide_single_rank_collectives(gm: fx.GraphModule, context: PassContext) -> None:
-    """Replace the markers of one-rank groups with their shards and gradients, in place."""
+    """Replace markers of one-rank groups with their shards and gradients, in place.
+
+    Markers that also copy from or to the host, scale, cut off padding or add totals are kept.
+    """
     returned: dict[fx.Node, fx.Node] = {}
     for node in list(gm.graph.nodes):
         value = None

@@ -241,9 +241,9 @@ class ShardedParam:
     # --- gradients ---
 
     def gradient(self, padded_grad: torch.Tensor) -> torch.Tensor:
-        """Make the DTensor's gradient from ``padded_grad``, and run the DTensor's hooks on it.
+        """Make the DTensor's gradient from this rank's padded one, and run the DTensor's hooks.
 
-        ``padded_grad`` is this rank's, and is scaled in place if the divisor is not its mesh's size.
+        With a divisor other than the size of the mesh, ``padded_grad`` is scaled in place.
         """
         param, num_ranks = self.dtensor, self.spec.groups.mesh.size()
         factor = self.model.gradient_divide_factor or self.spec.groups.num_data_ranks
