@@ -76,7 +76,7 @@ class Phase:
         seconds: time until the last rank was done.
         operations: number of store operations, over all ranks.
         most: largest number of store operations of one rank.
-        events: number of events that ranks posted: calls to compare, agreements, choices, errors.
+        events: number of events that ranks posted: calls to compare, agreements, errors.
         keys: number of keys in the store afterwards.
         num_bytes: size of these keys and their values, in the memory of the rank that hosts the
             store.

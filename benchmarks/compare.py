@@ -215,7 +215,7 @@ def _peak(training: _Training) -> int:
 
 
 def measure_sent(job: Job, name: str) -> Sent:
-    """Measure variant ``name`` in a separate process."""
+    """Return the memory and communication of a step of variant ``name`` on this rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     training = _Training(job, name, variants(job, "cpu")[name], mesh)
     training.step()

@@ -67,7 +67,7 @@ class Measured:
         optimizer_s: median time of the optimizer in a step.
         processor_s: median CPU time of this process in a step, over all its threads.
         peak_bytes: largest number of bytes allocated at once.
-        others: load from other processes in that time, as a fraction of one core.
+        others: load from other processes during the measurement, as a fraction of one core.
     """
 
     step_s: float

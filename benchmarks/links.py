@@ -254,7 +254,7 @@ class ModelledLinks(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = all_gather_single_coalesced
 
-    # The same on both.
+    # Names in both versions.
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self._run(tensors, tensors)

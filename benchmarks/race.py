@@ -330,7 +330,7 @@ def _table(results: Mapping[Entry, Result]) -> str:
 
 
 def _ratios(results: Mapping[Entry, Result]) -> list[str]:
-    """Return the line for the summary of ``gpu.sh``, or "" without entries to compare."""
+    """Return the line for the summary of ``gpu.sh``, or [] if no entry has a rival in the race."""
     ratios = []
     for entry, ours in results.items():
         rival = RIVALS.get(entry.variant, "")

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 8 examples/finetune_lora.py --model FOLDER_OR_NAME --text notes.txt
 
 The base model is read straight into shards, gathered in its own dtype, and not trained. Only the
-adapters are trained, reduced and saved; ``peft.PeftModel.from_pretrained(base, OUT)`` loads them.
+adapters are trained and saved; ``peft.PeftModel.from_pretrained(base, OUT)`` loads them.
 Requires transformers and peft.
 """
 

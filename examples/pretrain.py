@@ -2,7 +2,7 @@ r"""Pretrain a byte-level GPT, sharded and compiled, on the bytes of any file.
 
     torchrun --nproc_per_node 8 examples/pretrain.py --text book.txt            # one node
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d \
-        --rdzv_endpoint HOST:29400 examples/pretrain.py --text book.txt        # on two nodes
+        --rdzv_endpoint HOST:29400 examples/pretrain.py --text book.txt        # on each of two
 
 It accumulates microbatches, clips, follows a cosine schedule, evaluates, saves, resumes where it
 stopped (run it again with the same --out, on any number of ranks), and writes ``model.pt``, which a

@@ -73,7 +73,7 @@ schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optim, STEPS)
 
 def batches():
     """Yield this rank's part of the training set, shuffled again in each epoch."""
-    sampler = DistributedSampler(training_set)  # as many samples for each rank
+    sampler = DistributedSampler(training_set)  # gives each rank the same number of samples
     for epoch in count():
         sampler.set_epoch(epoch)
         yield from DataLoader(training_set, BATCH, sampler=sampler)
@@ -92,7 +92,7 @@ def evaluate():
 
 
 def state():
-    """Return the contents of a checkpoint: this rank's shards."""
+    """Return the contents of a checkpoint: this rank's shards, and the LR schedule."""
     weights, moments = get_state_dict(model, optim)
     return {"model": weights, "optim": moments, "schedule": schedule.state_dict()}
 
@@ -115,7 +115,7 @@ def log(step, loss):
 
 
 writer = SummaryWriter(FOLDER) if SummaryWriter and is_first else None
-data = islice(batches(), start * ACCUMULATE, None)  # skip what was trained on before
+data = islice(batches(), start * ACCUMULATE, None)  # skip the batches of earlier steps
 for step in range(start + 1, STEPS + 1):
     for _ in range(ACCUMULATE - 1):
         with graphshard.no_sync(model):  # these microbatches communicate no gradients

@@ -86,7 +86,7 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._graphs: list[CompiledGraph] = []
-        self._meters: list[Meter] = []  # of each graph
+        self._meters: list[Meter] = []  # one per graph
         self._interval = Interval()
         self._padding: dict[str, None] = {}  # padding advice of each compiled model
         self._compile_numbers = itertools.count()  # includes failed compiles, whose dumps are kept
@@ -105,9 +105,14 @@ class Backend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Runnable:
-        """Compile a Dynamo graph; if its model is not sharded yet, shard it and trace again.
+        """Compile a Dynamo graph, or have Dynamo trace its frame again.
 
-        ``mode`` and ``options`` are those of ``torch.compile``.
+        It traces again if an input is a full parameter, whose model is then sharded first, or if a
+        sharded parameter or its ``requires_grad`` has changed.
+
+        Args:
+            mode: argument of ``torch.compile``.
+            options: argument of ``torch.compile``.
         """
         trace, call = Trace(), compiled_call()
         if self._shard_plain_inputs(trace, gm, inputs, call):
@@ -188,7 +193,7 @@ class Backend:
         return _backend_of(call) is self
 
     def shard_compiled(self, root: nn.Module, call: CompiledCall) -> None:
-        """Shard the root of a compiled call before Dynamo traces it, if it has plain parameters."""
+        """Shard ``root`` before Dynamo traces the compiled call, if it has unsharded parameters."""
         will_cast = has_yet_to_cast(root, call)
         if not will_cast:
             forget_first_forward(root)
@@ -197,7 +202,7 @@ class Backend:
             self.shard_now(root, call.runs(root))
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters of ``root`` that have yet to be sharded."""
+        """Return the parameters of ``root`` that have yet to be sharded, without ignored ones."""
         plain = [p for p in root.parameters() if is_plain(p)]
         return [p for p in plain if p not in self.options.ignored_params]
 
@@ -247,16 +252,17 @@ class Backend:
         kind of collective.
 
         ``measured_us``, ``measured_exposed_us`` and ``measured_exposure``, the fraction, cover the
-        training graphs that have been timed: in their third run, and then in one of 101. Exposed is
-        the time that this rank's compute waits for collectives and host copies.
-        ``max_allocated_bytes`` is the peak of CUDA's caching allocator.
+        training graphs that have been timed: in their third run, and then in one of 101. They are
+        missing until a graph has been timed. Exposed is the time that this rank's compute waits for
+        collectives and host copies. ``max_allocated_bytes`` is the peak of CUDA's caching
+        allocator, and is missing without CUDA.
 
         Args:
             steps: number of optimizer steps since the last call with ``steps``. The first such call
                 only starts the clock; later ones add ``step_s``, without the time of compiles, and
                 ``mfu``: the flops of the graphs' products, without recomputation, as a fraction of
                 the peak of ``schedule.hardware`` in their dtypes.
-            tokens: number of tokens in these steps. Adds ``tokens_per_s``.
+            tokens: number of tokens in these steps; adds ``tokens_per_s`` when ``step_s`` is added.
 
         Raises:
             ValueError: ``steps`` is less than 1, or ``tokens`` is given without ``steps``.
@@ -336,9 +342,11 @@ def backend(
             (replicate, shard) over its second axis (HSDP). Defaults to a 1D mesh over the default
             process group.
         reshard_after_forward: True frees full parameters after forward and gathers them again in
-            backward (ZeRO-3). False keeps them (ZeRO-2). An int k that divides the number of shards
-            keeps a k-th of each full parameter on each rank, and backward gathers from only k
-            neighboring ranks (hpZ of ZeRO++, Wang et al., arXiv 2306.10209).
+            backward (ZeRO-3), except those whose second gather could not be hidden, as far as
+            ``schedule.memory_budget_gb`` allows keeping them. False keeps all (ZeRO-2). An int k
+            that divides the number of shards keeps a k-th of each full parameter on each rank, and
+            backward gathers from only k neighboring ranks (hpZ of ZeRO++, Wang et al., arXiv
+            2306.10209).
         mp_policy: FSDP2's policy with the dtypes of gathered parameters, of gradient reductions,
             and of inputs and outputs of the compiled module. Sharded parameters and their gradients
             keep their dtype.
@@ -420,8 +428,8 @@ def from_string(
 
 
 def _shard_before_trace(_: object) -> None:
-    # The root of a compiled function is the module whose call Dynamo runs eagerly: the parts of the
-    # call that Dynamo compiles may have no parameter.
+    # If a compiled function calls a module that Dynamo runs eagerly, that module is the root. It is
+    # sharded now, because the parts of its call that Dynamo compiles may have no parameter.
     on_compile_error(_after_compile_error)
     on_compile_end(_end_progress)
     if is_capturing():

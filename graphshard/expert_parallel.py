@@ -29,9 +29,9 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def overrides(model: nn.Module, mesh: DeviceMesh) -> dict[str, dict[str, Any]]:
-    """Return ``overrides`` that shard the parameters split over "ep" over "efsdp".
+    """Return ``overrides`` that shard, over "efsdp", the parameters that are split over "ep".
 
-    If the ranks of "efsdp" do not divide the experts of a rank, the next dimension is sharded.
+    If the size of "efsdp" does not divide a rank's number of experts, dim 1 is sharded, not dim 0.
     """
     efsdp = mesh["efsdp"]
     return {
@@ -56,8 +56,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, balanced: bool = False) -
             not depend on data. For forecasts: wrong unless the router chooses so.
 
     Raises:
-        ValueError: the model has no such experts, or the size of ``mesh`` does not divide their
-            number.
+        ValueError: the model has no such experts, its experts have other parameters, too, or the
+            size of ``mesh`` does not divide their number.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -133,6 +133,6 @@ def _forward(
 
 
 def _sizes(counts: Tensor) -> list[int]:
-    """Return the number of tokens of each rank, given those of each of its experts."""
+    """Return each rank's number of tokens, given each expert's, ``[ranks, experts of a rank]``."""
     sizes: list[int] = counts.sum(1).tolist()
     return sizes

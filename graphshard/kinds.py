@@ -56,7 +56,7 @@ class TransferKind(_Kind):
         """Whether the transfer brings data to the device for use by the graph.
 
         It is due at the first use, and its data is freed after the last use. Other kinds carry data
-        that is ready at some step and leaves the graph's memory.
+        that the graph computes, from the step at which it is ready.
         """
         return self in _FETCHES
 

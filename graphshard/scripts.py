@@ -43,7 +43,7 @@ def unpack(function: str, returned: object) -> tuple[nn.Module, Inputs, dict[str
     """Return the model, the inputs of a step and the options that ``function`` has returned.
 
     Raises:
-        ValueError: ``returned`` is not a tuple of these.
+        ValueError: ``returned`` is not a tuple of these, or the model is compiled.
     """
     if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
         raise ValueError(
@@ -77,7 +77,7 @@ def call_model(model: Callable[..., _T], inputs: Inputs) -> _T:
 
 
 def loss_of(outputs: object) -> torch.Tensor:
-    """Return the loss among a model's outputs: ``loss``, or else the sum of the first tensor.
+    """Return the loss: the outputs' ``loss``, or else their first tensor; summed unless a scalar.
 
     Raises:
         ValueError: ``outputs`` has no tensor, or the loss depends on no trained parameter.

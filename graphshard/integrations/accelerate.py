@@ -57,7 +57,8 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
     gather full tensors on the first rank; all ranks must call them, as under FSDP.
 
     Args:
-        accelerator: accelerator that uses no sharding strategy, compiler or fp8.
+        accelerator: accelerator without a sharding strategy, ``parallelism_config``, compiler or
+            fp8.
         model: model on any device, including ``meta``, or already sharded by
             :func:`graphshard.shard`. Call ``prepare`` once per model.
         others: optimizers of the model (made before or after sharding), schedulers and data
@@ -68,9 +69,9 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         The result of ``Accelerator.prepare(model, *others)``. The model is the same object.
 
     Raises:
-        ValueError: the accelerator uses a sharding strategy, compiler or fp8, ``model`` is not a
-            module or tensor parallelism has split it, one of ``others`` is a module, or
-            :func:`graphshard.backend` rejects an option.
+        ValueError: the accelerator uses a sharding strategy, ``parallelism_config``, compiler or
+            fp8, ``model`` is not a module or tensor parallelism has split it, one of ``others`` is
+            a module, or :func:`graphshard.backend` rejects an option.
     """
     _check(accelerator, model, others)
     dynamo_backend = backend(**options)
@@ -141,14 +142,22 @@ class ShardedAccelerator(Accelerator):
         return full_state_dict(model) if self._sharded is None else {}
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Save as Accelerate does, but on all ranks for sharded models and their optimizers."""
+        """Save as Accelerate does, except that all ranks save sharded models and their optimizers.
+
+        Raises:
+            ValueError: an optimizer has parameters of a sharded model and of another model.
+        """
         with self._sharded_apart():
             folder: str = super().save_state(*args, **kwargs)
         self.wait_for_everyone()
         return folder
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load a folder that ``save_state`` wrote, on any number of ranks."""
+        """Load a folder that ``save_state`` wrote on any number of ranks.
+
+        Raises:
+            ValueError: as ``save_state``, or the folder has no checkpoint of a sharded model.
+        """
         with self._sharded_apart():
             super().load_state(*args, **kwargs)
 
@@ -182,8 +191,8 @@ class ShardedAccelerator(Accelerator):
             models = {owner.get(p) for group in inner.param_groups for p in group["params"]}
             if len(models) > 1:
                 raise ValueError(
-                    f"{type(inner).__name__} has parameters of several models: to save its state, "
-                    "use a separate optimizer for each sharded model"
+                    f"{type(inner).__name__} has parameters of several models: to save or load its "
+                    "state, use a separate optimizer for each sharded model"
                 )
             model = next(iter(models), None)
             if model is None:

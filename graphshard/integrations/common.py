@@ -113,7 +113,7 @@ def save_sharded(
     """Save the state of ``model`` and its optimizers; all ranks must call this.
 
     Args:
-        weights: whether to save the model in addition to the optimizers.
+        weights: whether to save the model's parameters and buffers, too.
     """
     dcp.save(_state(model, optimizers, weights), checkpoint_id=folder)
 

@@ -13,9 +13,9 @@
 Both strategies are Lightning's ``ModelParallelStrategy``, which saves DTensors (one folder written
 by all ranks, or one file) and leaves sharding to the user. They change three things:
 
-- The data parallel size is the number of ranks, divided by ``tensor_parallel_size`` (1 by default).
-  Lightning's "auto" sizes would shard nothing on one node.
-- Accumulated microbatches communicate nothing, which Lightning supports only for DDP and FSDP2.
+- Data parallel size "auto" is the number of ranks divided by ``tensor_parallel_size`` (1 by
+  default). Lightning's "auto" sizes would shard nothing on one node.
+- Accumulated microbatches reduce no gradients, which Lightning supports only for DDP and FSDP2.
 - Gradients on several meshes can be clipped, as by :func:`graphshard.clip_grad_norm_`.
 
 For tensor parallelism, pass ``tensor_parallel_size`` to the strategy, and to ``configure`` or the
@@ -134,7 +134,10 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Disable gradient communication; used for all microbatches except the last."""
+        """Reduce no gradients in this context.
+
+        Lightning enters it for all microbatches of a step except the last.
+        """
         assert self.model is not None
         with no_sync(self.model):
             yield

@@ -125,7 +125,7 @@ class ShardedTrainerMixin(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the state on any number of ranks; reject a checkpoint that was saved unsharded."""
+        """Load optimizer and LR schedule on any number of ranks; reject unsharded checkpoints."""
         if checkpoint is None or not is_sharded(self.model):
             super()._load_optimizer_and_scheduler(checkpoint)
         elif Path(checkpoint, TRAINER_STATE_NAME).exists():

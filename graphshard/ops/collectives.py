@@ -42,8 +42,8 @@ class CollectiveInput(NamedTuple):
     """A tensor that a collective sends.
 
     Attributes:
-        source: padded shard, or full gradient.
-        rows: number of rows of a full parameter or of a gradient's padded shard; 0 if replicated.
+        source: padded shard, full gradient, or largest absolute values.
+        rows: number of rows of a full parameter or of a gradient's padded shard; 0 for all-reduces.
         wire_dtype: dtype of the sent data, and of a gathered result.
         result_dtype: dtype of a reduced result, or of a source with scales before it is scaled.
         scales: scales of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded
@@ -51,8 +51,8 @@ class CollectiveInput(NamedTuple):
         scale_index: position of this tensor's scale in ``scales``.
         partial: key of an accumulator whose total is added to the reduced shard before the average
             over replicas, or None.
-        summed_in: dtype in which each rank sums the rows that it receives in an all-to-all, or None
-            if the collective itself reduces.
+        summed_in: dtype in which each rank sums the rows that it receives in an all-to-all; None
+            for other collectives.
     """
 
     source: Value
@@ -74,7 +74,7 @@ BufferInputs: TypeAlias = Sequence[CollectiveInput]  # transfers that share one 
 
 
 def buffer_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
-    """Return the dtype of a packed buffer: the wire dtype of its tensors, or uint8 for bytes."""
+    """Return the dtype of a buffer: the wire dtype of its tensors, or uint8 if sent as bytes."""
     dtypes = {sent.wire_dtype for sent in inputs}
     # Only gathered tensors may differ in dtype. Dtypes that a backend may refuse become bytes.
     as_bytes = kind == TransferKind.ALL_GATHER and (
@@ -153,7 +153,7 @@ def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> boo
 
 
 def _rows_per_rank(kind: TransferKind, sent: CollectiveInput) -> int:
-    """Return the number of rows that each rank receives (reduction) or sends, or 0 without rows."""
+    """Return how many rows each rank receives (reduce-scatter) or sends (others); 0 for scalars."""
     if kind == TransferKind.REDUCE_SCATTER:
         return sent.rows
     return sent.tensor.shape[0] if sent.tensor.dim() else 0
@@ -220,7 +220,8 @@ def launch_host_copies(
 
     Args:
         target: device, or kind of host memory (``graphshard.ops.host_copy``).
-        host_reads: whether the host reads the copies, which then need a second wait each.
+        host_reads: whether the host reads copies in its memory, which then need a second wait each;
+            ignored for copies to a device.
     """
     if isinstance(target, str):
         copies = call(copy_to_host, list(tensors), target, host_reads)

@@ -141,7 +141,7 @@ def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
     grad, x = _padded(call, grad), _padded(call, x)
     left, right = _grad(call, grad, recipe, 0), quantized(call, x, E4M3, recipe, 0)
     if recipe == ROWWISE:
-        # Kernels that scale rows of the same values would write the transposed copies, too.
+        # Otherwise, Inductor would fuse the transposed copies into kernels that scale rows.
         left = left._replace(values=call(transposed_copy, left.values))
         right = right._replace(values=_t(call, call(transposed_copy, right.values)))
     else:
@@ -200,7 +200,8 @@ def _factor(call: Call, inverse: _Value, recipe: str, dim: int) -> _Value:
 # ``as_strided`` makes Inductor write an operand once. Otherwise, each linear that reads a cast of
 # the same input gets a copy in the layout that ``_scaled_mm`` requires. A transposed copy that is
 # written on its own also stays out of kernels that reduce over rows, such as a norm's backward,
-# which would store single bytes far apart; with row-wise scales, only ``transposed_copy`` does.
+# which would store single bytes far apart. With row-wise scales, ``as_strided`` does not suffice to
+# keep it out; ``transposed_copy`` does.
 
 
 def _row_major(call: Call, x: _Value) -> _Value:

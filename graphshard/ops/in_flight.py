@@ -4,8 +4,9 @@
 
 Torch keeps a launched collective, with the memory that it reads and writes, until it is waited for.
 A user who catches "out of memory" and tries a smaller batch would have less memory each time.
-Therefore everything in flight is waited for before an error leaves a graph. Launched tensors are
-local variables of generated code, which the traceback keeps alive; without an error, this is free.
+Therefore a graph's collectives are waited for before an error leaves it, those of host tensors for
+at most ``LIMIT_S``. Launched tensors are local variables of generated code, which the traceback
+keeps alive; without an error, this is free.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 
 def wait_in_flight_on_error(compiled: Callable[..., R]) -> Callable[..., R]:
-    """Wrap a compiled graph to wait for all collectives in flight if it or its backward raises."""
+    """Wrap a compiled graph to wait for its collectives in flight if it or its backward raises."""
     is_first = True
 
     def run(*args: object) -> R:

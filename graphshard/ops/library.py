@@ -47,7 +47,10 @@ def operator_named(name: str) -> OpOverload:
 def implement(
     op: OpOverload, dispatch_key: str = "CompositeExplicitAutograd"
 ) -> Callable[[_Function], _Function]:
-    """Register the decorated function as the kernel that runs ``op`` on real tensors."""
+    """Register the decorated function as the kernel of ``op`` for a dispatch key.
+
+    Under the default key, it runs ``op`` on real tensors of any device.
+    """
     decorate: Any = torch.library.impl(_library, base_name(op), dispatch_key)
 
     def register(function: _Function) -> _Function:
@@ -59,7 +62,7 @@ def implement(
 
 
 def implementation_of(op: OpOverload) -> Callable[..., object]:
-    """Return the function that runs ``op`` on real tensors, whatever their device."""
+    """Return the function that ``implement`` registered for ``op`` under the default key."""
     return _implementations[op]
 
 

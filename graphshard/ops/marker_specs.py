@@ -99,7 +99,7 @@ class MarkerSpec:
         return dataclasses.replace(self, **nothing)
 
     def constants(self) -> tuple[Any, ...]:
-        """Return the arguments between the first and the accumulators; hashable without scales."""
+        """Return the arguments between the first and the accumulators; hashable unless scaled."""
         return self.arguments()[1 : len(self.argument_names()) - len(self.accumulators)]
 
     def call(self, call: Call) -> Any:
@@ -122,7 +122,8 @@ class UnshardSpec(MarkerSpec):
             (ZeRO++'s hpZ). None keeps the full parameter for backward (ZeRO-2).
         replica_group: group of ranks with the same shard, over which reduced gradients are also
             averaged (HSDP), or None.
-        dtype: dtype of the gathered parameter, or None for the dtype of its shard.
+        dtype: dtype of the gathered parameter, or None for the dtype of its shard; only floats are
+            cast.
         reduce_dtype: dtype of the gradient reduction, or None for the gradient's dtype.
         float8_recipe: fp8 recipe of linears that use the parameter, or None.
         scales: scales of several parameters, or None if the parameter is not gathered in fp8.
@@ -221,7 +222,10 @@ class ReduceGradSpec(MarkerSpec):
 
     @property
     def exchange_dtype(self) -> torch.dtype | None:
-        """Dtype in which ranks may exchange rows; None if not narrower or if they always do so."""
+        """Dtype to send if ranks exchange rows instead of reducing; None if that saves no bytes.
+
+        None, too, if the group always exchanges.
+        """
         always = uses_all_to_all(self.group, used_dtype(value_of(self.grad), self.reduce_dtype))
         return value_of(self.grad).dtype if self._is_narrow and not always else None
 
@@ -235,7 +239,8 @@ class ReduceGradSpec(MarkerSpec):
         """Return the input of the collective that replaces this marker.
 
         Args:
-            exchanges: whether ranks exchange rows and each sums its own, whatever the backend.
+            exchanges: whether ranks exchange rows and each sums its own, even if the backend does
+                not require it.
         """
         grad = value_of(self.grad)
         reduced = used_dtype(grad, self.reduce_dtype)

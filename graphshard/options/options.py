@@ -186,7 +186,7 @@ class Options:
     def differences_from(self, other: Options) -> list[str]:
         """Return, as text, options that differ from their defaults and from ``other``'s.
 
-        Compares ``overrides`` and the options that it can set per parameter.
+        Compares ``overrides``, and the arguments that it can also set, except ``mesh``.
         """
         left_out = {name: getattr(ParamOptions(), name) for name in _common_names()}
         left_out["overrides"] = {}
@@ -197,9 +197,12 @@ class Options:
         ]
 
     def policy_glob(self, fqn: str) -> str | None:
-        """Return the glob whose ``mp_policy`` applies to module ``fqn`` ("" is the model)."""
+        """Return the glob whose ``mp_policy`` applies to module ``fqn`` ("" is the model).
+
+        None stands for the policy of the whole model.
+        """
         globs = [glob for glob, arguments in self.overrides.items() if "mp_policy" in arguments]
-        # The last one wins. None stands for the policy of the whole model.
+        # The last one wins.
         return next((glob for glob in reversed(globs) if matches(glob, fqn)), None)
 
     def policy_of(self, glob: str | None) -> MixedPrecisionPolicy:
@@ -346,7 +349,7 @@ def check_mesh(mesh: object) -> None:
 def _default_mesh(device_type: str) -> DeviceMesh:
     if not dist.is_available() or not dist.is_initialized():
         raise BackendError(
-            "mesh=None: there is no process group. Launch with torchrun and call "
+            "there is no process group to shard over: launch with torchrun, and call "
             "torch.distributed.init_process_group() before the first step; to train in a single "
             f"process, as in a notebook, add\n{_ONE_PROCESS}"
         )
@@ -354,7 +357,7 @@ def _default_mesh(device_type: str) -> DeviceMesh:
 
 
 def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
-    """Return the mesh of ``options``, or one over all ranks on the device of these parameters."""
+    """Return the mesh of ``options``, or else a 1D mesh over all ranks, for these parameters."""
     return options.mesh or _default_mesh(_device_type(params, options))
 
 

@@ -22,8 +22,9 @@ class SchedulePolicy:
 
     Attributes:
         overlap: whether collectives overlap with compute. If True, buckets and launch points are
-            chosen by predicted times, and all ranks follow the first rank's plan. If False, each
-            collective is launched where its result is needed, and waited for immediately.
+            chosen by predicted times, and all ranks follow the first rank's plan. If False, gathers
+            are launched where their results are needed, reductions where their gradients are ready,
+            and each is waited for immediately.
         bucket_cap_mb: maximum size of a bucket, in MB of full parameters, or "auto" to let the cost
             model decide. A larger parameter gets a separate bucket.
         max_in_flight_gb: limit for the buffers between launch and wait, in GB (default: no limit).
@@ -62,7 +63,7 @@ class SchedulePolicy:
             None to use the cost model. Graphs are then not cached.
 
     Raises:
-        ValueError: a field has a wrong type or value.
+        ValueError: a field has a wrong type or value, or contradicts another.
     """
 
     bucket_cap_mb: float | Literal["auto"] = "auto"
@@ -105,8 +106,9 @@ class SchedulePolicy:
             )
         if not self.overlap and self.limits() != ScheduleLimits(reduce=self.reduce):
             raise ValueError(
-                "schedule.bucket_cap_mb, max_in_flight_gb and memory_budget_gb limit overlapping "
-                "collectives: set schedule.overlap=True, or omit them"
+                "schedule.overlap=False with a bucket_cap_mb, max_in_flight_gb or "
+                "memory_budget_gb: these limit overlapping collectives; set schedule.overlap=True, "
+                "or omit them"
             )
         if self.node_cost is not None and not callable(self.node_cost):
             raise ValueError(

@@ -139,7 +139,8 @@ def save_compiled(path: str | Path) -> None:
     --virtual-local-rank``).
 
     Raises:
-        RuntimeError: Inductor has compiled nothing for graphshard in this process.
+        RuntimeError: Inductor has compiled nothing for graphshard in this process, or its caches
+            are off.
         OSError: the file cannot be written.
     """
     saved = torch.compiler.save_cache_artifacts() if GRAPHS else None

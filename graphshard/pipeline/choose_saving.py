@@ -62,7 +62,7 @@ RESERVED_FRACTION = 0.1
 # more restarts, a larger one leaves more memory unused.
 STEP = 0.02
 
-# Whether a rank fits the budget: with the choice, only with fewer parameters kept, or not at all.
+# A rank fits the budget with the choice, may fit with fewer parameters kept, or does not fit.
 FITS, MAY_FIT, NOTHING_FITS = range(3)
 
 
@@ -149,8 +149,8 @@ class _Chooser:
         # which no rank could try a smaller batch.
         if excess == NOTHING_FITS:
             error = (
-                "auto=True: on another rank, with a larger batch, nothing fits into the budget; "
-                "use smaller batches, or raise schedule.memory_budget_gb"
+                "schedule.auto=True: on another rank, with a larger batch, nothing fits into the "
+                "budget; use smaller batches, or set a larger schedule.memory_budget_gb"
             )
             return SavingChoice(0.0, (), error=error).to_json()
         try:
@@ -161,8 +161,8 @@ class _Chooser:
             return ""
         except Exception as error:
             self.raised = error
-            what = f"auto=True: the first rank could not plan what forward saves: {error!r}"
-            return SavingChoice(0.0, (), error=what).to_json()
+            what = "schedule.auto=True: the first rank could not plan what forward saves"
+            return SavingChoice(0.0, (), error=f"{what}: {error!r}").to_json()
 
     def fits_earlier_choice(self, text: str) -> bool:
         """Return whether this rank fits the budget with the parameters that a choice keeps.
@@ -206,7 +206,7 @@ class _Chooser:
         return NothingFitsError(failed, saving_table(failed))
 
     def _try_all(self, all_params: bool | None) -> SavingChoice:
-        """Plan all candidates on this rank, or only those with the given ``all_params``."""
+        """Plan the candidates on this rank, or only those with the given ``all_params``."""
         settings, budget_gb, within_gb = self.settings, self._budget_gb(), self._within_gb()
         parts, notes = _parts_to_try(settings)
         may_offload = settings.device.type != "cpu"
@@ -281,7 +281,10 @@ def _free_gb(traced: TracedGraph, device: torch.device) -> float:
 def _plan_candidates(
     traced: TracedGraph, settings: CompileSettings, candidates: Sequence[Saving], within_gb: float
 ) -> Sequence[TriedSaving]:
-    """Trace a graph up to its joint graph, and plan each candidate; [] if it has no joint graph."""
+    """Trace a graph up to its joint graph, and plan candidates until saving less is slower.
+
+    Return [] if there is no joint graph.
+    """
     trials = _Trials([settings.with_saving(saving, within_gb) for saving in candidates])
     if settings.compiler == "aot_eager":
         aot_autograd(fw_compiler=stub_compiler, partition_fn=trials)(traced.gm, traced.inputs)
@@ -300,7 +303,7 @@ def _plan_candidates(
 
 
 class _Trials(CustomPartitionerFn):
-    """Partitions and plans copies of a joint graph, once for each candidate."""
+    """Partitions and plans copies of a joint graph by candidate, until saving less is slower."""
 
     def __init__(self, candidates: Sequence[CompileSettings]) -> None:
         self._candidates = candidates

@@ -99,10 +99,11 @@ def compile_traced(
 ) -> CompiledGraph:
     """Compile a Dynamo graph with plans that all ranks follow.
 
-    Every call of the result is recorded in the call logs of its process groups.
+    If the graphs communicate, their groups' call logs record every call of the result.
 
     Raises:
         BackendError: ranks compile graphs with different communication.
+        ValueError: as :func:`choose_saving`.
     """
     start_s = time.perf_counter()
     options = traced.inductor_options if settings.compiler == "inductor" else {}

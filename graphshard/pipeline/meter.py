@@ -155,7 +155,7 @@ def _sum(times: Iterable[Measured]) -> Measured:
 
 
 def measured_metrics(meters: Sequence[Meter]) -> dict[str, float]:
-    """Return the measured times, summed over the graphs that have been timed, and peak memory."""
+    """Return the measured times, summed over the graphs timed so far, and CUDA's peak memory."""
     found: dict[str, float] = {}
     if timed := [times for meter in meters if (times := meter.measured()) is not None]:
         total_us, exposed_us = _sum(timed)

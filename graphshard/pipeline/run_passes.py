@@ -21,7 +21,7 @@ from ..show.dump_folder import DumpWriter
 from .verify import verify_lowered
 
 _log = logging.getLogger(__name__)
-# Names of the dumps of whole stages; the code of others is not dumped.
+# Names of the dumps of whole stages; in others, only passes with a ``dump`` are dumped.
 _DUMPS = {Stage.JOINT: "joint", Stage.FINAL: "{kind}"}
 
 
@@ -30,8 +30,8 @@ def run_stage(
 ) -> None:
     """Run and time the passes of a stage that ``context`` enables, and check the results.
 
-    Graphs with a plan are verified against it. Graphs are linted except in ``Stage.FINAL`` and
-    ``Stage.LOWERED``, after which the compiler does so.
+    Graphs with a plan are verified against it. Graphs are linted and recompiled, except in
+    ``Stage.FINAL`` and ``Stage.LOWERED``, after which the compiler does so.
 
     Args:
         gm: graph that the stage rewrites, in place; the forward graph in ``Stage.PARTITIONED``.

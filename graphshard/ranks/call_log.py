@@ -121,7 +121,7 @@ class CallLog:
 
     @contextlib.contextmanager
     def raising_posted_error(self) -> Iterator[None]:
-        """Call :meth:`raise_posted_error` if a collective in this context raises."""
+        """Call :meth:`raise_posted_error` if this context raises a RuntimeError."""
         try:
             yield
         except RuntimeError as error:
@@ -172,7 +172,10 @@ class CallLog:
     def _describe_timeout(self, watcher: Watcher, call: int, timeout_s: float) -> str:
         names = self._history.rank_names(*watcher.missing_ranks(call))
         text = f"{names} did not arrive within {timeout_s:g} s, the timeout of the group"
-        return f"{text}; {self._history.position()}. {CALL_TOGETHER}"
+        return (
+            f"{text}; {self._history.position()}. {CALL_TOGETHER} If a rank only needs more time, "
+            "to compile for example, pass a larger timeout to init_process_group"
+        )
 
     def _read_all_posted(self, watcher: Watcher) -> None:
         with contextlib.suppress(RuntimeError):  # the store is lost

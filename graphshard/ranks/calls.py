@@ -51,7 +51,7 @@ _RECOMPILE = (
 )
 _CHOOSE_AGAIN = (
     "One rank's graph exceeds the memory budget under the earlier choice: give all ranks batches "
-    "of similar sizes, or raise schedule.memory_budget_gb"
+    "of similar sizes, or set a larger schedule.memory_budget_gb"
 )
 
 

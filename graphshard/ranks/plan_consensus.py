@@ -103,7 +103,8 @@ class PlanConsensus:
             groups: names of the process groups of all ranks that have this graph.
 
         Raises:
-            BackendError: the graphs of other ranks communicate different data.
+            BackendError: the graphs of other ranks communicate different data, or as
+                :func:`choose_on_first_rank`.
         """
         numbers = _group_numbers(plans)
         common = [_with_group_names(plan, numbers) for plan in plans]

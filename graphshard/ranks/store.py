@@ -85,17 +85,18 @@ class BlockedEvent(Event):
 
 _EVENTS = (CallEvent, AgreedEvent, ErrorEvent, LeaveEvent, BlockedEvent)
 _EVENT_TYPES: dict[str, type[Event]] = {event_type.__name__: event_type for event_type in _EVENTS}
-# About as long as 32-bit milliseconds allow, since torch logs timeouts.
+# About as long as 32-bit milliseconds allow, because torch logs every wait that times out.
 _FOREVER = timedelta(days=20)
 
 
 class EventStore:
-    """The events of one process group; an event is deleted once all ranks have read it.
+    """The events of one process group; when all ranks agree to a call, earlier ones are deleted.
 
     Each method takes a constant number of store operations, plus one for each event it deletes.
 
     Args:
-        connect: function that returns a new connection to the group's store; ``wait`` blocks one.
+        connect: function that returns a new connection to the group's store. It is called twice,
+            because ``wait`` blocks the connection that it uses.
         prefix: prefix of all keys, different for each group that shares the store.
         rank: rank of this process in the group.
 
@@ -161,7 +162,6 @@ class EventStore:
         with self._agreeing:
             self.progress = max(self.progress, call)
             self._store.set(f"progress/{self._rank}", str(self.progress))
-        # The last rank to agree notifies all, and deletes the events that they have read.
         if self._store.add(f"agreed/{index}", 1) == self._num_ranks:
             # Listed before the post: this rank's other thread may read it and move ``_first``.
             events = [f"event/{i}" for i in range(self._first, index + 1)]
@@ -174,7 +174,7 @@ class EventStore:
         return self._store.check([key]) and int(self._store.get(key)) >= call
 
     def forget(self, agreed: AgreedEvent) -> None:
-        """Record that all ranks have read the events up to the call that they agreed to."""
+        """Record that all ranks have read the events up to the ``CallEvent`` they agreed to."""
         self._first = max(self._first, agreed.call_event + 1)
 
     def leave(self) -> None:

@@ -3,8 +3,8 @@
 A group's thread compares the peers' calls with this rank's calls, wakes this rank when an awaited
 event has arrived and, after an error, releases it from a blocked collective.
 
-A second thread ticks the watchers of all groups. It posts the last call of a rank that has stalled,
-and detects that a rank waits for a call that another rank can never make:
+A second thread ticks the watchers of all groups. It posts this rank's last call once the rank has
+stalled, and detects that a rank waits for a call that another rank can never make:
 
     rank 0   waits in call 7                       rank 1   waits in dist.barrier(), before call 7
              ─► posts "call 7 runs plan P"                  ─► posts "I am in collective 12"
@@ -54,11 +54,11 @@ class Watcher:
     """A thread that reads the events of one group; the constructor starts it.
 
     It blocks in the store, which costs nothing while nobody posts, and ends with the group, after
-    an error, or when the store is lost. Must be created in the rank's thread, which calls the
-    public methods and writes ``history``.
+    an error, or when the store is lost. Must be created in the rank's thread, which writes
+    ``history``.
 
     Attributes:
-        changed: condition that guards the attributes below.
+        changed: condition that guards writes to the attributes below, except to ``awaited``.
         early_calls: events about calls that this rank has not made yet, keyed by call.
         agreed: last call that all ranks are known to have agreed to, or -1.
         awaited: call in which the rank's thread waits for all ranks, or None.
@@ -111,7 +111,7 @@ class Watcher:
     # --- called by all threads ---------------------------------------------------------------
 
     def post_call(self, call: int) -> None:
-        """Post this rank's ``call``, unless it has agreed to it or any rank has posted about it."""
+        """Post this rank's ``call``, unless the rank has agreed to it or a rank has posted it."""
         # Once all ranks have agreed, another post would start another round.
         if self.events.progress < call:
             plan_id, history = self._history.entry(call)
@@ -175,7 +175,7 @@ class Watcher:
             self._pending, self._blocked_at = pending, now + BLOCKED_S
         if pending is not None and now >= self._blocked_at:
             self._blocked_at = math.inf
-            # Not all of its ranks need be members of this group; an error must release this rank.
+            # The collective may be of another group, from which an error must release this rank.
             self._members.release_also(process_group(pending.group))
             call = self._history.num_calls
             self.events.post(BlockedEvent(rank=self._rank, call=call, **pending._asdict()))
@@ -250,7 +250,10 @@ class Watcher:
         if gone and self.events.num_posted() == self.num_read:
             names = self._history.rank_names(*gone)
             self.events.post_error(
-                lambda: f"{names} left: exited, or destroyed the group; {self._history.position()}"
+                lambda: (
+                    f"{names} left, by exiting or destroying the group: look for the cause in the "
+                    f"output of {names}; {self._history.position()}"
+                )
             )
 
 

@@ -1,9 +1,12 @@
 """Report the changes between two plans of a graph, as text or as a page.
 
-Buckets that share a parameter are related; each set of related buckets makes one line:
+Buckets of one kind that share a parameter are related. A set of related buckets makes one line if
+their number or their parameters changed:
 
     merged     2 all_gather -> 1: norm.weight, up.weight -> norm.weight .. up.weight (2)
-    split, regrouped, moved, added, removed
+    split, regrouped, changed, added, removed
+
+Otherwise it makes a line for each change of its bucket: moved, resized, packed differently.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A dump is a JSON object:
     version    version of this format; files with another version are rejected
     compiled   Dynamo's name for the compilation, such as "0/0", or ""
     predicted  ``Totals``, derived from the other fields for the reader's convenience
-    limits     as in ``ScheduleLimits``: bytes or null, and the collectives of ``reduce``
+    limits     ``ScheduleLimits``: sizes in bytes or null, and ``reduce``
     hardware   as in ``Hardware.to_json``
     plan       as in ``Plan.to_json``, with parameter names
 """
@@ -163,7 +163,7 @@ class Dump:
         return modules
 
     def optimizer_us(self) -> float:
-        """Return the predicted time of a fused AdamW on the gradients that the graph reduces."""
+        """Return the predicted time of a fused AdamW on the reduced gradients on the device."""
         transfers = self.plan.problem.transfers
         reduced = sum(t.shard_bytes for t in transfers if t.kind.is_reduction and not t.host)
         if not reduced:
@@ -234,7 +234,7 @@ def param_name(param: PlanParam) -> str:
 
 
 def exposure(dumps: Sequence[Dump]) -> float:
-    """Return the fraction of the training graphs' time that is exposed communication."""
+    """Return the fraction of the training graphs' time that is exposed; 0 without such graphs."""
     training = [dump.totals for dump in dumps if dump.plan.graph != GraphKind.INFERENCE]
     total_us = sum(totals.total_us for totals in training)
     return sum(totals.exposed_us for totals in training) / total_us if total_us else 0.0

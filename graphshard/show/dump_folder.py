@@ -1,6 +1,7 @@
 """Write dumps to the user's folder and to torch's trace log.
 
-``dump="folder"`` writes these files for Dynamo's graph number NN, on the first rank of the mesh:
+``dump="folder"`` writes these files for the NN-th Dynamo graph (from 00), on the first rank that
+has it, as far as the passes run:
 
     NN-forward.json, NN-forward.trace.json, NN-forward.txt      the dump, its trace and its table
     NN-forward.before.py, NN-forward.after.py                   FX code around lowering

@@ -68,7 +68,7 @@ class ParamData(TypedDict):
     name: str
     shape: list[int]
     dtype: str
-    used: int | None  # first step that uses it unsharded
+    used: int | None  # first step that uses it unsharded; None if it is not gathered
 
 
 class StepsData(TypedDict):
@@ -143,7 +143,7 @@ class GraphData(TypedDict):
     hardware: str
     ranks: list[int]
     predicted: Predicted
-    optimizer_us: float  # predicted time of a fused AdamW on the gradients that the graph reduces
+    optimizer_us: float  # see ``Dump.optimizer_us``
     measured: Measured | None
     lanes: list[str]  # lanes in use
     params: list[ParamData]
@@ -209,7 +209,7 @@ def page_data(
     *,
     compares: bool = False,
 ) -> PageData:
-    """Assemble a page's data; ``steps`` come from ``steps_data``."""
+    """Assemble a page's data; ``step_data`` and ``steps_data`` make ``steps``."""
     return PageData(
         title=title,
         steps=list(steps),
@@ -229,7 +229,7 @@ def steps_data(
     optimizer_us: float | None = None,
     note: str = "",
 ) -> list[StepData]:
-    """Return a training step, and a run of each evaluation graph, as far as there are any.
+    """Return a training step, and a run of all inference graphs, each only if there are graphs.
 
     Args:
         graphs: data of each dump.

@@ -36,7 +36,7 @@ def graph_names(dumps: Sequence[Dump]) -> list[str]:
     """Return a name for each graph, as in "forward", "backward, no_sync" and "evaluation".
 
     Names that several graphs share end in Dynamo's name of the compilation, as in "forward (0/1)",
-    or else in the graph's position.
+    or in the graph's position if that name is unknown.
     """
     names = [_kind(dump) for dump in dumps]
     for pair in _split(_pairs(dumps))[1]:

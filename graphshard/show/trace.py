@@ -238,8 +238,8 @@ class GraphRun(NamedTuple):
     """A measured run of the graph of ``dump``.
 
     Attributes:
-        start_us: start of its first GPU kernel, or of the call if it launched none.
-        us: time until the end of its last GPU kernel, or of the call if it launched none.
+        start_us: start of its first GPU kernel or copy, or of the call if it launched none.
+        us: time until the end of its last GPU kernel or copy, or of the call if it launched none.
         lanes: start, counted from ``start_us``, and duration of the busy times of each lane. On a
             CPU, compute is busy unless it waits for a collective.
     """
@@ -350,7 +350,7 @@ def _merged(spans: Sequence[tuple[float, float]], gap_us: float) -> BusyUs:
 
 
 def with_predictions(measured: Trace, dumps: Sequence[Dump]) -> Trace:
-    """Add a process to ``measured`` with the predicted timeline of each run of a graph."""
+    """Return ``measured`` with an added process: the predicted timeline of each graph's runs."""
     events = [_with_label(event) for event in measured["traceEvents"]]
     predicted: list[TraceEvent] = []
     free_us = 0.0

@@ -1,4 +1,4 @@
-"""The commands of ``python -m graphshard`` that do not read dumps.
+"""Three commands of ``python -m graphshard``.
 
 ``demo`` trains one model with graphshard, DDP and FSDP2, ``strategies`` prints the names of
 strategies in other libraries, and ``consolidate`` converts a checkpoint to one file, or back.

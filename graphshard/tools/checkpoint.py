@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from .._torch.checkpoint import StorageInfo, read_metadata
 from .._torch.nn import unflatten_state_dict
 
-BATCH_BYTES = 1 << 30  # limit of tensors in memory at a time, unless a single tensor is larger
+BATCH_BYTES = 1 << 30  # a batch of tensors is loaded once it has at least this size
 
 
 @contextlib.contextmanager
@@ -89,8 +89,8 @@ class Checkpoint:
         others: flat names of all other values.
 
     Raises:
-        ValueError: ``folder`` is not a checkpoint or is damaged, has nothing under ``key``, or has
-            no name with ``prefix``.
+        ValueError: ``folder`` is not a checkpoint or is damaged, or has nothing under ``key``;
+            otherwise as :func:`without_prefix`.
     """
 
     def __init__(self, folder: Path, key: str | None, prefix: str | None = None) -> None:

@@ -3,7 +3,7 @@
 A checkpoint is a folder that ``torch.distributed.checkpoint`` (DCP) wrote.
 
     consolidate DIR OUT.pt            torch.load(OUT.pt) is the saved state dict, unsharded
-    consolidate DIR OUT.safetensors   tensors only, under the names that DCP gave them
+    consolidate DIR OUT.safetensors   tensors only, under DCP's flat names (without --key)
     consolidate FILE DIR              a checkpoint that any number of ranks can load
 
 The conversion runs in one process, without a process group. The target is renamed from a scratch
@@ -97,7 +97,10 @@ def _write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
         require(
             short != "__metadata__", f"{name!r}: safetensors reserves this name; write a .pt file"
         )
-        require(short not in specs, f"{name!r}: another tensor is also called {short!r}")
+        require(
+            short not in specs,
+            f"{name!r}: another tensor is also called {short!r} in a flat file; write a .pt file",
+        )
         tensors[short] = tensor  # keeps alive the memory to which the spec points
         # safetensors.torch.save_file would require numpy.
         pointer, num_bytes = tensor.data_ptr(), tensor.nbytes

@@ -4,8 +4,10 @@
                                                step k: graphshard, DDP, FSDP2, in turn
 
 All three are compiled, and train a byte-level GPT on the sources of Python's standard library,
-from the same parameters and on the same batches. All numbers in the report are measured in that
-run. On a CPU, the last steps run on a modelled wire, which needs no cores, so it can be hidden.
+from the same parameters and on the same batches. Losses, speeds and the memory between steps are
+measured in that run; the collectives and the gathered memory are those of graphshard's plans. On
+several CPU ranks, the last steps run on a modelled wire, whose time can be hidden because it needs
+no cores.
 """
 
 from __future__ import annotations
@@ -127,7 +129,7 @@ def _ranks(settings: Settings) -> str:
 def _train(trainings: Sequence[Training], settings: Settings, device: torch.device) -> None:
     """Train all runs in turn, step by step, on the same batches; show progress on rank 0.
 
-    The last steps run on the modelled wire.
+    The last ``settings.num_wire_steps`` steps run on the modelled wire.
     """
     ours, data = trainings[0], batches(load_text(), SIZES[settings.device], 1 + dist.get_rank())
     steps, is_terminal = settings.num_steps + settings.num_wire_steps, sys.stdout.isatty()

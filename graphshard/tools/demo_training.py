@@ -71,7 +71,8 @@ class Training:
     Attributes:
         losses: loss of each step, averaged over ranks.
         seconds: time of each step on the slowest rank.
-        held_bytes: largest memory of a rank's parameters, gradients and AdamW state, in bytes.
+        held_bytes: bytes of parameters, of gradients and of AdamW state, each on the rank with the
+            most; empty before ``count_memory``.
     """
 
     name: str

@@ -82,7 +82,7 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def test_missing_process_group_is_an_error(act: Act) -> None:
     assert not dist.is_initialized()
     torch._dynamo.reset()
-    assert_refused(MLP(), act, "^mesh=None: there is no process group")
+    assert_refused(MLP(), act, "^there is no process group to shard over")
 
 
 @pytest.mark.parametrize("as_function", [False, True])

@@ -18,7 +18,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"activation_memory_budget": "half"}, r"='half': must be a number from 0"),
     (
         {"overlap": False, "memory_budget_gb": 1},
-        r"limit overlapping collectives: set schedule\.overlap=True",
+        r"limit overlapping collectives; set schedule\.overlap=True",
     ),
     ({"auto": "yes"}, r"schedule\.auto='yes': must be True or False"),
     ({"overlap": False, "auto": True}, r"auto=True with overlap=False: .* or omit auto"),

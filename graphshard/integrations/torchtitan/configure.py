@@ -47,7 +47,8 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
     Other settings still apply: optimizer, data, activation checkpointing, checkpoints and
     command-line overrides. ``--compile.backend`` sets graphshard's ``compiler``; with
-    ``--compile.enable`` torchtitan also compiles the loss. CUDA graphs over a step are disabled.
+    ``--compile.enable`` torchtitan also compiles the loss. CUDA graphs over a step are disabled,
+    and a chunked loss is replaced by the loss inside it.
 
     Args:
         config: torchtitan configuration with a model.
@@ -57,8 +58,8 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
     Raises:
         ValueError: ``config`` has no model, or an option duplicates a torchtitan setting. When the
-            trainer is created: ``config`` sets context or pipeline parallelism, or graphshard
-            rejects an option.
+            trainer is created: graphshard does not support a setting, such as context or pipeline
+            parallelism, or rejects an option.
     """
     set_by_torchtitan = {"mesh", "mp_policy", "offload_policy", "reshard_after_forward", "compiler"}
     if taken := sorted(set_by_torchtitan & options.keys()):
@@ -77,7 +78,7 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
 
 def configs_of(registry: ModuleType) -> dict[str, Callable[[], Trainer.Config]]:
-    """Return the functions of a torchtitan ``config_registry``, each wrapped in `configure`."""
+    """Return the functions of a torchtitan ``config_registry`` by name, each configured."""
 
     def configured(make: Callable[[], Trainer.Config]) -> Callable[[], Trainer.Config]:
         return lambda: configure(make())
