@@ -21,7 +21,7 @@ _BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_siz
 class Counts:
     """Numbers of kernels, copies and waits in a step.
 
-    Waits are counted over the whole step, everything else only within its graphs.
+    Waits and ``blocking`` are counted over the whole step, all else only within its graphs.
 
     Attributes:
         kernels: number of kernels, including ``bucket_copies``.

@@ -88,7 +88,8 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
         device: one of ``graphshard.check.gpus.GPUS``.
 
     Raises:
-        CheckError: the function raised, the process ended, or it took longer than ``timeout_s``.
+        CheckError: the function raised an error, or the process ended without an answer or took
+            longer than ``timeout_s``.
         RuntimeError: there is no C++ compiler, or ``obstacle`` returns a reason.
     """
     if reason := obstacle():

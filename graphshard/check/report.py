@@ -61,7 +61,8 @@ class Target:
         replicas: number of groups of ranks that hold the same shards.
         rank: rank whose step is checked.
         tp: number of ranks over which tensor parallelism splits the model.
-        tp_plan: "SCRIPT:FUNCTION" to split it with; default: ``tensor_parallel.parallelize``.
+        tp_plan: "SCRIPT:FUNCTION", a function ``(model, mesh)`` that splits the model for ``tp``
+            (default: ``tensor_parallel.parallelize``).
         ep: number of ranks over which ``expert_parallel.parallelize`` splits experts.
     """
 
@@ -98,16 +99,16 @@ class Report:
 
 
 def check(recorder: Recorder, target: Target) -> Report:
-    """Train a few steps of a user's model on one rank of a simulated GPU, and check the last one.
+    """Train a user's model for a few steps as one rank, on a simulated GPU; check the last step.
 
     The user's function takes no arguments and is called with the GPU as the default device. It
     returns a model, the inputs of a step (a tuple, or a dictionary of keyword arguments) and,
     optionally, a dictionary of options of ``graphshard.backend``.
 
     Raises:
-        ValueError: the function does not exist or returns something else, or no parameter requires
-            a gradient.
-        RuntimeError: the model depends on the values of tensors.
+        ValueError: the function does not exist, returns something else or unknown options, or no
+            parameter requires a gradient.
+        RuntimeError: control flow or sizes depend on the values of tensors.
     """
     make = load_function(target.script, target.function)
     options: dict[str, Any] = {}

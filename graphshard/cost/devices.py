@@ -168,7 +168,7 @@ def load_hardware(name: str) -> Hardware:
 
 
 class DeviceMatch(NamedTuple):
-    """The table entry to use for a device, and a warning if it is ``DEFAULT``."""
+    """The hardware to use for a device, and a warning if the table has no entry for the device."""
 
     hardware: Hardware
     warning: str | None

@@ -55,11 +55,12 @@ def call_with_fallback(
     try:
         return predict(*args)
     except Exception as error:
-        what = what or f"the time of {args[0].target}, and assumes that memory bandwidth bounds it"
+        what = what or f"the time of {args[0].target}"
         if what not in _warned:
             _warned.add(what)
             warnings.warn(
-                f"graphshard: cannot predict {what} ({type(error).__name__}: {error})",
+                f"graphshard: cannot predict {what} ({type(error).__name__}: {error}); schedules "
+                "use a rough estimate instead",
                 stacklevel=2,
             )
         return fallback
@@ -79,7 +80,7 @@ class Flops(NamedTuple):
 
 
 def flops(node: fx.Node) -> Flops:
-    """Count the floating-point operations of an ATen node; 0 if memory alone bounds its time."""
+    """Count the operations of a matrix product, attention or convolution; 0 for other nodes."""
     name = aten_name(_called_op(node).op)
     if name in _LEFT_IS_FIRST or name in _LEFT_IS_SECOND:
         left = node.args[1 if name in _LEFT_IS_SECOND else 0]

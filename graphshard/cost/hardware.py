@@ -45,7 +45,8 @@ class Rate:
             constant below the first and above the last amount; in between, time is interpolated.
 
     Raises:
-        ValueError: a number is not positive, or a larger amount would take less time.
+        ValueError: ``achieved`` is empty or not by increasing amount, a number is not positive and
+            finite, or a larger amount would take less time.
     """
 
     peak: float
@@ -101,7 +102,7 @@ class Interconnect:
             missing, it is derived from that of a reduce-scatter.
 
     Raises:
-        ValueError: a number is negative, or ``bus`` lacks one of ``COLLECTIVE_KINDS``.
+        ValueError: a time is negative or infinite, or ``bus`` lacks one of ``COLLECTIVE_KINDS``.
     """
 
     latency_us: float
@@ -134,7 +135,7 @@ class Hardware:
         launch_us: time of an empty kernel.
         issue_us: compute time lost to the launch of each collective, even if hidden.
         contention: additional compute time lost to a hidden collective, as a fraction of its time.
-        ranks_per_node: number of ranks that ``intra`` connects; larger groups also use ``inter``.
+        ranks_per_node: number of ranks in a node; groups that span nodes also use ``inter``.
         intra: interconnect between the ranks of a node.
         inter: interconnect between nodes.
         device_type: torch device type, "cuda" or "cpu".
@@ -189,7 +190,8 @@ class Hardware:
         """Parse the result of ``to_json``.
 
         Raises:
-            ValueError: ``text`` is malformed; the message names ``source`` and the field.
+            ValueError: ``text`` is malformed or of another version; the message begins with
+                ``source``.
         """
         try:
             raw = json.loads(text)

@@ -133,10 +133,10 @@ class Effort:
 
 
 def measure(device: torch.device, effort: Effort) -> DeviceMatch:
-    """Measure ``device`` and, if there is a default process group, its interconnects.
+    """Measure ``device`` and, if there is a process group of several ranks, its interconnects.
 
-    Every rank of the group must call this. Each rank returns its device's table entry, with
-    measured values where possible.
+    Every rank of the default group must call this. Each rank returns its device's table entry, or
+    the default entry with a warning, with measured values where possible.
     """
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     table_entry, warning = find_hardware_or_default(name)

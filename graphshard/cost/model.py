@@ -44,8 +44,8 @@ class CostModel:
         node_cost: function that returns a node's time, or None to have it predicted.
         tf32: whether float32 matrix products run in tf32, as after
             ``torch.set_float32_matmul_precision("high")``.
-        fuses: whether values that fusion keeps out of memory count as taking none; times assume
-            fusion in any case.
+        fuses: whether values that fusion keeps out of memory count as 0 bytes; times assume fusion
+            in any case.
         device_type: device type that kernels are compiled for (default: that of the tensors).
     """
 
@@ -74,7 +74,7 @@ class CostModel:
 
         A kernel's time (see [Note: fused kernels] in ``fusion``) is assigned to its last node. All
         other nodes of the kernel take 0, as do inputs, outputs, views, collectives and graphshard's
-        copy ops.
+        copy ops. ``node_cost`` may override the time of any node.
 
         Raises:
             ValueError: ``node_cost`` returned something other than a time or None.

@@ -53,7 +53,9 @@ def cluster(
         memory_gb: memory of one GPU in GB (1e9 bytes; default: the device's).
 
     Raises:
-        ValueError: the device is unknown, or another argument is invalid.
+        ValueError: the device is unknown, its file is malformed, its memory is neither known nor
+            given, or another argument is invalid.
+        OSError: the device's file cannot be read.
     """
     hardware = load_hardware(device) if isinstance(device, str) else device
     if not (isinstance(gpus, int) and gpus > 0):

@@ -91,7 +91,10 @@ class ShallowCopies(NamedTuple):
 def trace_step(
     workload: Workload, recipe: Recipe, cluster: Cluster, progress: Progress = lambda text: None
 ) -> TracedStep:
-    """Trace a step, or if many layers repeat, derive it from traces of copies with fewer layers."""
+    """Trace a step, or if many layers repeat, derive it from traces of copies with fewer layers.
+
+    If the copies do not show that layers repeat, all layers are traced, and a note says why.
+    """
     if workload.num_layers is None:
         return _trace(workload, None, recipe, cluster, progress)
     depth = Depth.at(workload.num_layers, recipe)
@@ -158,7 +161,7 @@ def _trace(
     if workload.tokens % recipe.ep:
         raise ValueError(
             f"ep={recipe.ep}: does not divide the {workload.tokens} tokens of a microbatch, and a "
-            "forecast sends as many to each rank: change --batch"
+            "forecast sends as many to each rank: use a batch of another size"
         )
     num_layers: int | None = None
     part = recipe.recompute
@@ -191,7 +194,10 @@ def _path_of_layers(workload: Workload, num_layers: int) -> str:
 
 
 def for_strategy(traced: TracedStep, recipe: Recipe, num_gpus: int) -> TracedStep | None:
-    """Adapt a ZeRO-3 step to the strategy of ``recipe``; return None if it needs its own trace."""
+    """Adapt a ZeRO-3 step to the strategy of ``recipe``: ZeRO-3, ZeRO-2 or HSDP.
+
+    Return None if the strategy needs its own trace.
+    """
     if recipe.kind != "hsdp":
         return traced  # ZeRO-2, too: ``plan_step`` removes the gathers of backward
     return on_mesh(traced, num_gpus // recipe.tp, recipe.ranks(num_gpus))

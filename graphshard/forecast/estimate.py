@@ -1,7 +1,8 @@
 """Predict the time and peak memory of a planned step, corrected by the errors of past forecasts.
 
 A graph's plan counts only the memory that the graph keeps alive. This module adds the rank's other
-memory: shards that are not inputs of the graph, optimizer state, buffers and earlier gradients.
+memory: shards that are not inputs of the graph, optimizer state, buffers, earlier gradients, and
+activations saved by other graphs.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class TimeForecast:
 
     Attributes:
         compute_us: time that a GPU computes or copies.
-        exposed_us: time that compute waits for communication.
+        exposed_us: time that compute waits for communication and host copies.
         lost_us: slowdown of compute by hidden communication.
         optimizer_us: time of the optimizer; with ``offload`` the time that the host takes to run it
             and to accumulate the gradients of microbatches.
@@ -168,8 +169,9 @@ class MemoryForecast:
         parameters: parameter shards, including padding.
         gradients: reduced gradient shards, including those of earlier microbatches.
         optimizer: optimizer state.
-        activations: activations, inputs, outputs and temporary values.
-        gathered: unsharded parameters and their communication buffers.
+        activations: activations, inputs, outputs, temporary values, and parameters while they are
+            kept unsharded for backward.
+        gathered: other unsharded parameters and their communication buffers.
         reducing: full gradients and their communication buffers.
         buffers: buffers of the model.
         margin: allowance for memory outside of the allocator and for fragmentation.

@@ -23,10 +23,10 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Exposed:
-    """A collective that compute waits for.
+    """A collective or host copy that compute waits for.
 
     Attributes:
-        what: graph, kind and contents of the collective.
+        what: graph, kind and contents of the bucket.
         us: time that compute waits for it in one microbatch, in microseconds.
         why: reason that it is not hidden.
     """
@@ -47,7 +47,7 @@ class Forecast:
         unit: unit of ``tokens``: "tokens" or "samples".
         mfu: model FLOPs utilization, as in ``Backend.metrics``: FLOPs of the graphs' products,
             without recomputation, as a fraction of the GPU's peak in their dtypes.
-        exposed: collectives with the longest exposed time, longest first.
+        exposed: collectives and host copies with the longest exposed time, longest first.
         binds: bottleneck of a step: memory, compute, memory bandwidth, link, latency or host.
         changes: changes that would help, largest gain first.
         dumps: plan of each graph.
@@ -91,13 +91,13 @@ class Forecast:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that each node needs with ``offload``, in bytes."""
+        """Host memory that each node needs with ``offload``, in bytes; 0 without ``offload``."""
         cluster = self.cluster
         return self.memory.host * min(cluster.num_gpus, cluster.hardware.ranks_per_node)
 
     @property
     def padding(self) -> str | None:
-        """Warning about padding of parameters with few rows, or None if the padding is small."""
+        """Warning about padding of parameters with few rows; None if it is small or ``ep`` > 1."""
         if self.recipe.ep > 1:  # experts have their own shards
             return None
         params = [param for dump in self.dumps for param in dump.plan.params]
@@ -121,7 +121,10 @@ class Forecast:
         )
 
     def to_json(self) -> str:
-        """Return all numbers as JSON; times in microseconds, sizes in bytes."""
+        """Return the forecast as JSON, without ``saved`` and the plans of the graphs.
+
+        Times are in microseconds, sizes in bytes.
+        """
         time = _with_properties(self.time, "step_us", "modelled_us", "low_us", "high_us")
         memory = _with_properties(self.memory, "allocated", "total", "low", "high", "fits")
         raw = {
@@ -252,7 +255,7 @@ def _recipe_text(forecast: Forecast) -> str:
 
 
 def memory_rows(forecast: Forecast) -> list[tuple[str, float]]:
-    """Return each kind of memory and its size in GB."""
+    """Return the rows of the table of memory: each kind, the margin and the total, in GB."""
     memory = forecast.memory
     kinds = {**memory.kinds, "margin": memory.margin, "total": memory.total}
     return [(name, num_bytes / GB) for name, num_bytes in kinds.items()]

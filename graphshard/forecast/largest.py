@@ -83,15 +83,15 @@ def _layers(number: int) -> str:
 
 
 def strategies(cluster: Cluster, tp: int = 1) -> list[str]:
-    """Return the strategies that can be planned from one trace; HSDP shards within a node."""
+    """Return ZeRO-3, ZeRO-2 and HSDP over the smallest of ``shard_groups``, if any."""
     return ["zero3", "zero2", *(f"hsdp:{size}" for size in shard_groups(cluster, tp)[:1])]
 
 
 def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
-    """Return the possible numbers of HSDP shards among those of one, two and four nodes.
+    """Return the numbers of HSDP shards to try: over one, two and four nodes, with replicas.
 
     Args:
-        tp: number of ranks over which tensor parallelism splits each shard.
+        tp: number of ranks over which tensor parallelism splits the model.
     """
     node, num_groups = cluster.hardware.ranks_per_node // tp, cluster.num_gpus // tp
     sizes = (node, 2 * node, 4 * node)

@@ -60,7 +60,8 @@ def plan(
         recompute: fraction of the layers that backward recomputes, starting with the first: from 0
             to 1; True for all.
         accumulate: number of microbatches in a step; each reduces its gradients.
-        budget_gb: memory that the schedule may use, in GB (1e9 bytes; default: no limit).
+        budget_gb: limit for the peak of each graph plus the parameters, gradients, optimizer state
+            and buffers that a rank holds outside of it, in GB (1e9 bytes; default: no limit).
         offload: whether the host keeps shards, gradients and optimizer state, as with
             ``CPUOffloadPolicy()``.
         tp: number of neighboring ranks over which ``parallelize`` splits the model. The N of
@@ -147,7 +148,7 @@ def make_forecast(
 
     Raises:
         BackendError: no schedule stays within the budget.
-        ValueError: parameters and optimizer state alone exceed the budget.
+        ValueError: memory outside of the graphs, such as optimizer state, exceeds the budget.
     """
     step = plan_step(traced, recipe, cluster)
     changes = find_changes(traced, recipe, cluster)

@@ -82,7 +82,7 @@ def plan_step(
 
     Raises:
         BackendError: no schedule stays within the budget.
-        ValueError: parameters and optimizer state alone exceed the budget.
+        ValueError: memory outside of the graphs, such as optimizer state, exceeds the budget.
     """
     held, hardware = traced.held, cluster.hardware
     keep_all = keep_all or recipe.kind == "zero2"
@@ -112,7 +112,7 @@ def plan_step(
 
 
 def _limits(graphs: Sequence[StepGraph], recipe: Recipe, outside: MemoryForecast) -> ScheduleLimits:
-    """Return the limits of all graphs: the budget minus memory held outside of the graphs."""
+    """Return the limits of all graphs: the budget, if any, minus memory held outside of them."""
     if recipe.budget_gb is None:
         return ScheduleLimits(reduce=recipe.reduce)
     # A graph's peak already includes its input shards.

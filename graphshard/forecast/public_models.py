@@ -99,7 +99,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def config_folder(model: str) -> Path | None:
-    """Return the folder that ``model`` names if it has a config.json, or its copy from the Hub."""
+    """Return the folder with the config.json of ``model``, also in the Hub's cache, or None."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     if not is_hub_name(model):

@@ -54,7 +54,8 @@ class Recipe:
         recompute: fraction of the layers that backward recomputes, starting with the first:
             backward reaches those last, after freeing the activations of the others.
         accumulate: number of microbatches in a step; each reduces its gradients.
-        budget_gb: device memory that the schedule may use, in GB (default: no limit).
+        budget_gb: limit in GB for the peak of each graph plus the parameters, gradients, optimizer
+            state and buffers that a rank holds outside of it (default: no limit).
         offload: whether the host keeps shards, gradients and optimizer state, and runs the
             optimizer.
         tp: number of ranks over which tensor parallelism splits the model; they share a microbatch.

@@ -1,10 +1,11 @@
 """Plan and compare recipes for training a model on a cluster.
 
 For each precision and microbatch size, with all layers or none recomputed, one trace serves ZeRO-3,
-ZeRO-2, HSDP and offload, which differ only in where shards are held. hpZ on several nodes takes
-another trace, and so does DDP if replicas could fit. Offload and partial recomputation cost time:
-they are planned only where ZeRO-3 does not fit without them. Each degree of tensor parallelism
-takes its own traces, but only a few: it is planned only with the largest microbatch that fits.
+ZeRO-2, HSDP and offload, which differ only in where shards are held, unless rows are padded.
+hpZ on several nodes takes another trace, and so does DDP if replicas could fit. Offload and partial
+recomputation cost time: they are planned only where ZeRO-3 does not fit without them. Each degree
+of tensor parallelism takes its own traces, but only a few: microbatches are planned from the
+largest to the first that fits.
 """
 
 from __future__ import annotations
@@ -158,11 +159,16 @@ def search(
     Args:
         size: number of samples of a rank, or of ``recipe.tp`` ranks, in a step, over all
             microbatches.
-        recipe: recipe with the optimizer, the memory budget and ``tp``; its other fields are
-            ignored.
-        split: whether to plan tensor parallelism over more ranks of a node, too. They get as many
-            samples in a step as without it.
-        dtypes: precisions to try (default: bf16, and fp8 if the device has it).
+        recipe: recipe with the optimizer, ``budget_gb``, ``tp`` and ``reduce``; ``ep`` must be 1,
+            and its other fields are ignored.
+        split: whether to plan tensor parallelism over several ranks of a node, too, with as many
+            samples for each rank in a step.
+        dtypes: precisions to try (default: bf16, and fp8 if the device has it and ``recipe.tp`` is
+            1).
+
+    Raises:
+        BackendError: a recipe has no schedule that stays within ``recipe.budget_gb``.
+        ValueError: memory outside of the graphs of a recipe exceeds ``recipe.budget_gb``.
     """
     searching = _Search(make_workload, size, recipe, cluster, progress, dtypes)
     bases, sizes = list(searching.bases()), microbatches(size)
@@ -218,7 +224,11 @@ class _Search:
         )
 
     def add(self, base: Recipe, microbatch: int) -> list[PlannedRecipe]:
-        """Plan a recipe with all strategies, and return the candidates."""
+        """Plan a recipe with all strategies that could fit, and return the candidates.
+
+        hpZ needs several nodes. With DDP, each rank holds all parameters: it is left out if these
+        alone, with gradients and optimizer state, exceed the memory, or with fp8 or ``tp`` > 1.
+        """
         num_before = len(self.candidates)
         recipe = dataclasses.replace(base, accumulate=self.size // microbatch)
         workload = self.make_workload(microbatch)
@@ -226,7 +236,6 @@ class _Search:
         node = self.cluster.hardware.ranks_per_node // recipe.tp
         if node in shard_groups(self.cluster, recipe.tp):
             self._add_traced(f"hpz:{node}", recipe, workload, microbatch)
-        # With DDP each rank holds all parameters, gradients and optimizer state.
         replica_bytes = traced.held.params_bytes * (2 + OPTIMIZERS[recipe.optimizer].states)
         can_replicate = recipe.dtype != "fp8" and recipe.tp == 1
         if can_replicate and replica_bytes < self.cluster.memory_bytes:
@@ -238,7 +247,10 @@ class _Search:
         return self.candidates[num_before:]
 
     def _add_derived(self, recipe: Recipe, workload: Workload, microbatch: int) -> TracedStep:
-        """Plan ZeRO-3, ZeRO-2 and HSDP from one trace of ZeRO-3 where possible; return it."""
+        """Plan ZeRO-3, ZeRO-2 and HSDP from a trace of ZeRO-3 where possible; return the trace.
+
+        If ZeRO-3 does not fit, plan it with offload as well.
+        """
         traced = self._trace(recipe, workload)
         groups = shard_groups(self.cluster, recipe.tp)
         for strategy in ("zero3", "zero2", *(f"hsdp:{size}" for size in groups)):
@@ -259,7 +271,10 @@ class _Search:
         return [tp for tp in powers if node % tp == 0 and tp < num_gpus and num_gpus % tp == 0]
 
     def add_split(self, tp: int) -> None:
-        """Plan tensor parallelism over ``tp`` ranks, with the largest microbatch that fits."""
+        """Plan tensor parallelism over ``tp`` ranks, with the largest microbatch that fits.
+
+        If that is not the whole batch, plan it with all layers recomputed as well.
+        """
         if "fp8" in self.dtypes:
             self.refused.append(_NO_FP8)
         dtype = next((dtype for dtype in self.dtypes if dtype != "fp8"), None)
@@ -296,7 +311,10 @@ class _Search:
         self.candidates += [candidate] if candidate is not None else []
 
     def add_partial_recomputation(self, dtype: str) -> None:
-        """Plan partial recomputation with the smallest microbatch that does not fit without it."""
+        """Plan partial recomputation with the smallest microbatch that needs recomputation.
+
+        That is the smallest microbatch with which ZeRO-3 does not fit without it.
+        """
         candidates = [c for c in self.candidates if c.recipe.dtype == dtype]
         too_large = [
             c.microbatch
@@ -392,7 +410,7 @@ def _any_fits(candidates: Sequence[PlannedRecipe]) -> bool:
 
 
 def _fit_if_recomputed(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
-    """Return the candidates that do not fit, but would with all layers recomputed."""
+    """Return the ZeRO and HSDP candidates that do not fit, but do with all layers recomputed."""
 
     def key(candidate: PlannedRecipe) -> tuple[str, bool]:
         return candidate.recipe.strategy, candidate.recipe.offload

@@ -153,9 +153,9 @@ def trace(
     Args:
         hardware: machine to price kernels for.
         options: arguments of ``graphshard.backend``.
-        prepare: function called with the copy of the model before it is split or sharded.
-        parallelize: function that splits the copy over the mesh axis "tp" or "ep", if its size is
-            greater than 1.
+        prepare: function called with a copy of the model, before the copy is split or sharded.
+        parallelize: function that splits the copy over the mesh axis "tp" or "ep", if the axis has
+            several ranks.
         symbols: symbols that replace sizes of the inputs, keyed by size; each size is at least 2.
 
     Raises:

@@ -155,10 +155,10 @@ def num_recomputed(num_layers: int, part: float) -> int:
 
 
 def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the outermost lists of layers of one type, keyed by name.
+    """Return the outermost ``nn.ModuleList`` of two or more layers of one type, keyed by name.
 
     Raises:
-        ValueError: the model has no list of layers.
+        ValueError: the model has no such list.
     """
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
@@ -181,7 +181,7 @@ def recompute_layers(model: nn.Module, part: float = 1) -> None:
     If ``part`` is 1 and the model has ``gradient_checkpointing_enable``, call that instead.
 
     Raises:
-        ValueError: the model has no list of layers.
+        ValueError: ``layer_lists`` finds no list.
     """
     if not part:
         return

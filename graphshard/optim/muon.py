@@ -72,7 +72,7 @@ class Muon(torch.optim.Muon):
 
     Raises:
         ValueError: a parameter is not a matrix; or, in a step, has another placement, is complex,
-            or has a sparse gradient.
+            or has a gradient that is sparse or placed differently.
         BackendError: in a step, on all ranks, if they do not step the same matrices.
     """
 

@@ -30,7 +30,7 @@ Shape = tuple[int, int]
 
 
 class Owned(NamedTuple):
-    """A matrix and its owner: the rank in the process group that orthogonalizes it."""
+    """The position of a matrix, and its owner: the rank in the group that orthogonalizes it."""
 
     rank: int
     matrix: int
@@ -126,7 +126,7 @@ class RowExchange:
         return matrices
 
     def to_all(self, bucket: MatrixBatch, results: Sequence[torch.Tensor]) -> InFlight:
-        """Send each rank its rows of the owned matrices' results, in the order of ``bucket``."""
+        """Send each rank its rows of ``results``: those of ``owned(bucket)``, in order."""
         sends = [
             (rank, result[self._rows(owned, rank)])
             for rank in range(self.num_ranks)

@@ -7,7 +7,8 @@ before it (with copy-out), and its nodes run. The graph's end has the first two:
 
 A gather allocates memory at its launch, for packed and received data, and at its wait, for copies
 out of shared buffers. A reduction packs gradients at its launch, which frees them; its wait frees
-the sent data. An unchanged tensor that is alone in its buffer is neither packed nor copied out.
+the sent data, except after an all-reduce, which is in place. A tensor that is alone in its buffer
+is not copied out, and is packed only to be cast, padded or made contiguous.
 
     parameters   shards ──► packed ~~~► full ──► copies    gradients   grads ──► packed ~~~► shards
                      launch ┴─────┴ wait                           launch ┴──────────┴ wait
@@ -116,11 +117,13 @@ class Footprint(NamedTuple):
     """Changes that one bucket makes to the bytes alive; negative numbers free memory.
 
     Attributes:
-        in_flight_bytes: size of the full tensors, in flight between launch and wait.
-        at_launch: packed and received bytes; only the packed ones if gradients are packed.
-        after_launch: received bytes minus the gradients, if gradients are packed.
-        at_wait: copies and casts of the received data, minus the sent data.
-        after_wait: minus the received bytes that were copied out, cast or sent to the host.
+        in_flight_bytes: ``Bucket.num_bytes``, in flight between launch and wait.
+        at_launch: packed and received bytes, and unpacked shards copied from the host; only the
+            packed bytes if gradients are packed.
+        after_launch: received bytes minus the gradients if gradients are packed, or 0.
+        at_wait: copies, sums and casts of the received data, minus the sent data.
+        after_wait: minus the received bytes that were copied out, summed or cast, and minus the
+            bytes sent to the host.
     """
 
     in_flight_bytes: int

@@ -17,13 +17,14 @@ MEMORY_BUDGET, IN_FLIGHT_LIMIT = "memory budget", "in-flight limit"  # as shown 
 
 @dataclass(frozen=True)
 class ScheduleLimits:
-    """Limits of a schedule in bytes, or None for no limit. Field names are keys in dumps.
+    """Limits of a schedule in bytes, and how it reduces gradients. Field names are keys in dumps.
 
     Attributes:
-        cap: maximum size of a bucket; a larger tensor gets a separate bucket. By default, the
-            search finds a size.
-        in_flight: maximum size of all buckets between launch and wait; a lone bucket may exceed it.
-        peak: maximum total of bytes alive at any point in time.
+        cap: maximum size of a bucket; a larger tensor gets a separate bucket. If None, the search
+            chooses sizes.
+        in_flight: maximum size of all buckets between launch and wait, or None for no limit; a lone
+            bucket may exceed it.
+        peak: maximum total of bytes alive at any point in time, or None for no limit.
         reduce: collectives that may reduce gradients with a ``Transfer.exchange_dtype``: "ring",
             "exchange", or "auto" for whichever is faster for each bucket.
     """
@@ -51,7 +52,11 @@ class FreeMemory:
         self._limit = math.inf if limits.in_flight is None else limits.in_flight
 
     def take_earliest(self, footprint: Footprint, wish: int, wait: int) -> int:
-        """Reserve memory for the earliest launch that fits, at ``wish`` or later; return it."""
+        """Reserve memory for a launch as early as the limits allow; return its step.
+
+        The launch moves back from ``wait`` step by step, at most to ``wish``. A launch at ``wait``
+        is always allowed.
+        """
         launch = wait
         while launch > wish and not self.limit_before(footprint, launch):
             launch -= 1
@@ -60,7 +65,11 @@ class FreeMemory:
         return launch
 
     def take_latest(self, footprint: Footprint, launch: int, wish: int) -> int:
-        """Reserve memory for the latest wait that fits, at ``wish`` or earlier; return it."""
+        """Reserve memory for a wait as late as the limits allow; return its step.
+
+        The wait moves on from ``launch`` step by step, at most to ``wish``. A wait at ``launch`` is
+        always allowed.
+        """
         wait = launch
         while wait < wish and not self.limit_after(footprint, wait):
             for span in _of_a_later_wait(footprint, wait):

@@ -142,7 +142,7 @@ def _wait_late(
     memory: FreeMemory,
     step_us: Sequence[float],
 ) -> list[Bucket]:
-    """Wait for copies when they are done, or earlier if memory runs out."""
+    """Wait for copies when they are done, or earlier if they are due or memory runs out."""
     # These waits block the device's stream; the host itself waits only at the graph's end.
     lane = Lane()
     placed = []
@@ -192,10 +192,11 @@ def choose_offloaded(
     limits: ScheduleLimits,
     cost_model: TransferCostModel,
 ) -> list[int]:
-    """Return the positions in ``saved`` of the activations to offload, if there is a peak limit.
+    """Return the positions in ``saved`` of the activations to offload; none without a peak limit.
 
     A graph may need offloading to fit ``limits.peak``. Offloading more can save time, because the
-    freed memory lets gathers launch earlier:
+    freed memory lets gathers launch earlier. Of a few amounts, the smallest is chosen whose
+    predicted time exceeds the best by at most ``MIN_GAIN``.
 
         budget   ├──────────── least memory ──────────┤     all gathers exposed
                  ├─────── least memory ───┤ prefetch ─┤     hidden, if the copies are hidden

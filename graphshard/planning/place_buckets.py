@@ -23,12 +23,13 @@ class _LaunchRange(NamedTuple):
 def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
     """Return the buckets of ``plan``, in their order, with launches and waits that fit ``problem``.
 
-    A bucket keeps its position among the user collectives. Its steps move as little as needed:
-    its transfers must be ready in ``problem``, and not yet due.
+    A bucket keeps its position among the user collectives. Its launch moves as little as needed:
+    its transfers must be ready in ``problem``, and not yet due. It is waited for when it is due. A
+    bucket that is due only at the graph's end keeps its wait, if its launch is not later.
 
     Args:
         plan: first rank's plan for the same transfers, possibly in a different order and with
-            different steps; its parameters are identified by this rank's graph inputs.
+            different steps. ``PlanParam.input`` is already a number of this rank's graph input.
 
     Raises:
         BackendError: ``problem`` has different transfers or user collectives, or does not allow

@@ -72,27 +72,30 @@ class Transfer:
             an activation.
         num_bytes: size of the full tensor in its wire dtype, including padding.
         dtype: wire dtype.
-        shard_bytes: size of this rank's shard in its stored dtype.
+        shard_bytes: size of this rank's shard in its stored dtype, or of the full tensor for an
+            all-reduce; 0 for an activation.
         casts: whether the wire dtype differs from the tensor's dtype.
         group: name of the process group, or "" for an activation.
         world: number of ranks in ``group``.
-        ready: first step before which it can be launched; 0 for a gather without fp8 scales.
-        due: last step before which it can be waited for; ``Problem.num_steps`` for a gradient that
-            the graph only returns.
-        last: last step that uses the result.
+        ready: first step before which it can be launched; 0 for a fetch (see
+            ``TransferKind.is_fetch``), unless the gather needs fp8 scales that the graph computes.
+        due: last step before which it can be waited for; ``Problem.num_steps`` for a copy to the
+            host, and for a gradient that the graph only returns.
+        last: last step that uses the result of a fetch; the graph's last step for other kinds.
         stride: difference between the global ranks of neighbors in ``group``.
         replicas: name of the group that averages the reduced shards (HSDP), or "".
         num_replicas: number of ranks in ``replicas``.
         replica_stride: ``stride`` within ``replicas``.
         host: whether the shard and its reduced gradient live in host memory.
         grad_bytes: size of the full gradient before it is cast and padded, or of the tensor that it
-            is a part of; 0 for a gather.
+            is a part of; 0 for a gather or an activation.
         copied_in: whether it is padded or not contiguous, which takes a copy-in even if it is alone
             in its buffer.
         summed_in: dtype in which each rank sums its rows after an all-to-all, or "" if the
             collective itself reduces.
         exchange_dtype: smaller wire dtype if ranks exchange rows in an all-to-all instead, and each
-            sums its own in ``dtype``; "" if the gradient is not narrower.
+            sums its own in ``dtype``; "" if the gradient is not narrower, or if ranks always
+            exchange, as over gloo.
     """
 
     param: int | None
@@ -147,8 +150,8 @@ class UserCollective:
     Attributes:
         op: name of its operator, such as "all_reduce".
         kind: kind of collective by which its time is predicted.
-        num_bytes: size of the gathered tensors or, for a reduction, of those that each rank sends.
-        group, world, stride: same as in ``Transfer``.
+        num_bytes: size of the result or, for a reduction, of the tensors that each rank reduces.
+        group, world, stride: same as in ``Transfer``; "", 1 and 1 if the graph computes the group.
         launch: step of its launch.
         wait: step that begins with its wait; ``Problem.num_steps`` if the graph does not wait.
     """
@@ -471,7 +474,7 @@ class Plan:
         return dataclasses.replace(self, params=params)
 
     def collectives_text(self) -> str:
-        """Return our collectives and the user's as text, one line each, in launch order."""
+        """Return lines of text: the graph, then our and the user's collectives in launch order."""
         # All ranks must launch in the same order; otherwise two groups could wait for each other.
         users = [f"user collective: {user}" for user in self.problem.user_collectives]
         lines, num_done = [f"{self.graph} graph"], 0

@@ -61,8 +61,9 @@ class SavingChoice:
     """Strategies for saving values for backward, as planned by one rank for a graph.
 
     Attributes:
-        budget_gb: maximum peak of a graph on one rank.
-        tried: strategies in the order tried; empty after an error or without a backward graph.
+        budget_gb: maximum peak of a graph on one rank; 0 after an error.
+        tried: strategies in the order tried, without those that had the same result as an earlier
+            one; empty after an error or without a backward graph.
         inputs: description of the graph's inputs, for the title of the table.
         notes: strategies that were not tried, with reasons.
         error: error that prevented planning, or "".

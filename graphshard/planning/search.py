@@ -33,7 +33,7 @@ LOCAL_SEARCH_BUDGET = 300_000
 # Fractions of the modest buckets' memory that ``save_memory`` tries to give to late waits; the
 # search lets waits use all of it.
 WAIT_ROOMS = (0.0, 0.25, 0.5, 0.75)
-# Maximum fraction of the time that may be lost to earlier waits, which free memory.
+# Maximum fraction by which earlier waits, which free memory, may raise ``Score.price_us``.
 MAX_LOSS = 0.0005
 
 
@@ -42,9 +42,10 @@ class BudgetError(BackendError):
 
     def __init__(self, graph: str, budget: int, needed: int) -> None:
         super().__init__(
-            f"memory_budget_gb={budget / 1e9:g}: the {graph} graph needs {needed / 1e9:.3f} GB "
-            "even if each parameter is gathered alone at its first use; raise the budget to that, "
-            "or lower schedule.activation_memory_budget to recompute more"
+            f"memory_budget_gb={budget / 1e9:g} (in a forecast, what budget_gb leaves to graphs): "
+            f"the {graph} graph needs {needed / 1e9:.3f} GB even if each parameter is gathered "
+            "alone at its first use. Raise the budget by the difference, use a smaller batch, or "
+            "recompute more (schedule.activation_memory_budget; in a forecast, recompute)"
         )
         self.needed = needed  # smallest peak of any schedule, in bytes
 
@@ -135,7 +136,10 @@ class _Search:
         return best
 
     def save_memory(self, best: CandidateSchedule) -> CandidateSchedule:
-        """Return ``best`` with earlier waits for reductions, if these cost at most ``MAX_LOSS``."""
+        """Return ``best`` with earlier waits for reductions, if these lower the peak.
+
+        They may raise ``Score.price_us`` by at most the fraction ``MAX_LOSS``.
+        """
         for room in WAIT_ROOMS:
             schedule = self._placer.place(best.splits, best.sizes, room)
             if schedule.score.price_us <= (1 + MAX_LOSS) * best.score.price_us:
