@@ -120,8 +120,6 @@ def test_the_host_never_waits_for_the_gpu() -> None:
 
 
 class _Trained(NamedTuple):
-    """Result of a training run."""
-
     numbers: list[list[torch.Tensor]]  # loss and gradients of each step
     held: int  # bytes allocated after the last step
     peak: int  # peak bytes during the last step

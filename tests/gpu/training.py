@@ -57,8 +57,6 @@ Wrap = Callable[[nn.Module, DeviceMesh], Any]
 
 
 def by_graphshard(compiler: str) -> Wrap:
-    """Return a function that compiles a model with graphshard."""
-
     def wrap(model: nn.Module, mesh: DeviceMesh) -> Any:
         """Return the model, compiled as one graph."""
         backend = graphshard.backend(mesh, compiler=compiler)

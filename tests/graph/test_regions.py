@@ -26,7 +26,6 @@ def _traced(function: Any, *inputs: Tensor) -> fx.GraphModule:
 
 
 def _shared(gm: fx.GraphModule) -> Regions:
-    """Share equal regions and check the graph."""
     context = replace(CONTEXT, is_worth_sharing=lambda _: True)
     share_regions(gm, context)
     gm.graph.lint()

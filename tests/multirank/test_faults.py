@@ -100,7 +100,6 @@ def _batch(step: int) -> Tensor:
 
 
 def _strike(fault: str) -> None:
-    """Cause the fault in this process."""
     if fault == "raise":
         raise ZeroDivisionError("the victim's own error")
     if fault == "exit":

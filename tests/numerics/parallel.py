@@ -104,7 +104,6 @@ class Llama(nn.Module):
 
 
 def mesh_2d(dp: int = 2, tp: int = 2, device: str = "cpu") -> DeviceMesh:
-    """Return a mesh with the axes dp and tp."""
     return init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
 
 

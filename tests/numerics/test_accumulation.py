@@ -338,7 +338,6 @@ def test_non_module_and_non_bool_are_refused() -> None:
 
 @on_ranks(2)
 def test_accumulation_under_a_default_device() -> None:
-    """Check that accumulated gradients are on the right device, whatever the default device."""
     twins = Twins(MLP())
     torch.set_default_device("meta")
     try:

@@ -45,7 +45,6 @@ EVIL = "</script><img src=x onerror=\"console.error('ran')\"><!--data-->.weight"
 
 
 def _data(text: str) -> dict[str, Any]:
-    """Return the JSON data in a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert found
     data: dict[str, Any] = json.loads(found[1])

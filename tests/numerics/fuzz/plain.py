@@ -134,7 +134,7 @@ def prepared(case: Case, seed: int) -> Model:
 
 
 def ignored_params(case: Case, model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of `model` that the case ignores."""
+    """Return the parameters of `model` that the case ignores: never the last one."""
     params = [p for p in model.parameters() if p.is_floating_point()]
     return [params[i] for i in case.ignored if i < len(params) - 1]
 
