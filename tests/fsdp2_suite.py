@@ -197,7 +197,7 @@ def run_test(path: Path, reference: bool, kind: str, name: str, float64: bool) -
 
 
 def _cause(error: ranks.RankError) -> str:
-    """Return the last line of the first failure that names an exception, else its last line."""
+    """Of the first failure's lines, return the last that names an exception, else the last."""
     lines = error.failures[0].text.strip().splitlines()
     named = [line for line in lines if re.match(r"[\w.]*(Error|Unsupported)\b", line)]
     return (named or lines)[-1]

@@ -59,7 +59,7 @@ class _Part(nn.Module):
 
 
 class _Model(nn.Module):
-    """A module outside of the model under test; calls a part of it twice."""
+    """A module that calls a part of the model under test twice, and is not in that model itself."""
 
     def __init__(self, calls: _Calls) -> None:
         super().__init__()

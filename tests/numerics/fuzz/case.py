@@ -56,7 +56,8 @@ class Case:
         reduces_micros: whether every microbatch reduces its gradients; otherwise all but the last
             run under ``no_sync``.
         rows: variation of batch sizes: "same", "by_step", "by_rank" or "by_both".
-        thaw: whether, from the second step on, only the first of these parameters is frozen.
+        thaw: whether, from the second step on, of the blocks' floating-point parameters only the
+            first is frozen.
         evaluation: mode for evaluation between steps: "no_grad", "inference_mode" or "" (none).
         forwards: number of forwards per backward.
         optimizer: "sgd", "momentum" or "adamw".

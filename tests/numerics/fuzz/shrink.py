@@ -17,7 +17,7 @@ MAX_TRIES = 60
 
 
 def failure(case: Case, trial: Callable[[Case], object] = run_trial) -> str | None:
-    """Return the error text of a case, or None if it passes."""
+    """Return the text of a case's first error, or None if it passes."""
     try:
         ranks.run(case.world_size, trial, case, timeout_s=TIMEOUT_S)
     except ranks.RankError as error:
