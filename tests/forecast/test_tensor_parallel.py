@@ -110,6 +110,9 @@ def test_loss_and_gradients_of_a_split_llama_are_those_of_the_whole_model() -> N
     loss.backward()
     for one, param in zip(whole.parameters(), split.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), one.grad)
+    # As the Trainer passes them.
+    inputs |= {"num_items_in_batch": torch.tensor(7), "shift_labels": labels.roll(-1, 1)}
+    torch.testing.assert_close(compiled(**inputs).loss, whole(**inputs).loss)
 
 
 def test_experts_are_refused() -> None:

@@ -180,7 +180,11 @@ def test_shared_checkpoints_have_the_same_plan() -> None:
     for least_saved in (48, 10**9):
         backend = graphshard.backend(world_mesh(), compiler="aot_eager")
         with mock.patch.object(layers, "_LEAST_SAVED", least_saved):
-            _train(Model(_of_kind("checkpoint")), backend)
+            # Other checkpoints before, between and after the shared ones.
+            others = [Layer("checkpoint", scale=scale) for scale in (2.0, 3.0, 4.0)]
+            equal = [_of_kind("checkpoint") for _ in range(2)]
+            parts = [others[:1], equal[0], others[1:2], equal[1], others[2:]]
+            _train(Model([layer for part in parts for layer in part]), backend)
         assert ("layers as one" in backend.summary()) == (least_saved == 48)
         # Without the names of steps, which copied nodes do not keep.
         problems = [replace(plan.problem, steps=()) for plan in backend.plans]
