@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import __version__, arguments
+from .progress import show_line
 
 # Per command: function that declares its arguments, "module:function" that runs it, help text.
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] = {
@@ -81,8 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:  # ``parse_args`` would name the help of all commands
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     module, _, function = args.run.partition(":")
+    show_line("importing torch's compiler")  # seconds for some commands
     try:
-        return int(getattr(import_module(f"graphshard.{module}"), function)(args))
+        run = getattr(import_module(f"graphshard.{module}"), function)
+        show_line("")
+        return int(run(args))
     except argparse.ArgumentTypeError as error:  # incompatible arguments
         args.parser.error(str(error))
     except KeyboardInterrupt:

@@ -107,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
         "tensor_parallel",
     },
     "arguments": {"forecast", "tools"},
-    "__main__": {"__init__", "arguments"},
+    "__main__": {"__init__", "arguments", "progress"},
 }
 """Units that each unit may import."""
 
