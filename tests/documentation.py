@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
 from graphshard.__main__ import main as graphshard_command
@@ -132,15 +132,20 @@ def common_names() -> dict[str, Any]:
         "dist": dist,
         "graphshard": graphshard,
         "loader": loader,
-        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mesh": _world(),
         "rank": dist.get_rank(),
         "torch": torch,
     }
 
 
+def _world() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
 def renew_model(names: dict[str, Any]) -> None:
     names["model"] = Model()
-    backend = graphshard.backend(names["mesh"], compiler="aot_eager")
+    # Blocks may have assigned another mesh in ``names``, with an axis of tensor parallelism.
+    backend = graphshard.backend(_world(), compiler="aot_eager")
     names["compiled"] = torch.compile(names["model"], backend=backend)
 
 
