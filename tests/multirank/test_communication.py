@@ -7,11 +7,14 @@ what eager autograd saves for the plain model.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 
 import graphshard
 from graphshard.kinds import TransferKind
+from graphshard.pipeline import meter
 from graphshard.planning.plan import Plan
 from tests import ranks, recording
 from tests.models import GPT, MLP, ConvNet, Trainable
@@ -232,8 +236,37 @@ def test_optimizer_step_sends_nothing() -> None:
         assert sent == []
 
 
-def _measure(compiler: str) -> tuple[float, float, dict[str, float]]:
+class _Event:
+    """A CUDA event of a stream on which all work is done at once."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.at_s - self.at_s) * 1e3
+
+
+@contextlib.contextmanager
+def _events() -> Iterator[None]:
+    """Measure as on a GPU."""
+    events = mock.patch.object(torch.cuda, "Event", _Event)
+    with events, mock.patch.object(meter, "_HostClock", meter._DeviceClock):
+        yield
+
+
+def _measure(compiler: str, by_events: bool) -> tuple[float, float, dict[str, float]]:
     """Return the seconds that a step's collectives and the step take, and the last metrics."""
+    with _events() if by_events else contextlib.nullcontext():
+        return _measure_step(compiler)
+
+
+def _measure_step(compiler: str) -> tuple[float, float, dict[str, float]]:
     backend = graphshard.backend(compiler=compiler)
     compiled = torch.compile(MLP(), backend=backend)
     for step in range(4):
@@ -252,9 +285,12 @@ def _measure(compiler: str) -> tuple[float, float, dict[str, float]]:
     return 0.02 * num_sent, wall_s, metrics
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_metrics_measure_exposed_time(compiler: str) -> None:
-    for wire_s, wall_s, metrics in ranks.run(2, _measure, compiler, backend="recording"):
+@pytest.mark.parametrize(
+    ("compiler", "by_events"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)]
+)
+def test_metrics_measure_exposed_time(compiler: str, by_events: bool) -> None:
+    measured = ranks.run(2, _measure, compiler, by_events, backend="recording")
+    for wire_s, wall_s, metrics in measured:
         exposed_s, total_s = metrics["measured_exposed_us"] / 1e6, metrics["measured_us"] / 1e6
         assert 0.9 * wire_s < exposed_s < total_s < wall_s
         assert metrics["measured_exposure"] == pytest.approx(exposed_s / total_s)
