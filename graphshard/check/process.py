@@ -67,12 +67,12 @@ def obstacle() -> str:
     """Return why the installed torch and triton cannot simulate a GPU, or "" if they can."""
     if torch.version.cuda is not None:
         return (
-            f"needs a CPU build of torch, but this one is for CUDA {torch.version.cuda}: in a "
-            "separate environment, pip install torch==2.13.0 --index-url "
-            "https://download.pytorch.org/whl/cpu"
+            "a simulated GPU needs a CPU build of torch, but this one is for CUDA "
+            f"{torch.version.cuda}: in a separate environment, pip install torch==2.13.0 "
+            "--index-url https://download.pytorch.org/whl/cpu"
         )
     if find_spec("triton") is None:
-        return "needs triton: pip install triton==3.7.1"
+        return "a simulated GPU needs triton: pip install triton==3.7.1"
     try:
         check_versions()
     except RuntimeError as error:

@@ -52,7 +52,7 @@ class SimulatedRank:
     mesh: tuple[int, ...]  # sizes of the axes: (shards,) or (replicas, shards)
     rank: int = 0
     tp: int = 1  # size of the mesh axis "tp"
-    ep: int = 1  # size of the mesh axis "ep"; it divides ``mesh``, which has one axis
+    ep: int = 1  # size of the mesh axis "ep"; divides the size of the only axis of ``mesh``
 
     @property
     def world_size(self) -> int:
@@ -66,7 +66,7 @@ class SimulatedRank:
 
 @dataclass(frozen=True)
 class Recording:
-    """Plans, code and actions of one step.
+    """Plans and code of all compiled graphs, and the actions of the last step.
 
     Attributes:
         plans: plans of all graphs; empty for an unsharded model.

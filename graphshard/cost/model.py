@@ -103,7 +103,7 @@ class CostModel:
         """Return the time of one collective, or of one copy between host and device.
 
         A collective over n ranks is a ring (Patarasuk and Yuan, JPDC 69(2), 2009): ``n - 1`` steps
-        carry ``(n - 1) / n`` of the buffer. An all-reduce needs twice as many.
+        carry ``(n - 1) / n`` of the buffer. An all-reduce takes twice as many steps.
 
         Args:
             num_bytes: bytes of the full buffer: the gathered result, or the input that each rank

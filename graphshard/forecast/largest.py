@@ -88,7 +88,9 @@ def strategies(cluster: Cluster, tp: int = 1) -> list[str]:
 
 
 def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
-    """Return the numbers of HSDP shards to try: over one, two and four nodes, with replicas.
+    """Return the numbers of HSDP shards to try: the ranks of one, two and four nodes.
+
+    A number is left out if it is 1 or does not divide the cluster into several replicas.
 
     Args:
         tp: number of ranks over which tensor parallelism splits the model.

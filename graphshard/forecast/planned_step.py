@@ -158,7 +158,7 @@ def _keep_for_backward(
 def keep_unsharded(
     forward: Problem, backward: Problem, gathered: Mapping[int, Transfer]
 ) -> tuple[Problem, Problem]:
-    """Return both problems with the gathers of kept parameters removed from backward.
+    """Return both problems with the memory of kept parameters, and backward without their gathers.
 
     Args:
         gathered: gathers of the kept parameters in ``forward``, keyed by the position of the same

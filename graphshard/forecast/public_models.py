@@ -1,4 +1,4 @@
-"""Sizes of public models, from their papers and configurations; configurations in folders.
+"""Sizes of public models, from the sources named in the table; folders of configurations.
 
 Vocabulary and feed-forward sizes that a source omits are from the model's ``config.json`` on the
 Hugging Face Hub.

@@ -224,10 +224,10 @@ class _Search:
         )
 
     def add(self, base: Recipe, microbatch: int) -> list[PlannedRecipe]:
-        """Plan a recipe with all strategies that could fit, and return the candidates.
+        """Plan a recipe with each strategy, and return the candidates.
 
-        hpZ needs several nodes. With DDP, each rank holds all parameters: it is left out if these
-        alone, with gradients and optimizer state, exceed the memory, or with fp8 or ``tp`` > 1.
+        hpZ is left out unless there are several nodes of several ranks. DDP is left out with fp8,
+        with ``tp`` > 1, or if parameters, gradients and optimizer state alone exceed the memory.
         """
         num_before = len(self.candidates)
         recipe = dataclasses.replace(base, accumulate=self.size // microbatch)

@@ -134,6 +134,9 @@ def module_workload(
 def count_tokens(inputs: Inputs) -> tuple[int, str]:
     """Return the number of tokens or samples in a microbatch, and its unit.
 
+    The first tensor with a dimension decides: integers of two or more dimensions are tokens;
+    otherwise its first dimension is that of samples.
+
     Raises:
         ValueError: no input is a tensor with a batch dimension.
     """

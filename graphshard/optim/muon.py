@@ -32,7 +32,7 @@ from ..ranks.calls import OPTIMIZER_STEP
 from .row_exchange import WIRE_DTYPE, InFlight, MatrixBatch, RowExchange, assign_matrices
 
 Group = dict[str, Any]
-# Size of a bucket's matrices per rank. Up to three buckets are in memory at a time.
+# ``max_bytes_per_rank`` of ``assign_matrices``. Up to three buckets are in memory at a time.
 BUCKET_BYTES = 8 * 2**20
 
 

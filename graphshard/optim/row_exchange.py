@@ -65,7 +65,7 @@ def assign_matrices(
 
 
 def cost(shape: Shape) -> int:
-    """Return the number of multiplications of a Newton-Schulz step, up to a constant factor."""
+    """Return a number about proportional to the multiplications of a Newton-Schulz step."""
     rows, columns = shape
     return rows * columns * min(rows, columns)
 

@@ -6,8 +6,9 @@ dtype, or exchanged in the gradients' dtype:
     ring       cast and pack on every rank   reduce-scatter, all bytes wide
     exchange   (pack small gradients)        all-to-all, all bytes narrow     sum this rank's rows
 
-Within a node an exchange sends half the bytes at the same rate. Between nodes, each rank's bytes
-pass its own network card, whereas a ring uses all cards of a node.
+Within a node an exchange sends fewer bytes at the same rate: half, if bfloat16 gradients are summed
+in float32. Between nodes, each rank's bytes pass its own network card, whereas a ring uses all
+cards of a node.
 """
 
 from __future__ import annotations

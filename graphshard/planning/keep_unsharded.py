@@ -1,8 +1,8 @@
 """Choose parameters to keep unsharded from forward to backward instead of gathering them again.
 
-The first gathers of backward cannot be hidden; on a slow interconnect, these are many. They are
-dropped in the order in which backward needs them, as long as memory allows: the earlier a parameter
-is needed, the shorter it is held. This is the selective unsharding of DeepCompile (arXiv
+The first gathers of backward cannot be hidden; on a slow interconnect, these are many. In the order
+in which backward needs them, each exposed gather is dropped if memory allows: the earlier a
+parameter is needed, the shorter it is held. This is the selective unsharding of DeepCompile (arXiv
 2504.09983), with exposed time as the criterion.
 
     forward   .. gather w   use w  [ w is kept  ]    backward   [     ] use w   gather v   use v ..

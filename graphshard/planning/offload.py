@@ -2,7 +2,8 @@
 
 Buckets are first formed and placed as if all shards were on the device. Then host copies are added:
 to the device before a gather, to the host after a reduction. Activations are copied one by one, to
-the host after their last use in forward. The host link runs one copy at a time in each direction.
+the host after their last use in forward, and back before their first use in backward. The host link
+runs one copy at a time in each direction.
 
     to device      [shards of a][shards of b]
     communication               [gather a   ][gather b]              [reduce a]
@@ -62,7 +63,8 @@ def add_host_copies(
     """Return ``buckets`` and the host copies of shards and activations, in launch order.
 
     Args:
-        buckets: schedule of ``without_host_copies(problem)``, whose transfers come first.
+        buckets: schedule of ``without_host_copies(problem)``, whose transfers have the same
+            positions in ``problem``.
         cost_model: cost model of copies. If None, each copy is waited for at its launch.
     """
     to_device = _copies_to_device(problem, buckets)
@@ -239,7 +241,7 @@ def _offload_enough(
 ) -> list[int]:
     """Return the positions in ``saved`` to offload, to fit both graphs into ``budget``.
 
-    Their least memory may exceed it even then.
+    The least memory of a graph may exceed ``budget`` even then.
     """
     in_forward, in_backward = map(LiveBytes, map(least_by_point, (forward, backward)))
     chosen = []

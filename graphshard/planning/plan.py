@@ -44,7 +44,7 @@ class PlanParam:
             this rank's part.
         dtype: dtype of the shard.
         padded_rows: number of rows of the padded shard, or None for a replicated parameter.
-        fqn: name in the sharded module, or "" until a plan is shown (see ``Plan.named``).
+        fqn: name in the sharded module, or "" if not yet set (see ``Plan.named``).
     """
 
     input: int
@@ -63,7 +63,7 @@ def _num_bits(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A parameter to gather, a gradient to reduce, or an activation to copy.
+    """A parameter to gather, a gradient or fp8 maxima to reduce, or an activation to copy.
 
     Attributes:
         param: position in ``Plan.params``, or None for an activation or a reduction for several

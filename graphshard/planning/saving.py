@@ -119,7 +119,11 @@ def savings(activations: Sequence[float | None], *, may_offload: bool) -> list[S
 
 
 def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving]) -> bool:
-    """Return whether recomputing more can be skipped: ``planned`` is slower than ``earlier``."""
+    """Return whether recomputing more can be skipped.
+
+    It can if the fastest of ``planned`` is slower than the fastest of ``earlier`` that does not
+    offload.
+    """
     # Earlier strategies with offloading do not count: there, recomputing more may still be faster,
     # because fewer activations wait for their copies.
     alone = [t.step_us for t in earlier if t.step_us is not None and not t.saving.offloads]

@@ -56,6 +56,7 @@ def find_schedule(
     """Return the buckets of ``problem``, in launch order.
 
     Args:
+        problem: problem without host copies, whose buckets ``offload.add_host_copies`` adds.
         refine: whether to run the local search; without it, the search takes a tenth of the time.
 
     Raises:

@@ -68,7 +68,7 @@ class TransferCostModel(Protocol):
         """Return the time of a collective, or of a host copy, with one buffer."""
 
     def exchange_us(self, num_bytes: int, world: int, stride: int = 1) -> float:
-        """Return the time of an all-to-all in which each rank sends rows of ``num_bytes``."""
+        """Return the time of an all-to-all; ``num_bytes`` includes the part that a rank keeps."""
 
     def copy_us(self, num_bytes: int) -> float:
         """Return the time of a copy on the device."""
@@ -149,6 +149,7 @@ class Timeline:
         slots: slots in issue order.
         exposed_us: time that the compute lane is blocked at the wait for each bucket.
         alive_bytes: peak bytes alive in each step.
+        in_flight_bytes: bytes of the buckets between launch and wait in each step.
         critical_path: slots that determine the end; each starts when the one before it ends.
         total_us: time until all lanes are done.
         slowdown_us: estimated time that hidden collectives take from compute; not in ``total_us``.
