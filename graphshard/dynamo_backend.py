@@ -227,7 +227,7 @@ class Backend:
         return exposure([dump for graph in self._graphs for dump in graph.dumps])
 
     def summary(self) -> str:
-        """Return tables of the collectives of every compiled graph, with their times and costs.
+        """Return tables of every compiled graph: its collectives, predicted times and peak memory.
 
         The candidates of ``SchedulePolicy(auto=True)``, the number of layers traced as one, and the
         models whose padding needs much memory, follow the tables.
@@ -357,7 +357,7 @@ def backend(
         overrides: ``{fqn glob: {argument: value}}``, which sets ``mp_policy``, ``offload_policy``,
             ``fp8``, ``reshard_after_forward``, ``shard``, ``dim`` or ``mesh`` for the matching
             parameters. If several globs match, the last one wins. A glob that matches a module
-            applies to everything in it, and its ``mp_policy`` casts inputs and outputs of the
+            applies to all parameters in it, and its ``mp_policy`` casts inputs and outputs of the
             outermost modules that it matches. ``"shard": False`` replicates a parameter and
             all-reduces its gradient, as DDP does; it never travels in fp8. ``"dim": 1`` shards
             dim 1 instead of dim 0, as ``Shard(1)`` from FSDP2's ``shard_placement_fn`` does.

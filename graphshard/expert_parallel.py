@@ -80,7 +80,8 @@ def _check(model: nn.Module, modules: list[Any], size: int) -> None:
     if not modules or known != _WEIGHTS * len(modules):
         raise ValueError(
             f"ep={size}: {type(model).__name__} has no experts whose parameters are stacked in "
-            f"{' and '.join(_WEIGHTS)} alone, as those of Mixtral and Qwen3-MoE are"
+            f"{' and '.join(_WEIGHTS)} alone, as those of Mixtral and Qwen3-MoE are: do not split "
+            "its experts"
         )
     for number in (module.num_experts for module in modules):
         if number % size:

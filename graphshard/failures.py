@@ -15,7 +15,7 @@ from ._torch.inductor import cache_dir
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that ended a function.
+    """An error that ended a function or a process.
 
     Attributes:
         cause: type and message of the error, on one line.

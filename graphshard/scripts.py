@@ -1,4 +1,4 @@
-"""Load a function that returns a model and inputs from a user's script, and compute its loss."""
+"""Load a function that returns a model and inputs from a script, and compute the model's loss."""
 
 from __future__ import annotations
 

@@ -136,7 +136,10 @@ class ShardedAccelerator(Accelerator):
     _sharded: dict[nn.Module, list[Optimizer]] | None = None
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return a state dict; for a sharded model, full on the first rank and empty on others."""
+        """Return a state dict; for a sharded model, full on the first rank and empty on others.
+
+        It is empty on all ranks during ``save_state``, which saves the shards.
+        """
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
         return full_state_dict(model) if self._sharded is None else {}

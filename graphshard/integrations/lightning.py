@@ -96,7 +96,10 @@ def configure(
 
 
 class _DataParallel:
-    """Mixin that makes a strategy's "auto" data parallel size use all ranks; list it first."""
+    """Mixin that sets a strategy's "auto" data parallel size so that all ranks are used.
+
+    List it before the strategy.
+    """
 
     _data_parallel_size: Any
     _tensor_parallel_size: Any

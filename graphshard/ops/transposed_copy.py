@@ -5,7 +5,9 @@ them along rows and therefore stores single bytes, each in a different sector of
 
     fused    read a row, reduce it, write the row, write a column     a sector for each byte
     here     read a row, reduce it, write the row
-             read a tile of rows, write it as columns                 whole sectors, 2 bytes more
+             read a tile of rows, write it as columns                 whole sectors
+
+The second kernel costs two more bytes of traffic per element.
 """
 
 from __future__ import annotations

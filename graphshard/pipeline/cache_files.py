@@ -6,9 +6,9 @@ files, named by a key of the Dynamo graph and of everything else that a plan dep
     rank 0   lock ─► compile ──────────────► KEY.compiled, unlock
     rank 1   wait for the lock ......................... ─► compile: all is in the cache
 
-All ranks have the same graphs: one compiles for all that share a cache, with all cores of its host.
-If it raises or ends, the system releases the lock and the next rank compiles. If it takes too long
-or hangs, all others compile.
+Of the ranks that have the same graph, share a cache and use devices of the same index, one compiles
+for all, with all cores of its host. If it raises or ends, the system releases the lock and the next
+rank compiles. If it takes too long or hangs, all others compile.
 
     save_compiled   torch's cache artifacts, our plans, loaded C++ kernels ─► one file
     load_compiled   one file ─► the caches of this machine
@@ -74,9 +74,9 @@ class PlanCache:
 
     @contextlib.contextmanager
     def compiling(self, wait_s: float) -> Iterator[None]:
-        """Hold this graph's lock, so that one process compiles for all that share the cache.
+        """Hold this graph's lock, so that one process compiles for all that can use its result.
 
-        Continues without the lock after ``wait_s`` seconds, if the graph is already compiled, or if
+        Continues without the lock after ``wait_s`` seconds, once the graph is compiled, or if
         caches are off.
         """
         settings = self._settings
@@ -139,15 +139,14 @@ def save_compiled(path: str | Path) -> None:
     --virtual-local-rank``).
 
     Raises:
-        RuntimeError: Inductor has compiled nothing for graphshard in this process, or its caches
-            are off.
+        RuntimeError: Inductor has compiled nothing for graphshard in this process that it caches.
         OSError: the file cannot be written.
     """
     saved = torch.compiler.save_cache_artifacts() if GRAPHS else None
     if saved is None:
         raise RuntimeError(
             "save_compiled: this process has compiled nothing that can be saved. Run a step first, "
-            'with compiler="inductor" and Inductor\'s caches on'
+            'with compiler="inductor", Inductor\'s caches on and no schedule.node_cost'
         )
     header = {"format": _FORMAT, "made": _circumstances(), "graphs": GRAPHS}
     folder = Path(cache_dir())

@@ -31,7 +31,10 @@ class CutGraphs(NamedTuple):
 
 
 class Partitioner(CustomPartitionerFn):
-    """Runs the joint passes and torch's min-cut partitioner, and verifies what forward saves."""
+    """Runs the joint passes, torch's min-cut partitioner and the passes on both of its results.
+
+    Verifies what forward saves.
+    """
 
     def __init__(self, settings: CompileSettings, writer: DumpWriter) -> None:
         self._settings, self._writer = settings, writer

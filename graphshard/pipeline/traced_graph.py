@@ -1,4 +1,4 @@
-"""A Dynamo graph with everything needed to compile it."""
+"""A Dynamo graph with its inputs, the names of its parameters, its process groups and options."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The numbered calls that a rank has made, and how they differ from the calls of another rank.
 
-Each call runs a plan, which has a text. Its first line names the call: graphs for training, a graph
-for inference, an eager gather, an optimizer's step. Further lines list the gathers and reductions.
-An error shows the first difference and its most likely cause.
+Each call runs a plan, which has a text. The text's first line names the call, such as graphs for
+training, an eager gather, an optimizer's step or a choice; further lines list what it communicates
+or depends on. An error shows the first difference and its most likely cause.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ NO_SYNC = "no_sync"
 
 
 class Phase(NamedTuple):
-    """A graph, by its position among the dumps, and how often a training step runs it."""
+    """A graph, by its position among the dumps, and how often a step runs it."""
 
     graph: int
     runs: int = 1
