@@ -249,7 +249,7 @@ class Backend:
         ``num_cache_hits`` came from Inductor's cache. The other numbers cover every forward and
         backward graph compiled so far, once: times predicted for ``schedule.hardware`` in
         microseconds, the largest planned live memory of a graph in bytes, and the bytes of each
-        kind of collective.
+        kind of collective and host copy.
 
         ``measured_us``, ``measured_exposed_us`` and ``measured_exposure``, the fraction, cover the
         training graphs that have been timed: in their third run, and then in one of 101. They are
@@ -332,10 +332,10 @@ def backend(
 ) -> Backend:
     """Return a backend for ``torch.compile`` that shards the model it compiles, as FSDP2 does.
 
-    At the first call, the parameters of the compiled module are sharded in place, by default on
-    dim 0 (ZeRO-3, Rajbhandari et al., arXiv 1910.02054), and become ``DTensor``s; gradients are
-    averaged over the mesh. Parameters that ``graphshard.shard`` has already sharded keep the
-    arguments of that call.
+    At the first call, the parameters of the compiled module, or of the modules that a compiled
+    function calls, are sharded in place, by default on dim 0 (ZeRO-3, Rajbhandari et al., arXiv
+    1910.02054), and become ``DTensor``s; gradients are averaged over the mesh. Parameters that
+    ``graphshard.shard`` has already sharded keep the arguments of that call.
 
     Args:
         mesh: ``DeviceMesh`` to shard over. A 1D mesh shards over all of its ranks, a 2D mesh

@@ -43,7 +43,7 @@ def is_sharded(model: object) -> bool:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Return whether tensor parallelism has split a parameter of a plain or sharded model."""
+    """Return whether tensor parallelism has split a parameter of ``model``, sharded or not."""
     for param in model.parameters():
         sharded = sharded_param_of(param)
         tp_mesh = sharded.spec.groups.tp_mesh if sharded is not None else None

@@ -59,7 +59,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor in bytes; symbolic sizes count as during tracing."""
+    """Return the size of a tensor in bytes, by the hints of symbolic sizes."""
     return size_hint(tensor.numel()) * tensor.element_size()
 
 

@@ -109,7 +109,7 @@ class Options:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Options:
-        """Build options from the arguments of ``backend``, replacing None with defaults."""
+        """Build options from the arguments of ``backend``; None becomes a default, if it has one."""
         values = {f.name: arguments[f.name] for f in fields(cls)}
         defaults = {name: make() for name, make in _DEFAULTS.items() if values[name] is None}
         return cls(**{**values, **defaults})
@@ -141,7 +141,7 @@ class Options:
         object.__setattr__(self, "dump", _writable_folder(self.dump))
 
     def strategy(self) -> str:
-        """Return the usual name of the strategy, apart from ``overrides``: "HSDP of ZeRO-3"."""
+        """Return the usual name of the strategy, as in "HSDP of ZeRO-3"; ignores ``overrides``."""
         reshard = self.reshard_after_forward
         if isinstance(reshard, bool) or reshard == 1:
             name = "ZeRO-3" if reshard is True else "ZeRO-2"
@@ -357,7 +357,7 @@ def _default_mesh(device_type: str) -> DeviceMesh:
 
 
 def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
-    """Return the mesh of ``options``, or else a 1D mesh over all ranks, for these parameters."""
+    """Return the mesh of ``options``, or else one over all ranks on the device to train on."""
     return options.mesh or _default_mesh(_device_type(params, options))
 
 

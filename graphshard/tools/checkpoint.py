@@ -120,7 +120,7 @@ class Checkpoint:
         return self._new_names[first] + short[len(first) :] if short.startswith(first) else short
 
     def nested(self, flat: Mapping[str, object]) -> object:
-        """Rebuild the saved state dict from its values, keyed by flat name."""
+        """Rebuild the saved state dict, without the prefix, from its values by flat name."""
         if self._key and self._key in flat:  # the value of the key is not a dictionary
             return flat[self._key]
         with reading(self._folder):
