@@ -50,7 +50,7 @@ _RUNTIME = ("cuda_runtime", "cuda_driver")
 
 @dataclass
 class Launched:
-    """The work of one launch; times are microseconds of the profile.
+    """The work of one launch; times are in microseconds, by the profile's clock.
 
     Attributes:
         kind: kind of the bucket.

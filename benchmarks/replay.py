@@ -67,7 +67,8 @@ class Replayed(NamedTuple):
     """Times of one graph of an entry of the race.
 
     Attributes:
-        reduced: the graph planned again, keyed by ``SchedulePolicy.reduce``, if it reduces.
+        reduced: timelines of the graph planned again, keyed by ``SchedulePolicy.reduce``; empty if
+            its gradients cannot be exchanged.
     """
 
     name: str

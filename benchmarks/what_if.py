@@ -123,7 +123,7 @@ def simulated(
 
     Args:
         outside_us: time of the optimizer.
-        price: cost of reductions.
+        price: function that returns the cost of a bucket of reductions.
     """
     slow = dataclasses.replace(cost_model, hardware=slowed(cost_model.hardware, SLOW))
     return Outcome(

@@ -109,7 +109,7 @@ class Options:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Options:
-        """Build options from the arguments of ``backend``; None becomes a default, if it has one."""
+        """Build options from the arguments of ``backend``; None becomes the default, if any."""
         values = {f.name: arguments[f.name] for f in fields(cls)}
         defaults = {name: make() for name, make in _DEFAULTS.items() if values[name] is None}
         return cls(**{**values, **defaults})
