@@ -130,7 +130,10 @@ def _may_be_inside(node: fx.Node) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value is a strided tensor that nothing mutates, a size, or a tuple."""
+    """Return whether a value consists of known sizes, and of strided tensors that nothing mutates.
+
+    The sizes, strides and offsets of these tensors must also be known.
+    """
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     if isinstance(value, (int, torch.SymInt, torch.SymBool)):

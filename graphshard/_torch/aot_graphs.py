@@ -37,7 +37,7 @@ _SCHEMA = "graphshard_schema"
 
 
 def num_constants(gm: fx.GraphModule) -> int:
-    """Return the number of constants that precede the inputs of Dynamo's graph."""
+    """Return how many constants AOTAutograd's graphs take before the inputs of Dynamo's graph."""
     # Dynamo stores them as attributes of its graph; AOTAutograd numbers them like its inputs
     # (``prepare_aot_module_simplified`` in torch/_functorch/aot_autograd.py).
     parameters = gm.named_parameters(remove_duplicate=False)

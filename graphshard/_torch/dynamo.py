@@ -141,8 +141,8 @@ class Trace:
 def on_compile_start(act: Callable[[object], None]) -> None:
     """Call ``act`` before Dynamo traces any frame, for any backend.
 
-    Register it repeatedly, because ``torch._dynamo.reset()`` clears the callbacks
-    (torch/_dynamo/callback.py). ``act`` still runs only once per compilation.
+    ``torch._dynamo.reset()`` clears the callbacks (torch/_dynamo/callback.py): register ``act``
+    again whenever that may have been called. It runs once per compilation all the same.
     """
     handler = torch._dynamo.callback_handler
     if act not in handler.start_callbacks:

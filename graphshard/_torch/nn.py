@@ -167,7 +167,7 @@ def orthogonalized(
     """Orthogonalize a matrix approximately, in bfloat16, with Newton-Schulz steps.
 
     Raises:
-        ValueError: the number of coefficients is not 3, or ``steps`` exceeds 99.
+        ValueError: ``matrix`` is not 2D, there are not 3 coefficients, or ``steps`` exceeds 99.
     """
     # Clone, because torch's function divides a bfloat16 argument in place.
     return _zeropower_via_newtonschulz(matrix.clone(), coefficients, steps, eps)

@@ -31,7 +31,8 @@ class _Step(NamedTuple):
     """A call in a traced graph."""
 
     op: str  # name of the function, method or module
-    arguments: object  # labels of values, and constants; None for higher-order operators
+    # Labels of values, and constants; None for higher-order operators and inside of their bodies.
+    arguments: object
     line: str  # file, line number and text of the user's code
 
 

@@ -50,7 +50,8 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         init: function that initializes the model it is passed. It is called several times; in each
             call some parameters are plain and real, and all others are on the meta device, so it
             cannot compute one parameter from another. By default, ``model.init_weights()`` if the
-            model has that method, otherwise ``reset_parameters()`` of every module.
+            model has that method, otherwise ``reset_parameters()`` or ``_reset_parameters()`` of
+            every module that has one of them.
 
     Raises:
         ValueError: the model is not sharded, or ``init`` replaces a parameter, leaves one or a
@@ -218,7 +219,8 @@ def _run(init: Init, root: nn.Module) -> None:
             raise
         raise BackendError(
             "init reads a parameter, or computes one from another: it may only write parameters, "
-            f"because most of them are on the meta device, without values ({error})"
+            f"because most of them are on the meta device, without values ({error}). By default, "
+            "init calls the model's init_weights() or its modules' reset_parameters()"
         ) from error
 
 
@@ -292,7 +294,8 @@ def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:
             ):
                 raise BackendError(
                     f"init does not write the buffer {name!r} of {type(snapshot.module).__name__}: "
-                    "write it in init, or create constant buffers outside of torch.device('meta')"
+                    "pass graphshard.materialize a function init(model) that does, or create "
+                    "constant buffers outside of torch.device('meta')"
                 )
 
 
