@@ -51,14 +51,16 @@ class PassContext:
     """Inputs and results of passes besides their graphs. Decisions that no pass needs are None.
 
     Attributes:
-        kind: kind of the graph, from ``Stage.FINAL`` on.
+        kind: kind of the graph; None before ``Stage.FINAL``.
         backward: backward graph, in ``Stage.PARTITIONED``.
         num_outputs: number of the forward graph's outputs before those that it saves.
         ranks_differ: whether some ranks may have an activation budget and others none.
-        choose_kept: chooses parameters to keep unsharded (``planning.keep_unsharded``).
-        choose_offloaded: chooses activations to offload (``planning.offload``).
-        plan_buckets: plans the buckets of a graph (``planning.search``).
-        is_worth_sharing: decides whether to compile equal regions once (``planning.repeats``).
+        choose_kept: function that chooses parameters to keep unsharded, from
+            ``planning.keep_unsharded``.
+        choose_offloaded: function that chooses activations to offload, from ``planning.offload``.
+        plan_buckets: function that plans the buckets of a graph, from ``planning.search``.
+        is_worth_sharing: function that decides whether to compile equal regions once, from
+            ``planning.repeats``.
         problems: problems of both partitioned graphs, or None if not read since the last change.
         num_shared_layers: number of layers that became calls of a shared subgraph.
         kept: names of forward's nodes that are saved unsharded.

@@ -169,7 +169,7 @@ class PendingCollective(NamedTuple):
     """A collective in progress on a thread.
 
     Attributes:
-        what: function and the line that called it.
+        what: function and the user's line that called it, as text.
         group: name of the process group.
         number: number of this group's collectives that this rank has begun, including this one.
     """

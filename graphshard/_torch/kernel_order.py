@@ -98,7 +98,10 @@ def _delays_launch(node: BaseSchedulerNode, wait: int, needed: _Dependencies) ->
 
 
 def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
-    """Split a fused kernel into nodes that need no late buffer, and nodes that do."""
+    """Split a fused kernel into nodes that need no late buffer, and nodes that do.
+
+    Return the kernel itself if it has only one of these kinds.
+    """
     late = late_buffers.difference(kernel.get_buffer_names())
     groups: tuple[Nodes, Nodes] = [], []
     for node in kernel.snodes:
@@ -146,7 +149,7 @@ def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSche
     waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
     own = {}
     for node in nodes:
-        # Large allocations have no inputs, such as the zeros that a gradient is added to.
+        # An allocation has no inputs, such as the zeros that a gradient is added to.
         makes = not (needed[node] or contains_collective(node))
         frees_first = contains_wait(node) or (
             makes and node.get_write_buffer_sizes() >= _MIN_SPLIT_BYTES

@@ -77,7 +77,7 @@ class Sharder(Protocol):
 def shard_before_first_forward(
     sharder: Sharder, request: CompileRequest, policy: MixedPrecisionPolicy
 ) -> None:
-    """Register ``_FirstForward`` on the module that ``torch.compile`` gets, if it is not sharded.
+    """Register ``_FirstForward`` on a module given to ``torch.compile``, unless all is sharded.
 
     See [Note: first forward].
     """
@@ -269,7 +269,8 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             warnings.warn(
                 "graphshard: a backend was created, but has sharded nothing, and "
                 f"{type(optimizer).__name__} steps parameters that are not sharded. To shard them, "
-                "compile their model: torch.compile(model, backend=graphshard.backend(mesh))",
+                "compile their model: torch.compile(model, backend=graphshard.backend(mesh)); if "
+                "they belong to a different model, ignore this warning",
                 stacklevel=3,
             )
 

@@ -145,6 +145,6 @@ def _check_origin(saved: DeviceMesh, spec: ParamSpec, name: str, advice: str) ->
     if theirs[num_replica_axes:] != ours[num_replica_axes:]:
         raise BackendError(
             f"{name!r} has the rows of the rank at {list(theirs)} of the mesh, but this rank is at "
-            f"{list(ours)}: only one rank saved the file. Instead, {remedy}, or save and load one "
-            "file per rank"
+            f"{list(ours)}: only one rank saved the file, or this rank loads another rank's. Load "
+            f"the file that this rank saved; if there is none, {remedy}"
         )

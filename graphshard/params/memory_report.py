@@ -28,7 +28,7 @@ class MemoryReport:
     Attributes:
         parameters: shards, including padding, and parameters that are not sharded.
         gradients: gradients of all parameters that require one, as after a backward.
-        sums: unreduced microbatch gradients currently held (``no_sync``).
+        sums: unreduced microbatch gradients currently held, such as those of ``no_sync``.
         optimizer: current optimizer state of the model's parameters, if an optimizer was passed.
         gathered: planned peak of unsharded parameters, over all graphs compiled so far.
         on_host: part of parameters, gradients and optimizer state in host memory

@@ -272,9 +272,11 @@ class ParamSpec:
     def reduce(
         self, grad: torch.Tensor, result_dtype: torch.dtype, partial: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Reduce full gradients to this rank's padded shard of their mean, eagerly."""
+        """Reduce full gradients to this rank's padded shard of their mean, eagerly.
+
+        ``partial`` is the key of an accumulator, as in ``ReduceGradSpec``.
+        """
         marker: Any = self.marker(None)
-        # partial is the key of an accumulator: see ReduceGradSpec.
         shard: torch.Tensor = marker.reduction(grad, self.padded_shape, result_dtype, partial).call(
             run
         )

@@ -82,7 +82,7 @@ class StaleParameter(_Stale, nn.Parameter):
 
 
 class StaleDTensor(_Stale, DTensor):
-    """Class of a tensor-parallel parameter after its DTensor was replaced: any use raises."""
+    """Class of a tensor-parallel parameter after another DTensor replaced it: any use raises."""
 
     __slots__ = ()  # as many as DTensor has: Python switches only between equal layouts
 

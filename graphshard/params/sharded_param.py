@@ -547,14 +547,15 @@ class ShardedModel:
         eager_classes: ordered names of module classes whose forward ran outside a graph while
             parts of the model were compiled.
         warned: whether ``warn_of_breaks`` has warned the user.
-        accumulates: whether any parameter's gradients accumulate, or may not be reduced yet.
+        accumulates: whether gradients accumulate, or accumulated ones may be left to reduce.
         compiled: whether a graph was compiled for this model, rather than for an identical one.
         reads_eagerly: whether any parameter was read outside of graphs.
         trains_eagerly: whether any gradient was computed outside of graphs.
         gathered_bytes: planned peak bytes of unsharded parameters, over all graphs so far.
         padding: description of notable padding with a remedy, or "".
         changed_in_place: FQN of a parameter whose full copy an eager forward changed, or None.
-        gradient_divide_factor: divisor of summed gradients, or None for the number of ranks.
+        gradient_divide_factor: divisor of summed gradients, or None for the number of ranks with
+            different batches.
     """
 
     name: str

@@ -34,6 +34,7 @@ class WeakStorage:
 
     Attributes:
         address: ID of the storage, unique while this object lives.
+        num_bytes: size of the storage when it was last read.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
