@@ -24,7 +24,7 @@ _add = torch.ops.aten.add.Tensor
 
 
 def merge_markers(gm: fx.GraphModule, context: PassContext) -> None:
-    """Merge equal markers, in place."""
+    """Merge equal unshard markers, and reductions whose results are added, in place."""
     _merge_unshards(gm.graph)
     _merge_reductions(gm.graph)
 

@@ -82,7 +82,7 @@ def concatenated(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return a 1D mesh of the ranks of ``mesh``, with axis ``name``: a slice of its root mesh."""
+    """Return a 1D mesh of the ranks of ``mesh``, with axis ``name`` and the same root mesh."""
     return mesh._flatten(name)
 
 

@@ -185,7 +185,10 @@ class _Saved(NamedTuple):
 
 
 def refusing_stale_forwards(compiled: Callable[..., _R]) -> Callable[..., _R]:
-    """Wrap a compiled graph so that its backward raises if it would gather changed parameters."""
+    """Wrap a compiled graph: its backward raises if it gathers a parameter changed after forward.
+
+    Not if forward ran under saved-tensor hooks.
+    """
     saved: _Saved | None = None
 
     def run(*args: object) -> _R:

@@ -62,7 +62,7 @@ def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assign
         assigns: whether the value replaces the parameter (``assign=True``) or is copied into it.
 
     Raises:
-        BackendError: ``value`` is a shard of another rank, or of a model on other ranks.
+        BackendError: ``value`` is a shard of another rank, or of a model over different ranks.
     """
     spec = sharded_param.spec
     if isinstance(value, Incoming):
@@ -117,7 +117,7 @@ def _own_shard(value: DTensor, spec: ParamSpec, name: str) -> torch.Tensor:
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise BackendError if an optimizer loads shards of another rank, or of other ranks' model."""
+    """Raise BackendError if an optimizer loads shards of another rank, or of another mesh."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     for param, number in zip(params, numbers):  # torch itself checks the lengths

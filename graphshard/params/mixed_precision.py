@@ -171,7 +171,7 @@ def advising(run: Callable[..., _R]) -> Callable[..., _R]:
 
 
 def advise(error: BaseException) -> None:
-    """Add advice to a dtype error of a compiled model that has an ``mp_policy``."""
+    """Add advice to a dtype error of a compiled module whose parameters an ``mp_policy`` casts."""
     model = compiled_call().module
     # Search the original error only: Dynamo's text around it has the dtypes of all arguments.
     about_dtypes = _DTYPES_DIFFER.search(describe_error(error)) and not isinstance(
