@@ -36,7 +36,7 @@ from graphshard.passes.describe import source_of
 _CallKey: TypeAlias = tuple[Hashable, ...]  # an op and its arguments
 
 _aten = torch.ops.aten
-# Key in ``node.meta`` of an fp8 weight, for the node of all weights' inverse scales.
+# Key in ``node.meta`` of an fp8 weight, for the node of the inverse scales of its `_Scaling`.
 _INVERSES = "graphshard_inverses"
 # Keys in ``node.meta`` by which activation checkpointing instructs the partitioner.
 _REGION = ("recompute", REGION)

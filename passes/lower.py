@@ -31,7 +31,7 @@ from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import number_params, source_of
 from graphshard.planning.plan import Bucket, Plan, events_by_step, next_in_chain
 
-BufferMarkers: TypeAlias = Sequence[fx.Node]  # of transfers that share one buffer
+BufferMarkers: TypeAlias = Sequence[fx.Node]  # markers of transfers that share one buffer
 
 
 def lower(gm: fx.GraphModule, context: PassContext) -> None:

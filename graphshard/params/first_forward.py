@@ -129,7 +129,7 @@ class _FirstForward:
     """
 
     handle: RemovableHandle
-    casts_anyway = False  # even if the module is sharded already
+    casts_anyway = False  # whether to cast even if the module is sharded already
 
     def __init__(self, sharder: Sharder, policy: MixedPrecisionPolicy, is_off: bool) -> None:
         self._sharder, self._policy, self._is_off = sharder, policy, is_off

@@ -200,7 +200,7 @@ class ParamSpec:
 
     def unsharded(self, full: torch.Tensor) -> torch.Tensor:
         """Return the unsharded tensor of ``full``, a plain tensor or a DTensor on the TP mesh."""
-        if isinstance(full, DTensor):  # communicates if its placements differ, as gradients' may
+        if isinstance(full, DTensor):  # communicates if placements differ, as gradients' may
             detached: Any = full.detach()
             return local_tensor(detached.redistribute(placements=self.tp_placements))
         return full.detach()[self.tp_part]

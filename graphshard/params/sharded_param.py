@@ -168,7 +168,7 @@ class ShardedParam:
         )
 
     def add_owner(self, module: nn.Module, name: str) -> None:
-        """Put the DTensor into ``module`` as parameter ``name``, add its shard, record the owner."""
+        """Put the DTensor and the shard into ``module``, for parameter ``name``, and record it."""
         parameters_of(module)[name] = cast(nn.Parameter, self.dtensor)
         self._give_shard(module, name)
         if not any(
