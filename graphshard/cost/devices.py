@@ -179,5 +179,8 @@ def find_hardware_or_default(name: str) -> DeviceMatch:
     try:
         return DeviceMatch(find_hardware(name), warning=None)
     except ValueError:
-        warning = f"hardware {name!r} is not in the device table: using the rates of {DEFAULT}"
+        warning = (
+            f"hardware {name!r} is not in the device table: rates that are not measured are those "
+            f"of {DEFAULT}"
+        )
         return DeviceMatch(HARDWARE[DEFAULT], warning)

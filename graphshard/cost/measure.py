@@ -57,7 +57,8 @@ class Timer:
         """Return the median time of one call of ``work`` in microseconds.
 
         Args:
-            num_calls: number of calls in a sample (default: as many as fit in ``SAMPLE_US``).
+            num_calls: number of calls in a sample (default: as many as fit in ``SAMPLE_US``, 1 to
+                ``_MAX_CALLS``).
             group: ranks that start each sample together (default: this rank alone).
         """
         first_us = min(self._sample_us(work, 1) for _ in range(3))

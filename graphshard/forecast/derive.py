@@ -44,7 +44,10 @@ class Depth(NamedTuple):
         return cls(first, num_layers - first)
 
     def shallow(self, period: int) -> Depth:
-        """Return the depth of the shallowest copy from which this depth can be derived."""
+        """Return the depth of the shallowest copy from which to derive this depth.
+
+        A number of layers that the second copy would reach anyway stays the same.
+        """
         return Depth(*(_few(number, period) for number in self))
 
 

@@ -22,8 +22,8 @@ class ScheduleLimits:
     Attributes:
         cap: maximum size of a bucket; a larger tensor gets a separate bucket. If None, the search
             chooses sizes.
-        in_flight: maximum size of all buckets between launch and wait, or None for no limit; a lone
-            bucket may exceed it.
+        in_flight: maximum size of all buckets between launch and wait, or None for no limit; a
+            bucket that is waited for at its launch may exceed it.
         peak: maximum total of bytes alive at any point in time, or None for no limit.
         reduce: collectives that may reduce gradients with a ``Transfer.exchange_dtype``: "ring",
             "exchange", or "auto" for whichever is faster for each bucket.

@@ -2,8 +2,9 @@
 
 Placement is greedy list scheduling. A gather is waited for at its first use and launched as early
 as the in-flight and memory limits allow. A reduction is launched once its last gradient exists and
-waited for as late as memory allows (``place_waits``). Predicted times do not affect placement: they
-only rank candidate schedules, at several link speeds.
+waited for as late as these limits allow (``place_waits``); without a memory limit, late waits do
+not raise the peak above the modest peak (see ``Placer``). Predicted times do not affect placement:
+they only rank candidate schedules, at several link speeds.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class CandidateSchedule(NamedTuple):
     Attributes:
         sizes: sizes that the search started from. Local search changes the splits, but keeps
             ``in_flight``.
-        average_waits: waits of ``splits.averages``, launched where their reductions are waited for.
+        average_waits: waits of ``splits.averages``; each is launched where its reduction is waited
+            for.
     """
 
     score: Score

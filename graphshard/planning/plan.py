@@ -219,8 +219,8 @@ class Bucket:
         kind: kind of the transfers, or of a stage before or after them, on their shards:
             ``COPY_TO_DEVICE``, ``ALL_REDUCE_SHARDS``, ``COPY_TO_HOST``.
         buffers: positions in ``Problem.transfers``, grouped by buffer. Transfers that share a
-            buffer are copied in and out; a transfer that is alone in its buffer is copied only to
-            be cast, padded or made contiguous.
+            buffer are copied in and, if gathered, out; a transfer that is alone in its buffer is
+            copied only to be cast, padded or made contiguous.
         num_bytes: total size of the full tensors or, in such a stage, of the shards.
         group, world, stride: same as in ``Transfer``.
         launch: step before which it is launched.
