@@ -129,8 +129,8 @@ class Trace:
             builder.get_guard_manager(guard).add_lambda_guard(holds, [text], guard.user_stack)
 
         guards = self._tx.output.guards
-        # Guards on one source are sorted by the line that creates them (``Guard.sort_key`` in
-        # torch/_guards.py).
+        # Guards on one source are sorted by the line at which their ``create`` is defined
+        # (``Guard.sort_key`` in torch/_guards.py): Dynamo's are further down in guards.py.
         guards.add(source.make_guard(create))
         # Dynamo may skip the guards on a tensor while the dictionaries that lead to it are
         # unchanged, but not if there is a guard on one of its attributes
@@ -281,7 +281,7 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
 
 
 def compile_id() -> str:
-    """Return Dynamo's ID of the compilation in progress, such as "0/0", or ""."""
+    """Return Dynamo's ID of the compilation in progress, such as "0/0", or "" if there is none."""
     compiling = CompileContext.current_compile_id()
     return "" if compiling is None else str(compiling)
 
