@@ -71,7 +71,9 @@ _REFUSED = {
     "gguf_file": _QUANTIZED,
 }
 _INITIALIZED = "_is_hf_initialized"  # marks tensors that transformers must not initialize
-_SAME_FILES = "Load the same checkpoint on all ranks: does the folder differ between nodes?"
+_SAME_FILES = (
+    "Load the same checkpoint with the same arguments on all ranks: do files differ between nodes?"
+)
 _COMPARED_BYTES = 64 << 20  # chunk size for comparing two stored tensors
 
 

@@ -193,7 +193,8 @@ def warn_unless_loaded(key: str) -> None:
     names = _different(made_for, nearest)
     differs = f"other {' and '.join(names)}" if names else "another model"
     warnings.warn(
-        f"compiling a graph that the loaded file does not have: it was saved with {differs}",
+        f"compiling a graph that the loaded file does not have: it was saved with {differs}. To "
+        "include this graph, call save_compiled again after its first step",
         stacklevel=2,
     )
 

@@ -90,7 +90,7 @@ _FOREVER = timedelta(days=20)
 
 
 class EventStore:
-    """The events of one process group; when all ranks agree to a call, earlier ones are deleted.
+    """The events of one process group; when all ranks agree to a call, earlier events are deleted.
 
     Each method takes a constant number of store operations, plus one for each event it deletes.
 

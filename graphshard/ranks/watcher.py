@@ -204,7 +204,7 @@ class Watcher:
             if self.error is not None:
                 self._members.abort()
         except RuntimeError as error:
-            lost = f"the store of the group is lost: {error}"
+            lost = f"the store of the group is lost: has the rank that hosts it exited? {error}"
         with self.changed:
             self.lost = lost
             self.changed.notify_all()

@@ -163,7 +163,7 @@ class Dump:
         return modules
 
     def optimizer_us(self) -> float:
-        """Return the predicted time of a fused AdamW on the reduced gradients on the device."""
+        """Return the predicted time of a fused AdamW on reduced gradients that are not offloaded."""
         transfers = self.plan.problem.transfers
         reduced = sum(t.shard_bytes for t in transfers if t.kind.is_reduction and not t.host)
         if not reduced:

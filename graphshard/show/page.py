@@ -229,7 +229,7 @@ def steps_data(
     optimizer_us: float | None = None,
     note: str = "",
 ) -> list[StepData]:
-    """Return a training step, and a run of all inference graphs, each only if there are graphs.
+    """Return the training step, if any graph trains, and the run of all inference graphs, if any.
 
     Args:
         graphs: data of each dump.

@@ -96,7 +96,11 @@ class Checkpoint:
     def __init__(self, folder: Path, key: str | None, prefix: str | None = None) -> None:
         self._folder, self._key = folder, key
         with reading(folder):
-            require((folder / ".metadata").is_file(), f"{folder}: not a checkpoint: no .metadata")
+            require(
+                (folder / ".metadata").is_file(),
+                f"{folder}: not a checkpoint, or an incomplete one: it has no .metadata; pass a "
+                "folder that torch.distributed.checkpoint has written completely",
+            )
             self._metadata = _checked(read_metadata(folder / ".metadata"), folder)
         entries = self._metadata.state_dict_metadata
         paths = self._metadata.planner_data or {name: (name,) for name in entries}
