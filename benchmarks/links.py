@@ -61,7 +61,7 @@ def with_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
     Args:
         world: number of ranks.
     """
-    share = (world - 1) / world  # fraction of a buffer that a ring moves; an all-reduce twice
+    share = (world - 1) / world  # fraction of a buffer that a ring moves, an all-reduce twice
     bus = {
         kind: Rate(
             wire.bytes_per_s * share * (2 if kind == TransferKind.ALL_REDUCE else 1), ((1.0, 1.0),)

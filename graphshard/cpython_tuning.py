@@ -12,7 +12,7 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 # Stack size, in pointers, of the frame that reserves space. CPython doubles the chunk size until
-# the frame fits: 1 MB, which leaves 0.5 MB for later frames. Only pages written to use memory.
+# the frame fits: 1 MB, which leaves 0.5 MB for later frames. Pages never written take no memory.
 _SLOTS = 1 << 16
 _NEVER = 2**31 - 1  # limit of middle-generation collections between full collections
 

@@ -129,7 +129,7 @@ def _communicate(
     return result
 
 
-# [Note: padded shards] Rows are split like ``torch.chunk`` does: ``ceil(rows / world)`` per rank,
+# [Note: padded shards] Rows are split as by ``torch.chunk``: ``ceil(rows / world)`` per rank,
 # fewer or none on the last ranks. The tensor that enters the graph is padded to
 # ``ceil(rows / world)`` rows on every rank: all ranks trace the same graph. Gathered rows past
 # ``rows`` are padding, which a view cuts off; the padding of a gradient is zero.

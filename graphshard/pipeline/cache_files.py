@@ -100,7 +100,7 @@ class PlanCache:
             lock.release()
 
     def _mark(self) -> Path:
-        # Code contains the index of the device: processes on other devices do not wait for it.
+        # GPU code contains the index of the device: processes on other devices do not wait for it.
         return self._folder() / f"{self.key}-{self._settings.device.index or 0}.compiled"
 
     def _path(self, kind: GraphKind) -> Path:

@@ -49,7 +49,7 @@ def raise_if_different(
     first = broadcast_from_rank(descriptions, 0, group)
     difference = _difference(first, descriptions, rank, advise)
     error = None if error is None else f"rank {rank} of the mesh: {error}"
-    # Errors first: a rank with an error describes less, and therefore also differs from all others.
+    # Errors first: a rank with an error describes less, and therefore also differs from the others.
     raise BackendError(first_text(error, group) or first_text(difference, group) or "ranks differ")
 
 

@@ -163,7 +163,10 @@ class Dump:
         return modules
 
     def optimizer_us(self) -> float:
-        """Return the predicted time of a fused AdamW on reduced gradients that are not offloaded."""
+        """Return the predicted time of a fused AdamW on the gradients that the graph reduces.
+
+        Offloaded gradients do not count: their step runs on the host.
+        """
         transfers = self.plan.problem.transfers
         reduced = sum(t.shard_bytes for t in transfers if t.kind.is_reduction and not t.host)
         if not reduced:
