@@ -1,4 +1,4 @@
-"""The error class of graphshard, which Dynamo does not wrap."""
+"""An error class that Dynamo does not wrap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write files atomically: a file is either complete or missing.
+"""Write files atomically: readers see the old file, the new one or none, never a part of one.
 
 Several ranks and runs may write the same path while others read it: each writer fills its own
 scratch folder next to the target, and one rename puts the result in place.

@@ -4,9 +4,10 @@ Modules are compiled in place: frameworks keep the module that they were given, 
 attributes and save it under its parameter names, whereas ``torch.compile`` returns a different
 object, whose names start with ``_orig_mod.``.
 
-A checkpoint is a folder of ``torch.distributed.checkpoint`` with the keys ``model`` and, if there
-are optimizers, ``optim``. Any number of ranks can load it. ``python -m graphshard consolidate
-FOLDER model.safetensors --key model`` converts it to a plain file.
+A checkpoint is a folder of ``torch.distributed.checkpoint`` with the keys ``model``, unless only
+optimizers are saved, and ``optim``, if there are optimizers. Any number of ranks can load it.
+``python -m graphshard consolidate FOLDER model.safetensors --key model`` writes the model to a
+plain file.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def uses_all_to_all(group: str, dtype: torch.dtype) -> bool:
     """Return whether a group always reduces gradients of ``dtype`` by an all-to-all, as on gloo."""
     # gloo's reduce-scatter is an all-reduce of a copy
     # (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp), which sends twice as many bytes: on two
-    # ranks, 40 MB took 52 ms, and 20 ms by an all-to-all. gloo has no all-to-all of complex numbers.
+    # ranks, 40 MB took 52 ms, and 20 ms by an all-to-all, which gloo lacks for complex numbers.
     return not dtype.is_complex and keeps_send_copies(group)
 
 

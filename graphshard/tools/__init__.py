@@ -1,7 +1,8 @@
 """Three commands of ``python -m graphshard``.
 
 ``demo`` trains one model with graphshard, DDP and FSDP2, ``strategies`` prints the names of
-strategies in other libraries, and ``consolidate`` converts a checkpoint to one file, or back.
+strategies here and in other libraries, and ``consolidate`` converts a checkpoint to one file, or
+back.
 """
 
 # May import anything but ``__main__``.

@@ -3,7 +3,7 @@
 A checkpoint is a folder that ``torch.distributed.checkpoint`` (DCP) wrote.
 
     consolidate DIR OUT.pt            torch.load(OUT.pt) is the saved state dict, unsharded
-    consolidate DIR OUT.safetensors   tensors only, under DCP's flat names (without --key)
+    consolidate DIR OUT.safetensors   tensors only, under DCP's flat names, without the key
     consolidate FILE DIR              a checkpoint that any number of ranks can load
 
 The conversion runs in one process, without a process group. The target is renamed from a scratch
