@@ -43,7 +43,7 @@ def describe_failure(error: BaseException) -> Failure:
 
 
 def _where(error: BaseException) -> str:
-    """Return the innermost line of the user's code, or of a library if no user code is involved."""
+    """Return the innermost line of the user's code, else of a library, else ""."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     frames = [f for f in reversed(frames_of(error)) if not _is_torch_or_ours(f.filename)]

@@ -154,7 +154,7 @@ class Watcher:
         self._thread.join(2.0 if self.error is None else 2.0 + FINISH_S + LINGER_S)
 
     def _post_last_call(self) -> None:
-        """Post the last call if it was made ``STALL_S`` ago, or if an audit is due."""
+        """Post the last call if none was made for ``STALL_S``, or if an audit is due."""
         now, num_calls = time.monotonic(), self._history.num_calls
         if num_calls != self._num_seen:
             self._num_seen, self._stalls_at = num_calls, now + STALL_S
