@@ -6,6 +6,7 @@ Relies on torch/distributed/checkpoint/metadata.py and filesystem.py.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import pickle
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -42,6 +43,15 @@ _NEVER_DOES = (
 )
 
 
+def _enum_member(owner: Any, name: str) -> Any:
+    """Return a member of an enum, which some Pythons, such as 3.11.2, pickle as an attribute."""
+    if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
+        raise pickle.UnpicklingError(
+            f"the .metadata file refers to {name!r} of {owner!r}, {_NEVER_DOES}"
+        )
+    return owner[name]
+
+
 def _set_attributes(unpickler: Any) -> None:
     """Set attributes (the BUILD opcode) of an object that the pickle itself has built."""
     # Classes, functions and enum members belong to torch and must not change.
@@ -60,6 +70,8 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if module.split(".")[0] == "pathlib":  # path it was saved to
             return PurePosixPath
         if name in _CLASSES.get(module, ()):

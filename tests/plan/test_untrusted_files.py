@@ -304,6 +304,9 @@ SHARED = {
     "a class": f"c{_METADATA}\nMetadataIndex\n",
     "a member of an enum": f"c{_METADATA}\n_MEM_FORMAT_ENCODING\n(I0\ntR",
     "a function": "ctorch.serialization\n_get_layout\n",
+    # As some Pythons, such as 3.11.2, pickle it.
+    "an attribute of an enum": f"cbuiltins\ngetattr\n(c{_METADATA}\n_MEM_FORMAT_ENCODING\n"
+    "S'TORCH_PRESERVE_FORMAT'\ntR",
 }
 
 
@@ -315,6 +318,13 @@ def test_metadata_cannot_change_objects_of_torch(place: Path, what: str) -> None
     error = _try(place, "folder")
     assert not hasattr(pickle.loads(has + b"."), "planted")
     assert error is not None and "modifies" in str(error)
+
+
+def test_metadata_has_no_attributes_of_other_classes(place: Path) -> None:
+    read = f"cbuiltins\ngetattr\n(c{_METADATA}\nMetadataIndex\nS'__init__'\ntR."
+    assert callable(pickle.loads(read.encode()))
+    (place / "folder" / ".metadata").write_bytes(read.encode())
+    assert "refers to '__init__' of" in str(_try(place, "folder"))
 
 
 def test_values_that_key_leaves_out_need_not_be_readable(place: Path) -> None:
