@@ -34,7 +34,7 @@ def is_logged() -> bool:
 
 
 def report(text: str) -> None:
-    """Log the part of a compile that begins, or show it in the progress line."""
+    """Log a message about a compile's progress, or show it in the progress line."""
     global _since_s
     if is_logged():
         _log.info("%s", text, stacklevel=2)

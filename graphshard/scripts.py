@@ -18,6 +18,18 @@ _T = TypeVar("_T")
 Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]  # positional or keyword arguments of a step
 
 
+def load_named_function(option: str, name: str) -> Callable[..., object]:
+    """Return the function that the value ``name`` of an option names, as FILE.py:FUNCTION.
+
+    Raises:
+        ValueError: as ``load_function``, or ``name`` has another form.
+    """
+    script, _, function = name.rpartition(":")
+    if not script:
+        raise ValueError(f"{option} {name}: must be FILE.py:FUNCTION")
+    return load_function(script, function)
+
+
 def load_function(script: str, function: str) -> Callable[..., object]:
     """Run a script and return one of its functions.
 

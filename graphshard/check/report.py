@@ -22,7 +22,7 @@ from .._torch.no_gpu.stand_ins import (
 )
 from ..dynamo_backend import backend
 from ..options.schedule_policy import SchedulePolicy
-from ..scripts import Inputs, load_function, unpack
+from ..scripts import Inputs, load_function, load_named_function, unpack
 from ..tensor_parallel import Parallelize, parallelize
 from .analysis import (
     count,
@@ -86,8 +86,7 @@ class Target:
             return functools.partial(expert_parallel.parallelize, balanced=True)
         if self.tp_plan is None:
             return parallelize
-        script, _, function = self.tp_plan.rpartition(":")
-        return load_function(script, function)
+        return load_named_function("--tp-plan", self.tp_plan)
 
 
 @dataclass(frozen=True)
@@ -133,9 +132,9 @@ def _check_names(function: str, options: Mapping[str, Any]) -> None:
     known = set(inspect.signature(backend).parameters) - {"mesh"}
     if wrong := sorted(options.keys() - known):
         raise ValueError(
-            f"{function} returned unknown options {', '.join(wrong)}: return arguments of "
-            f"graphshard.backend, {', '.join(sorted(known))}; --world, --replicas, --tp and --ep "
-            "set the mesh"
+            f"{function} returned unknown options {', '.join(wrong)}: must be arguments of "
+            f"graphshard.backend other than mesh ({', '.join(sorted(known))}); --world, "
+            "--replicas, --tp and --ep set the mesh"
         )
 
 

@@ -13,7 +13,7 @@ from .._torch.dynamo import log_no_failed_shapes
 from ..failures import describe_failure, format_failure
 from ..files import write_whole
 from ..progress import show_line
-from ..scripts import load_function
+from ..scripts import load_named_function
 from .cluster import Cluster, cluster
 from .formula import formula_text, saved_bytes
 from .largest import largest
@@ -101,8 +101,8 @@ def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:
         return workload
     if args.tp is None and not args.search:
         raise ValueError(f"--tp-plan {args.tp_plan}: set --tp or --search as well")
-    script, _, function = args.tp_plan.rpartition(":")
-    return dataclasses.replace(workload, parallelize=load_function(script, function))
+    parallelize = load_named_function("--tp-plan", args.tp_plan)
+    return dataclasses.replace(workload, parallelize=parallelize)
 
 
 def _print_largest(

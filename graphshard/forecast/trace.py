@@ -246,7 +246,7 @@ def _split(model: nn.Module, axis: str, mesh: DeviceMesh, parallelize: Paralleli
 
 
 def _run(compiled: Callable[..., object], inputs: Inputs) -> None:
-    """Compile forward and backward of one microbatch."""
+    """Run forward and backward of one microbatch, so that their graphs are traced."""
     try:
         loss_of(call_model(compiled, inputs)).backward()
     except Exception as error:

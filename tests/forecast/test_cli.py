@@ -150,6 +150,10 @@ def test_an_unknown_option_points_to_the_help_of_its_command(
         ),
         (["gpt2", "--batch", "1x8", "--tp", "2", "--search"], "gpt2 has no base_model_tp_plan: "),
         (
+            [LLAMA, "--batch", "1x8", "--tp", "2", "--tp-plan", "a.py"],
+            "--tp-plan a.py: must be FILE.py:FUNCTION",
+        ),
+        (
             [LLAMA, "--batch", "1x8", "--tp-plan", "a.py:f"],
             "--tp-plan a.py:f: set --tp or --search",
         ),
