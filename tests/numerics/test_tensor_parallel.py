@@ -186,7 +186,7 @@ def _with_buffer(mesh: DeviceMesh) -> nn.Module:
         (_on_two_meshes, "dp", "'out.weight'.*(one axis|parallelize all)"),
         (_with_buffer, "dp", "buffer 'count' is a DTensor.*overlaps"),
         (_split, "tp", "'up.weight'.*overlaps"),
-        (_split, "all", "'up.weight'.*(overlaps|slices of one mesh)"),
+        (_split, "all", "'tp' would be an axis of data parallelism"),
         (_split, "none", "'up.weight'.*slices of one mesh"),
         (_split, "other", "'up.weight'.*slices of one mesh"),
     ],
