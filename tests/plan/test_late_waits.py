@@ -21,6 +21,7 @@ from graphshard.planning.live_bytes import Footprint, in_flight_bytes, num_point
 from graphshard.planning.memory_budget import ScheduleLimits, Sent, place_waits
 from graphshard.planning.plan import Bucket, Problem, UserCollective, next_in_chain
 from graphshard.planning.search import find_schedule
+from graphshard.planning.simulate import simulate
 from tests.plan.problems import Line, lines, problem, problems, reduction
 
 T = TypeVar("T")
@@ -77,15 +78,18 @@ def test_copies_of_what_is_sent_count_as_in_flight() -> None:
 
 
 @given(problems(), lines)
-def test_waits_do_not_depend_on_the_speed_of_links(graph: Problem, line: Line) -> None:
+def test_waits_planned_for_fast_links_suit_slow_ones(graph: Problem, line: Line) -> None:
     # Only schedules with the same buckets and launches are compared.
     # Compute waits for user collectives: an earlier wait may cost time at one speed only.
-    graph = dataclasses.replace(graph, user_collectives=())
+    # Compute is long enough to hide transfers: memory costs a part of the time of a step.
+    compute_us = tuple(us + 10_000 for us in graph.compute_us)
+    graph = dataclasses.replace(graph, user_collectives=(), compute_us=compute_us)
     slow = Line(line.latency_us, 2 * line.us_per_byte, line.copy_us_per_byte)
     one, other = (find_schedule(graph, each, ScheduleLimits()) for each in (line, slow))
     placed = [[(b.buffers, b.launch) for b in buckets] for buckets in (one, other)]
     if placed[0] == placed[1]:
-        assert one == other
+        fast, best = (simulate(graph, buckets, slow).total_us for buckets in (one, other))
+        assert fast <= 1.001 * best
 
 
 def test_averages_begin_no_later_than_the_next_reduction() -> None:
