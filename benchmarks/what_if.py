@@ -81,9 +81,8 @@ def two_levels(
     )
     if packs:
         exchange = dataclasses.replace(exchange, buffers=(exchange.transfers,))
-    copies = bucket_cost(
-        problem, exchange, cost_model
-    )  # packing before the exchange, sums after it
+    # Packing before the exchange, sums after it.
+    copies = bucket_cost(problem, exchange, cost_model)
     sent = [[problem.transfers[i].exchanged() for i in buffer] for buffer in exchange.buffers]
     inside_us = sum(
         cost_model.exchange_us(sum(t.num_bytes for t in buffer), in_node) for buffer in sent

@@ -8,6 +8,7 @@ ranks along "efsdp" have the same experts:
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -73,6 +74,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, balanced: bool = False) -
     ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _forward)
     lm: Any = model
     lm.set_experts_implementation(_IMPLEMENTATION)
+
+
+# For tensors without values, on which sizes cannot depend.
+parallelize_balanced = functools.partial(parallelize, balanced=True)
 
 
 def _check(model: nn.Module, modules: list[Any], size: int) -> None:

@@ -74,15 +74,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     if not styles:
         raise ValueError(f"{name} has no base_model_tp_plan: {_OWN_PLAN}")
     _check_styles(name, styles)
-    _check_heads(name, config, mesh.size())
     lm: Any = model
+    _check_sizes(name, lm, mesh.size())
     base = getattr(lm, lm.base_model_prefix)
     embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-    if head.out_features % mesh.size():
-        raise ValueError(
-            f"tp={mesh.size()}: does not divide the {head.out_features} rows of the output layer "
-            f"of {name}; use a number of ranks that does"
-        )
     plans = [(layer, _layer_plan(name, layer, styles)) for layer in base.layers]
     for layer, plan in plans:
         parallelize_module(layer, mesh, plan)
@@ -112,9 +107,11 @@ def _check_styles(name: str, styles: dict[str, str]) -> None:
             )
 
 
-def _check_heads(name: str, config: Any, size: int) -> None:
-    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        number = getattr(config, field, None)
+def _check_sizes(name: str, lm: Any, size: int) -> None:
+    fields = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    numbers = {field: getattr(lm.config, field, None) for field in fields}
+    numbers["out_features of the output layer"] = lm.get_output_embeddings().out_features
+    for field, number in numbers.items():
         if number and number % size:
             raise ValueError(
                 f"tp={size}: does not divide {field}={number} of {name}; use a number of ranks "

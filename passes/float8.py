@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard._torch.distributed import process_group
 from graphshard._torch.recompute import REGION
-from graphshard._torch.tensors import quiet_fake_mode
+from graphshard._torch.tensors import fake_mode_of, quiet_fake_tensors
 from graphshard.ops import float8_math, float8_ops, markers
 from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.marker_specs import MaxOverRanksSpec, UnshardSpec
@@ -125,7 +125,7 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
     result = float8_ops.PRODUCTS[node.target]  # type: ignore[index]  # targets are ops or names
     product = f"{recipe} {result} of {left.dtype} {shapes} on {left.device.type}"
     if product not in refused:
-        with quiet_fake_mode(weight):
+        with quiet_fake_tensors(), fake_mode_of([weight]):
             scaled = float8_math.quantized(run, weight, float8_math.E4M3, recipe, 1)
             try:
                 _scaled_product(run, node.target, values, scaled)

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
 from graphshard.__main__ import main as graphshard_command
+from tests.numerics.compare import world_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -132,20 +132,16 @@ def common_names() -> dict[str, Any]:
         "dist": dist,
         "graphshard": graphshard,
         "loader": loader,
-        "mesh": _world(),
+        "mesh": world_mesh(),
         "rank": dist.get_rank(),
         "torch": torch,
     }
 
 
-def _world() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
 def renew_model(names: dict[str, Any]) -> None:
     names["model"] = Model()
     # Blocks may have assigned another mesh in ``names``, with an axis of tensor parallelism.
-    backend = graphshard.backend(_world(), compiler="aot_eager")
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     names["compiled"] = torch.compile(names["model"], backend=backend)
 
 

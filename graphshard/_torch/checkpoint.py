@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
 __all__ = ["StorageInfo", "read_metadata"]
 
-# Names that the pickle may contain besides dtypes and paths, keyed by module. Calling any of them
-# only builds a value.
+# Names that the pickle may contain, keyed by module, in addition to dtypes, paths and members of
+# enums. Calling any of them only builds a value.
 _CLASSES: dict[str, tuple[str, ...]] = {
     metadata.__name__: (
         "Metadata",

@@ -46,11 +46,6 @@ def log_only_errors() -> None:
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
 
 
-def log_no_failed_shapes() -> None:
-    """Turn off the log of operators whose shapes do not fit: the error says the same."""
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-
-
 # Makes Dynamo trace the frame again if a backend raises it, or AOTAutograd within the backend.
 # Torch raises it when a float that Dynamo treated as a variable has to be a constant.
 Restart = TensorifyScalarRestartAnalysis

@@ -5,7 +5,6 @@ script.py:make_model ─► steps over fake tensors ─► kernels, order, races
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from .. import expert_parallel
 from .._torch.no_gpu.stand_ins import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
 from ..dynamo_backend import backend
+from ..expert_parallel import parallelize_balanced
 from ..options.schedule_policy import SchedulePolicy
 from ..scripts import Inputs, load_function, load_named_function, unpack
 from ..tensor_parallel import Parallelize, parallelize
@@ -82,8 +81,8 @@ class Target:
         return SimulatedRank(shape, self.rank, self.tp, self.ep)
 
     def parallelize(self) -> Parallelize:
-        if self.ep > 1:  # tensors have no values, so sizes cannot depend on data
-            return functools.partial(expert_parallel.parallelize, balanced=True)
+        if self.ep > 1:
+            return parallelize_balanced
         if self.tp_plan is None:
             return parallelize
         return load_named_function("--tp-plan", self.tp_plan)

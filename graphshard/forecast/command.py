@@ -7,9 +7,10 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
-from .._torch.dynamo import log_no_failed_shapes
+from .._torch.tensors import quiet_fake_tensors
 from ..failures import describe_failure, format_failure
 from ..files import write_whole
 from ..progress import show_line
@@ -34,10 +35,9 @@ from .workload import (
 
 def plan(args: argparse.Namespace) -> int:
     """Run the command; return 1 if the step does not fit, 2 after an error, and 0 otherwise."""
-    if not args.verbose:
-        log_no_failed_shapes()
     try:
-        return _plan(args)
+        with nullcontext() if args.verbose else quiet_fake_tensors():
+            return _plan(args)
     except (Exception, SystemExit) as error:  # a user's function may raise anything
         failure = format_failure(describe_failure(error), args.verbose)
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import difflib
 import functools
 import math
@@ -20,8 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from .. import expert_parallel
 from .._torch.tensors import tree_leaves
+from ..expert_parallel import parallelize_balanced
 from ..scripts import Inputs, load_function, unpack
 from ..tensor_parallel import Parallelize, parallelize
 from .public_models import PUBLIC_MODELS, config_folder, is_hub_name
@@ -43,11 +42,6 @@ class BatchShape(NamedTuple):
                 '"1x8192", or samples as in "64"'
             )
         return cls(*map(int, parts))
-
-
-def _split_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    # Fake tensors have no values: sizes cannot depend on them.
-    expert_parallel.parallelize(model, mesh, balanced=True)
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ class Workload:
     period: int = 1
     notes: tuple[str, ...] = ()
     parallelize: Parallelize | None = None
-    split_experts: Parallelize = _split_experts
+    split_experts: Parallelize = parallelize_balanced
     symbols: Mapping[int, sympy.Symbol] = field(default_factory=dict)
 
 
@@ -127,8 +121,15 @@ def module_workload(
     def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
         return model, inputs
 
-    workload = Workload(type(model).__name__, make, tokens, unit, parallelize=parallelize)
-    return dataclasses.replace(workload, split_experts=parallelize or workload.split_experts)
+    split_experts = parallelize or parallelize_balanced
+    return Workload(
+        type(model).__name__,
+        make,
+        tokens,
+        unit,
+        parallelize=parallelize,
+        split_experts=split_experts,
+    )
 
 
 def count_tokens(inputs: Inputs) -> tuple[int, str]:

@@ -24,8 +24,8 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
     """Return the buckets of ``plan``, in their order, with launches and waits that fit ``problem``.
 
     A bucket keeps its position among the user collectives. Its launch moves as little as needed:
-    its transfers must be ready in ``problem``, and not yet due. It is waited for when it is due. A
-    bucket that is due only at the graph's end keeps its wait, if its launch is not later.
+    its transfers must be ready in ``problem``, and not yet due. Its wait moves to the step in which
+    it is due, or stays (but not before the launch) if it is due only at the end of the graph.
 
     Args:
         plan: first rank's plan for the same transfers, possibly in a different order and with

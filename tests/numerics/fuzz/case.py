@@ -7,7 +7,7 @@ every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
@@ -276,7 +276,8 @@ def _allowed(case: Case) -> Case:
         changes["dynamic"] = None if case.dynamic else case.dynamic
         changes["rows"] = "by_step" if case.rows == "by_both" else case.rows
         # Plain torch.compile cannot differentiate the result of a split part outside of a graph.
-        case = replace(case, blocks=tuple(map(_without_outside, case.blocks)))
+        blocks = tuple(_without_breaks(block, {"outside"}) for block in case.blocks)
+        case = replace(case, blocks=blocks)
     if case.precision != "float64":
         changes["blocks"] = tuple(_steady(block) for block in case.blocks)
     if case.precision not in EXACT:
@@ -338,18 +339,11 @@ def _without_kind(excluded: str, blocks: tuple[Block, ...]) -> tuple[Block, ...]
     )
 
 
-def _without_outside(block: Block) -> Block:
+def _without_breaks(block: Block, breaks: Set[str] = BREAKS) -> Block:
     kind, *rest = block
     if kind not in WRAPPERS:
         return block
-    return ("chain" if kind == "outside" else kind, *map(_without_outside, rest))
-
-
-def _without_breaks(block: Block) -> Block:
-    kind, *rest = block
-    if kind not in WRAPPERS:
-        return block
-    return ("chain" if kind in BREAKS else kind, *map(_without_breaks, rest))
+    return ("chain" if kind in breaks else kind, *(_without_breaks(b, breaks) for b in rest))
 
 
 def _without_tables(block: Block, inside: bool = False) -> Block:
