@@ -53,11 +53,23 @@ def pytest_sessionfinish() -> None:
         ranks.close_pools()
 
 
+def _seed_torch() -> None:
+    if torch := sys.modules.get("torch"):  # its default seed differs between processes
+        torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report() -> None:
+    """Give modules that create models on import the same weights in every run."""
+    _seed_torch()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Call each test on a large stack (see `quick.on_large_stack`)."""
+    """Call each test on a large stack (see `quick.on_large_stack`), with the same seed."""
     from tests.quick import on_large_stack
 
+    _seed_torch()
     test = pyfuncitem.obj
     pyfuncitem.obj = lambda **fixtures: on_large_stack(lambda: test(**fixtures))
     try:
