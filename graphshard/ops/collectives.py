@@ -26,7 +26,7 @@ from .float8_ops import own_rows
 from .groups import averages
 from .host_copy import copy_to_device, copy_to_host
 from .library import dtype_name
-from .nodes import Call, Value, Values, value_of
+from .nodes import Call, Value, Values, run, value_of
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -180,31 +180,15 @@ def launch_collective(
         return [call(EXCHANGE, buffer, size, size, group) for buffer, size in zip(buffers, sizes)]
     kind = TransferKind.ALL_REDUCE if kind == TransferKind.ALL_REDUCE_SHARDS else kind
     mean = "avg" if kind == TransferKind.ALL_REDUCE and averages(group, buffers[0]) else "sum"
-    one, coalesced, args = {
-        TransferKind.ALL_GATHER: (
-            _c10d.all_gather_into_tensor.default,
-            _c10d.all_gather_into_tensor_coalesced.default,
-            (world, group),
-        ),
-        TransferKind.REDUCE_SCATTER: (
-            _c10d.reduce_scatter_tensor.default,
-            _c10d.reduce_scatter_tensor_coalesced.default,
-            ("avg", world, group),
-        ),
-        TransferKind.ALL_REDUCE: (
-            _c10d.all_reduce.default,
-            _c10d.all_reduce_coalesced.default,
-            (mean, group),
-        ),
-        TransferKind.ALL_REDUCE_MAX: (
-            _c10d.all_reduce.default,
-            _c10d.all_reduce_coalesced.default,
-            ("max", group),
-        ),
+    name, args = {
+        TransferKind.ALL_GATHER: ("all_gather_into_tensor", (world, group)),
+        TransferKind.REDUCE_SCATTER: ("reduce_scatter_tensor", ("avg", world, group)),
+        TransferKind.ALL_REDUCE: ("all_reduce", (mean, group)),
+        TransferKind.ALL_REDUCE_MAX: ("all_reduce", ("max", group)),
     }[kind]
     if len(buffers) == 1:
-        return [call(one, buffers[0], *args)]
-    launched = call(coalesced, list(buffers), *args)
+        return [call(getattr(_c10d, name).default, buffers[0], *args)]
+    launched = call(getattr(_c10d, f"{name}_coalesced").default, list(buffers), *args)
     return [call(operator.getitem, launched, i) for i in range(len(buffers))]
 
 
@@ -230,13 +214,14 @@ def launch_host_copies(
     return [call(operator.getitem, copies, i) for i in range(len(tensors))]
 
 
-def copy_and_wait(call: Call, tensors: Sequence[Value], target: torch.device | str) -> list[Any]:
-    """Copy tensors to a device or to a kind of host memory, and wait for the copies.
+def copy_and_wait(tensor: torch.Tensor, target: torch.device | str) -> torch.Tensor:
+    """Copy a tensor to a device or to a kind of host memory, eagerly, and wait for the copy.
 
-    The stream of the device waits for copies to it, and the host for copies to host memory.
+    The stream of the device waits for a copy to it, and the host for a copy to host memory.
     """
-    copies = launch_host_copies(call, tensors, target, host_reads=isinstance(target, str))
-    return [wait_tensor(call, wait_tensor(call, copy)) for copy in copies]
+    (copy,) = launch_host_copies(run, [tensor], target, host_reads=isinstance(target, str))
+    copied: torch.Tensor = wait_tensor(run, wait_tensor(run, copy))
+    return copied
 
 
 def launch_replica_reduce(

@@ -18,6 +18,7 @@ them to functional collectives. In eager parts of a model they run directly, by 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from .._torch.distributed import process_group
 from .._torch.tensors import OpOverload, fake_mode_of
 from ..kinds import TransferKind
 from . import collectives
+from .accumulators import PARTIAL
 from .bucket_copy import add_accumulated
 from .collectives import CollectiveInput
 from .groups import padded_rows, rows_of_rank
@@ -78,8 +80,6 @@ KIND_OF_MARKER: dict[OpOverload, TransferKind] = {
 }
 
 _Spec = TypeVar("_Spec", bound=MarkerSpec)
-_Dtype = torch.dtype | None
-_Tensor = torch.Tensor | None
 
 
 def is_marker(node: fx.Node) -> bool:
@@ -139,8 +139,7 @@ def _communicate(
 def _unshard(spec: UnshardSpec) -> torch.Tensor:
     sent = spec.collective_input()
     if spec.device is not None:
-        (shard,) = collectives.copy_and_wait(run, [spec.shard], spec.device)
-        sent = sent._replace(source=shard)
+        sent = sent._replace(source=collectives.copy_and_wait(value_of(spec.shard), spec.device))
     return _communicate(TransferKind.ALL_GATHER, sent, spec.group)
 
 
@@ -155,10 +154,8 @@ def _unshard_fake(spec: UnshardSpec) -> torch.Tensor:
 def _reduce_grad(spec: ReduceGradSpec) -> torch.Tensor:
     sent = spec.collective_input()
     reduced = _communicate(TransferKind.REDUCE_SCATTER, sent, spec.group, spec.replica_group)
-    if spec.host_memory is None:
-        return reduced
-    (copied,) = collectives.copy_and_wait(run, [reduced], spec.host_memory)
-    return copied
+    host_memory = spec.host_memory
+    return reduced if host_memory is None else collectives.copy_and_wait(reduced, host_memory)
 
 
 @_fake(ReduceGradSpec)
@@ -199,31 +196,11 @@ def _max_over_ranks(spec: MaxOverRanksSpec) -> torch.Tensor:
     return _communicate(TransferKind.ALL_REDUCE_MAX, spec.collective_input(), spec.group)
 
 
-@_fake(MaxOverRanksSpec)
-def _max_over_ranks_fake(spec: MaxOverRanksSpec) -> torch.Tensor:
-    return torch.empty_like(value_of(spec.amax))
-
-
-@_implement(OffloadSpec)
-def _offload_activation(spec: OffloadSpec) -> torch.Tensor:
-    (copied,) = collectives.copy_and_wait(run, [spec.activation], spec.host_memory)
-    return copied
-
-
-@_fake(OffloadSpec)
-def _offload_activation_fake(spec: OffloadSpec) -> torch.Tensor:
-    return torch.empty_like(value_of(spec.activation), device="cpu")
-
-
-@_implement(ReloadSpec)
-def _reload_activation(spec: ReloadSpec) -> torch.Tensor:
-    (copied,) = collectives.copy_and_wait(run, [spec.offloaded], spec.device)
-    return copied
-
-
-@_fake(ReloadSpec)
-def _reload_activation_fake(spec: ReloadSpec) -> torch.Tensor:
-    return torch.empty_like(value_of(spec.offloaded), device=spec.device)
+implement(offload_activation)(collectives.copy_and_wait)
+implement(reload_activation)(collectives.copy_and_wait)
+fake(max_over_ranks)(lambda amax, group: torch.empty_like(amax))
+fake(offload_activation)(lambda tensor, host_memory: torch.empty_like(tensor, device="cpu"))
+fake(reload_activation)(lambda tensor, device: torch.empty_like(tensor, device=device))
 
 
 @implement(secondary_shard)
@@ -255,58 +232,29 @@ def _is_stand_in(accumulator: Value | None) -> bool:
     return accumulator is not None and value_of(accumulator).requires_grad
 
 
-def _add_unsynced(grad: torch.Tensor, key: _Tensor, reduce_dtype: _Dtype) -> torch.Tensor:
-    if key is None:
-        return grad
-    return add_accumulated(grad, [key], [0], used_dtype(grad, reduce_dtype))
-
-
-def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    spec = UnshardSpec(*inputs)
-    _save(ctx, spec, value_of(spec.shard), spec.unsynced, spec.partial)
-
-
-def _unshard_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
-    if ctx.to_unsynced:
-        return UnshardSpec.gradients(unsynced=grad.to(used_dtype(grad, ctx.spec.reduce_dtype)))
-    unsynced, partial = ctx.saved_tensors
-    grad = _add_unsynced(grad, unsynced, ctx.spec.reduce_dtype)
-    if ctx.to_partial:
-        return UnshardSpec.gradients(
-            partial=ctx.spec.partial_reduction(grad, ctx.padded_shape).call(run)
-        )
-    reduce = ctx.spec.reduction(grad, ctx.padded_shape, ctx.param_dtype, partial)
-    return UnshardSpec.gradients(shard=reduce.call(run))
-
-
-def _save_replicate(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    spec = ReplicateSpec(*inputs)
-    _save(ctx, spec, value_of(spec.param), spec.unsynced, None)
-
-
-def _replicate_backward(ctx: Any, grad: torch.Tensor) -> tuple[_Tensor, ...]:
-    if ctx.to_unsynced:
-        return ReplicateSpec.gradients(unsynced=grad.to(used_dtype(grad, ctx.spec.reduce_dtype)))
-    unsynced, _ = ctx.saved_tensors
-    grad = _add_unsynced(grad, unsynced, ctx.spec.reduce_dtype)
-    reduce = ctx.spec.reduction(grad, ctx.padded_shape, ctx.param_dtype)
-    return ReplicateSpec.gradients(param=reduce.call(run))
-
-
 def _save(
-    ctx: Any,
-    spec: UnshardSpec | ReplicateSpec,
-    param: torch.Tensor,
-    unsynced: Value | None,
-    partial: Value | None,
+    cls: type[UnshardSpec | ReplicateSpec], ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor
 ) -> None:
+    param, spec = inputs[0], cls(*inputs)
+    accumulators = spec.unsynced, getattr(spec, PARTIAL, None)
     ctx.spec = spec.without_tensors()
     ctx.padded_shape, ctx.param_dtype = param.shape, param.dtype
-    ctx.to_unsynced, ctx.to_partial = _is_stand_in(unsynced), _is_stand_in(partial)
-    ctx.save_for_backward(
-        None if ctx.to_unsynced else unsynced, None if ctx.to_partial else partial
-    )
+    ctx.to_unsynced, ctx.to_partial = map(_is_stand_in, accumulators)
+    ctx.save_for_backward(*(None if _is_stand_in(a) else a for a in accumulators))
 
 
-differentiate(unshard, _save_unshard, _unshard_backward)
-differentiate(replicate, _save_replicate, _replicate_backward)
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    spec, dtype = ctx.spec, used_dtype(grad, ctx.spec.reduce_dtype)
+    if ctx.to_unsynced:
+        return spec.gradients(unsynced=grad.to(dtype))
+    unsynced, partial = ctx.saved_tensors
+    if unsynced is not None:
+        grad = add_accumulated(grad, [unsynced], [0], dtype)
+    if ctx.to_partial:
+        return spec.gradients(partial=spec.partial_reduction(grad, ctx.padded_shape).call(run))
+    reduction = spec.reduction(grad, ctx.padded_shape, ctx.param_dtype, partial)
+    return spec.gradients(**{spec.argument_names()[0]: reduction.call(run)})
+
+
+for _cls in (UnshardSpec, ReplicateSpec):
+    differentiate(_cls.op(), functools.partial(_save, _cls), _backward)
