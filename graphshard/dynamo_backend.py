@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from . import progress
 from ._torch.aot_graphs import flat_inputs
 from ._torch.as_parameter import trace_tables_by_attribute
+from ._torch.autograd import on_graph_error
 from ._torch.distributed import process_group
 from ._torch.dynamo import (
     Trace,
@@ -63,7 +64,7 @@ from .params.graph_params import (
     sync_params,
     trace_parameters,
 )
-from .params.mixed_precision import advise, advising, check_cast_boundaries
+from .params.mixed_precision import advise, check_cast_boundaries
 from .params.shard import shard_module
 from .params.sharded_param import ShardedParam, sharded_param_of
 from .pipeline.compile import CompiledGraph, compile_traced
@@ -154,7 +155,7 @@ class Backend:
         meter = Meter(device, waits=any(plan.buckets for plan in compiled.plans))
         run = meter.metered(compiled.run)
         run = refusing_stale_forwards(run) if sharded else run
-        run = freed_on_reset(advising(run) if is_cast else run)
+        run = freed_on_reset(on_graph_error(run, advise) if is_cast else run)
         self._graphs.append(dataclasses.replace(compiled, run=run))
         self._meters.append(meter)
         if sharded:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from .dynamo import run_with_callees_as_python
 from .patches import patch
+
+_R = TypeVar("_R")
 
 
 def share_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
@@ -140,18 +142,32 @@ def on_backward_success(act: Callable[[], None]) -> None:
         end.success_acts.setdefault(act)  # the same function is registered once per backward
 
 
-def on_backward_error(outputs: Iterable[object], act: Callable[[BaseException], None]) -> bool:
-    """Call ``act`` with every error in a backward of the compiled graphs that produced ``outputs``.
+def on_graph_error(
+    compiled: Callable[..., _R], act: Callable[[BaseException], None]
+) -> Callable[..., _R]:
+    """Wrap a compiled graph to call ``act`` with every error that it or its backward raises.
 
-    Callbacks run in registration order, before the error propagates. Return whether there is such a
-    graph.
+    The first wrapper's ``act`` runs first. The error then propagates.
     """
-    # AOTAutograd creates one ``autograd.Function`` class per compiled graph, whose ``backward``
-    # runs the backward graph (torch/_functorch/_aot_autograd/runtime_wrappers.py).
-    compiled = {type(node)._forward_cls for node in compiled_nodes(outputs)}
-    for function in compiled:
-        function.backward = staticmethod(_acting_on_errors(function.backward, act))
-    return bool(compiled)
+    is_first = True
+
+    def run(*args: object) -> _R:
+        nonlocal is_first
+        try:
+            outputs = compiled(*args)
+        except BaseException as error:
+            act(error)
+            raise
+        if is_first and isinstance(outputs, Sequence):
+            # AOTAutograd creates one ``autograd.Function`` class per compiled graph, whose
+            # ``backward`` runs the backward graph (torch/_functorch/_aot_autograd/
+            # runtime_wrappers.py).
+            for function in {type(node)._forward_cls for node in compiled_nodes(outputs)}:
+                function.backward = staticmethod(_acting_on_errors(function.backward, act))
+        is_first = False
+        return outputs
+
+    return run
 
 
 def _acting_on_errors(

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
 
-from .._torch.autograd import on_backward_error
+from .._torch.autograd import on_graph_error
 from .._torch.distributed import num_registered_works
 from .._torch.frames import locals_at
 
@@ -34,21 +34,7 @@ _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 def wait_in_flight_on_error(compiled: Callable[..., R]) -> Callable[..., R]:
     """Wrap a compiled graph to wait for its collectives in flight if it or its backward raises."""
-    is_first = True
-
-    def run(*args: object) -> R:
-        nonlocal is_first
-        try:
-            outputs = compiled(*args)
-        except BaseException as error:
-            _wait_at(error)
-            raise
-        if is_first and isinstance(outputs, Sequence):
-            on_backward_error(outputs, _wait_at)
-        is_first = False
-        return outputs
-
-    return run
+    return on_graph_error(compiled, _wait_at)
 
 
 def _wait_at(error: BaseException) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,7 +25,6 @@ from ..options.options import Options
 from .sharded_param import sharded_param_of
 
 _T = TypeVar("_T")
-_R = TypeVar("_R")
 
 # Matches the error texts of linear, attention, norm and convolution operators.
 _DTYPES_DIFFER = re.compile("dtype|scalar type|type.* should be the same")
@@ -154,20 +152,6 @@ for _traced in (_before_forward, cast_inputs, _after_forward, _cast_floating):
 
 
 # --- advice for dtype errors ---------------------------------------------------------------------
-
-
-def advising(run: Callable[..., _R]) -> Callable[..., _R]:
-    """Wrap a compiled graph to add advice to its dtype errors."""
-
-    @functools.wraps(run)
-    def call(*args: object) -> _R:
-        try:
-            return run(*args)
-        except RuntimeError as error:
-            advise(error)
-            raise
-
-    return call
 
 
 def advise(error: BaseException) -> None:

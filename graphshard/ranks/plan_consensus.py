@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .._torch.autograd import on_backward_error
+from .._torch.autograd import on_graph_error
 from .._torch.distributed import process_group
 from ..kinds import GraphKind, TransferKind
 from ..planning.offload import without_host_copies
@@ -180,7 +180,7 @@ def log_every_call(
 def _logged(
     compiled: Callable[..., R], call_log: CallLog, plan_id: str, text: str
 ) -> Callable[..., R]:
-    is_first = True
+    run, is_first = on_graph_error(compiled, call_log.raise_posted_error), True
 
     def call(*args: object) -> R:
         nonlocal is_first
@@ -189,13 +189,7 @@ def _logged(
             call_log.first_run(plan_id, text)
         else:
             call_log.run(plan_id)
-        try:
-            outputs = compiled(*args)
-        except RuntimeError as error:
-            call_log.raise_posted_error(error)
-            raise
-        if is_first and isinstance(outputs, Sequence):
-            on_backward_error(outputs, call_log.raise_posted_error)
+        outputs = run(*args)
         is_first = False
         return outputs
 
