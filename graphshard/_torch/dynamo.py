@@ -9,13 +9,13 @@ unchanged.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -153,23 +153,18 @@ def on_compile_end(act: Callable[[object], None]) -> None:
 
 def on_compile_error(act: Callable[[BaseException], None]) -> None:
     """Call ``act`` with the error that ends a compilation; register it like `on_compile_start`."""
-    # End callbacks run while the error passes through ``install_callbacks``.
-    on_compile_end(_OnError(act))
+    on_compile_end(_on_error(act))
 
 
-@dataclass(frozen=True)
-class _OnError:
-    """End-of-compilation callback that acts only if the compilation failed.
-
-    Equal callbacks are registered once.
-    """
-
-    act: Callable[[BaseException], None]
-
-    def __call__(self, _: object) -> None:
+@functools.cache  # the same callback again, which is registered once
+def _on_error(act: Callable[[BaseException], None]) -> Callable[[object], None]:
+    def act_on_error(_: object) -> None:
+        # End callbacks run while the error passes through ``install_callbacks``.
         error = sys.exc_info()[1]
         if error is not None:
-            self.act(error)
+            act(error)
+
+    return act_on_error
 
 
 class _Noticing(dict[str, Any]):

@@ -203,14 +203,6 @@ def describe_code(code: CodeType) -> str:
     return f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def is_recomputation(frame: FrameType) -> bool:
-    """Return whether ``frame`` is in torch.utils.checkpoint, which reruns parts of a forward.
-
-    True in the first run, too.
-    """
-    return frame.f_globals.get("__name__") == "torch.utils.checkpoint"
-
-
 def is_resumed(code: CodeType) -> bool:
     """Return whether ``code`` is Dynamo's continuation of a function after a graph break."""
     return code.co_name.startswith(_RESUMED_PREFIX)
@@ -251,14 +243,11 @@ def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] 
     """
     inside = False
     for frame in frames():
-        part = _is_forward_of(frame, is_part_of_model)
+        owner = module_of_method(frame) if is_forward(frame) else None
+        part = owner is not None and is_part_of_model(owner)
         if is_dynamo_entry(frame) or (part and frame.f_code.co_name == WRAPPED_CALL):
             kwargs: dict[Any, Any] = frame.f_locals["kwargs"]
             return kwargs
-        inside = inside or part or is_recomputation(frame)
+        # Checkpointing reruns parts of a forward; its frame is there in the first run, too.
+        inside = inside or part or frame.f_globals.get("__name__") == "torch.utils.checkpoint"
     return {} if inside else None
-
-
-def _is_forward_of(frame: FrameType, is_part_of_model: Callable[[nn.Module], bool]) -> bool:
-    owner = module_of_method(frame) if is_forward(frame) else None
-    return owner is not None and is_part_of_model(owner)

@@ -350,9 +350,8 @@ def _dim(param: nn.Parameter, options: ParamOptions) -> int:
 
 
 def _device_error(device: torch.device, mesh: DeviceMesh, options: ParamOptions) -> str | None:
-    if device.type in ("meta", mesh.device_type):
-        return None
-    if device.type == "cpu" and options.host_memory(mesh.device_type) is not None:
+    is_offloaded = device.type == "cpu" and options.host_memory(mesh.device_type) is not None
+    if is_offloaded or device.type in ("meta", mesh.device_type):
         return None
     return (
         f"is on {device}, but the mesh is on {mesh.device_type}: move the model to "

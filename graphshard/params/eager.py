@@ -161,12 +161,9 @@ class _Unshard(torch.autograd.Function):
         sharded_params[0].model.trains_eagerly = True
         groups = sharded_params[0].spec.groups
         with eager_reduction(groups, [param.fqn for param in sharded_params]):
-            return None, *_gradients_of_shards(ctx, [*map(_dense, grads)])
-
-
-def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    # The gradient of nn.Embedding(sparse=True) is sparse.
-    return grad if grad is None or grad.layout == torch.strided else grad.to_dense()
+            # The gradient of nn.Embedding(sparse=True) is sparse.
+            dense = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
+            return None, *_gradients_of_shards(ctx, dense)
 
 
 def _gradients_of_shards(

@@ -11,7 +11,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .sharded_param import sharded_param_of
+from .sharded_param import is_offloaded, sharded_param_of
 
 
 class MemoryBytes(NamedTuple):
@@ -80,6 +80,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         return [_memory(params), _memory(p for p in params if p.requires_grad), _memory(values)]
 
     parameters, gradients, optimizer_state = trained(params)
+    on_host = trained(list(filter(is_offloaded, params)))
     return MemoryReport(
         parameters=parameters,
         buffers=_memory(model.buffers()),
@@ -87,15 +88,8 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         sums=MemoryBytes(sum(total.nbytes for total in totals), 0),
         optimizer=optimizer_state,
         gathered=MemoryBytes(max((p.model.gathered_bytes for p in sharded_params), default=0), 0),
-        on_host=MemoryBytes(
-            sum(part.rank for part in trained([p for p in params if _is_on_host(p)])), 0
-        ),
+        on_host=MemoryBytes(sum(part.rank for part in on_host), 0),
     )
-
-
-def _is_on_host(param: nn.Parameter) -> bool:
-    sharded_param = sharded_param_of(param)
-    return sharded_param is not None and sharded_param.spec.host_memory is not None
 
 
 def _memory(values: Iterable[object]) -> MemoryBytes:

@@ -54,11 +54,6 @@ class MeshGroups:
         """Groups of the backend's mesh, which are those of most parameters."""
         return self.default or self
 
-    @property
-    def num_data_ranks(self) -> int:
-        """Number of ranks with different batches, the default divisor of gradients."""
-        return self.of_model.mesh.size()
-
     @cached_property
     def whole_mesh(self) -> DeviceMesh:
         """Mesh with the axes of ``mesh``, then those of ``tp_mesh``, if any."""
@@ -76,10 +71,6 @@ class MeshGroups:
     def num_shards(self) -> int:
         """Number of shards per replica."""
         return self.mesh.size(self.mesh.ndim - 1)
-
-    @property
-    def shard_index(self) -> int:
-        return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @cached_property
     def shards(self) -> str:

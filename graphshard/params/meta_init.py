@@ -20,17 +20,22 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor, values_on_rank
 from .._torch.nn import buffers_of, parameters_of, replace_parameters
 from ..errors import BackendError
+from ..ranks.agree import broadcast_from_rank
 from .mesh import MeshGroups
 from .module_class import plain_class
 from .param_spec import ParamSpec
-from .sharded_param import SHARDED_PARAM, mark_uninitialized, num_uninitialized, sharded_param_of
+from .sharded_param import (
+    SHARDED_PARAM,
+    is_offloaded,
+    mark_uninitialized,
+    num_uninitialized,
+    sharded_param_of,
+)
 from .state_dict import checked_module, mesh_groups_of
 from .stored import StoredTensor, read_stored
 
@@ -63,7 +68,8 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     if groups is None:
         raise BackendError(f"{type(root).__name__} is not sharded: call graphshard.shard first")
     names = [name for name, param in root.named_parameters() if param.is_meta]
-    seed = _common_seed(groups)
+    # Only the first rank's seed is used, but every rank draws one: all generators advance equally.
+    seed = broadcast_from_rank(int(torch.randint(2**48, ())), 0, groups.all_ranks)
     allocate(root, groups)
     snapshots = [_Snapshot.take(module) for module in root.modules()]
     try:
@@ -81,28 +87,18 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         raise
 
 
-def _common_seed(groups: MeshGroups) -> int:
-    # Only the first rank's seed is used, but every rank draws one: all generators advance equally.
-    seed = torch.randint(2**48, (), dtype=torch.int64).to(groups.device)
-    dist.broadcast(seed, group=process_group(groups.all_ranks), group_src=0)
-    return int(seed)
-
-
 def allocate(root: nn.Module, groups: MeshGroups) -> None:
     """Replace parameters on the meta device with uninitialized ones on the device of the mesh.
 
     Offloaded parameters are allocated on the host instead.
     """
-    replace_parameters(
-        root, lambda p: torch.empty_like(p, device=_device_of(p, groups)) if p.is_meta else p
-    )
 
+    def allocated(param: nn.Parameter) -> torch.Tensor:
+        if not param.is_meta:
+            return param
+        return torch.empty_like(param, device="cpu" if is_offloaded(param) else groups.device)
 
-def _device_of(param: nn.Parameter, groups: MeshGroups) -> torch.device:
-    # An offloaded shard stays on the CPU.
-    sharded = sharded_param_of(param)
-    kept = sharded is not None and sharded.spec.host_memory is not None
-    return torch.device("cpu") if kept else groups.device
+    replace_parameters(root, allocated)
 
 
 def _passes(root: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:

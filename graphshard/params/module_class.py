@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import functools
 from abc import ABCMeta
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, SupportsIndex, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from .._torch.dynamo import run_as_python
 from .._torch.frames import compiled_call
@@ -117,7 +116,19 @@ class ShardedModule(NoticesReplacement):
         set_flags(dict.fromkeys(self.modules(), bool(value)), SYNCS)
 
     def _graphshard_on_replacement(self, *, empty: bool = False) -> None:
-        _reattach(self, empty)
+        for name in type(self)._graphshard_readings:
+            param = parameters_of(self).get(name)
+            if param is None:
+                continue
+            previous = owned_by(self, name)
+            dtensor = _check_replacement(param, name, previous)
+            sharded_param = _sharded_param_for(dtensor, previous)
+            if previous is not None and previous is not sharded_param:
+                previous.remove_owner(self, name)
+            if not sharded_param.is_attached_to(dtensor):
+                sharded_param.attach(dtensor, empty=empty)
+            sharded_param.add_owner(self, name)
+        self._graphshard_refresh_accessors()
 
     def _graphshard_before_loading(
         self, state_dict: dict[str, Any], prefix: str, assigns: bool
@@ -319,28 +330,6 @@ def _eager_value(module: ShardedModule, name: str) -> torch.Tensor | None:
 # --- replaced parameters -------------------------------------------------------------------------
 
 
-def reattach(module: nn.Module) -> None:
-    """Attach new shards where DTensors of ``module`` were replaced, if it is sharded."""
-    if isinstance(module, ShardedModule):
-        module._graphshard_on_replacement()
-
-
-def _reattach(module: ShardedModule, empty: bool) -> None:
-    for name in type(module)._graphshard_readings:
-        param = parameters_of(module).get(name)
-        if param is None:
-            continue
-        previous = owned_by(module, name)
-        dtensor = _check_replacement(param, name, previous)
-        sharded_param = _sharded_param_for(dtensor, previous)
-        if previous is not None and previous is not sharded_param:
-            previous.remove_owner(module, name)
-        if not sharded_param.is_attached_to(dtensor):
-            sharded_param.attach(dtensor, empty=empty)
-        sharded_param.add_owner(module, name)
-    module._graphshard_refresh_accessors()
-
-
 def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | None) -> DTensor:
     if not isinstance(param, DTensor):
         fqn = previous.fqn if previous else name
@@ -372,14 +361,12 @@ def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> Shard
 
 
 def _check_placements(dtensor: DTensor, spec: ParamSpec) -> None:
-    actual = _describe(dtensor.shape, dtensor.placements, dtensor.device_mesh)
-    expected = _describe(spec.shape, spec.placements, spec.mesh)
+    actual, expected = (
+        f"shape {tuple(value.shape)} and placements {tuple(value.placements)} on {mesh}"
+        for value, mesh in ((dtensor, dtensor.device_mesh), (spec, spec.mesh))
+    )
     if actual != expected:
         raise BackendError(
             f"parameter {spec.fqn!r} was replaced by a DTensor of {actual} instead of {expected}: "
             "change it in place (copy_, load_state_dict), or assign a matching DTensor"
         )
-
-
-def _describe(shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh) -> str:
-    return f"shape {tuple(shape)} and placements {tuple(placements)} on {mesh}"

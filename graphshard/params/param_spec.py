@@ -176,7 +176,8 @@ class ParamSpec:
     def local_rows(self) -> slice:
         """This rank's rows of the unsharded tensor, without padding."""
         assert self.rows is not None
-        return rows_of_rank(self.rows, self.groups.num_shards, self.groups.shard_index)
+        rank = self.groups.mesh.get_local_rank(self.groups.mesh.ndim - 1)
+        return rows_of_rank(self.rows, self.groups.num_shards, rank)
 
     @functools.cached_property
     def num_local_rows(self) -> int:
@@ -277,9 +278,8 @@ class ParamSpec:
         ``partial`` is the key of an accumulator, as in ``ReduceGradSpec``.
         """
         marker: Any = self.marker(None)
-        shard: torch.Tensor = marker.reduction(grad, self.padded_shape, result_dtype, partial).call(
-            run
-        )
+        reduction = marker.reduction(grad, self.padded_shape, result_dtype, partial)
+        shard: torch.Tensor = reduction.call(run)
         return shard
 
     def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:

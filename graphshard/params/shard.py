@@ -44,7 +44,7 @@ from .full_tensor import as_bytes, without_expanded_dims
 from .loading import check_optimizer_state
 from .mesh import MeshGroups, agreed_exchange, call_log_of_mesh, eager_reduction
 from .mixed_precision import cast_at_boundary, find_cast_boundaries
-from .module_class import had_sharded, install, reattach
+from .module_class import ShardedModule, had_sharded, install
 from .param_spec import ParamSpec, padding_advice
 from .pickling import require_collective_save
 from .plain_params import PlainParam, find_plain_params, instances_of
@@ -219,17 +219,18 @@ def _warn_of_torchao(root: nn.Module) -> None:
 
 def take_replacements(root: nn.Module) -> bool:
     """Attach shards to DTensors that replaced sharded parameters; return whether there were any."""
-    replaced = [module for module in root.modules() if _holds_replacement(module)]
+    replaced = [
+        module
+        for module in root.modules()
+        if isinstance(module, ShardedModule)
+        and any(
+            is_unattached(param) and had_sharded(module, name)
+            for name, param in parameters_of(module).items()
+        )
+    ]
     for module in replaced:
-        reattach(module)
+        module._graphshard_on_replacement()
     return bool(replaced)
-
-
-def _holds_replacement(module: nn.Module) -> bool:
-    return any(
-        is_unattached(param) and had_sharded(module, name)
-        for name, param in parameters_of(module).items()
-    )
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:

@@ -246,7 +246,8 @@ class ShardedParam:
         With a divisor other than the size of the mesh, ``padded_grad`` is scaled in place.
         """
         param, num_ranks = self.dtensor, self.spec.groups.mesh.size()
-        factor = self.model.gradient_divide_factor or self.spec.groups.num_data_ranks
+        # By default, the number of ranks with different batches.
+        factor = self.model.gradient_divide_factor or self.spec.groups.of_model.mesh.size()
         if factor != num_ranks:  # padded_grad is an average over the parameter's mesh
             padded_grad.mul_(num_ranks / factor)
         grad: torch.Tensor = dtensor_like(self.spec.local_view(padded_grad), param)
@@ -358,6 +359,12 @@ class ShardedParam:
 def sharded_param_of(tensor: object) -> ShardedParam | None:
     """Return the sharded parameter of a shard or a sharded DTensor, or None for other objects."""
     return getattr(tensor, SHARDED_PARAM, None)
+
+
+def is_offloaded(param: object) -> bool:
+    """Return whether the shard of ``param`` is kept in host memory."""
+    sharded_param = sharded_param_of(param)
+    return sharded_param is not None and sharded_param.spec.host_memory is not None
 
 
 def is_unattached(param: object) -> bool:
@@ -497,10 +504,9 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
 # Memory from to_empty is filled with a reserved NaN. A DTensor must be initialized as a whole:
 # values written to some of its rows (p.data[i] = x) go to a copy and are lost, under FSDP2 too.
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Little-endian bytes that, repeated, are a NaN in every floating-point dtype of 2 bytes or more,
-# but not the NaN that arithmetic produces.
-_HALF_WORD = b"\xfb\x7f"
+# If repeated, a NaN in every floating-point dtype of 2 bytes or more, but not the NaN that
+# arithmetic produces.
+_HALF_WORD = 0x7FFB
 
 
 def mark_uninitialized(tensor: torch.Tensor) -> bool:
@@ -508,28 +514,24 @@ def mark_uninitialized(tensor: torch.Tensor) -> bool:
 
     It is in floating-point dtypes of 2 bytes or more, except on the meta device.
     """
-    bits = _bits(tensor)
-    if bits is not None:
-        bits.fill_(_mark(bits))
-    return bits is not None
+    half_words = _half_words(tensor)
+    if half_words is not None:
+        half_words.fill_(_HALF_WORD)
+    return half_words is not None
 
 
 def num_uninitialized(tensor: torch.Tensor) -> int:
     """Count the reserved NaNs in a contiguous tensor; synchronizes the device."""
-    bits = _bits(tensor)
-    return 0 if bits is None else int((bits == _mark(bits)).sum())
+    half_words = _half_words(tensor)
+    return 0 if half_words is None else int((half_words == _HALF_WORD).all(1).sum())
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return ``tensor`` viewed as integers, or None if it cannot be marked."""
-    integer = _INTEGERS.get(tensor.element_size())
-    if integer is None or tensor.is_meta or not tensor.is_floating_point():
+def _half_words(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return ``tensor`` viewed as a row of int16 per element, or None if it cannot be marked."""
+    length = tensor.element_size() // 2
+    if not length or tensor.is_meta or not tensor.is_floating_point():
         return None
-    return tensor.detach().view(-1).view(integer)
-
-
-def _mark(bits: torch.Tensor) -> int:
-    return int.from_bytes(_HALF_WORD * (bits.element_size() // 2), "little")
+    return tensor.detach().view(-1).view(torch.int16).view(-1, length)
 
 
 # --- the model of a parameter --------------------------------------------------------------------
