@@ -48,7 +48,6 @@ from .._torch.no_gpu.operators import (
     tensors_in,
     written_in,
 )
-from .._torch.no_gpu.stand_ins import Hooks
 from .._torch.tensors import OpOverload, base_name, is_traceable_wrapper_subclass
 from ..ops import host_copy
 from ..ops.library import implementation_of
@@ -83,7 +82,7 @@ class _InFlight(NamedTuple):
     wait: Callable[[], object]  # makes the current stream wait, and frees tensors kept alive
 
 
-class Recorder(Hooks):
+class Recorder:
     """Record kernels and graphs when they are compiled and, inside ``recording``, all actions."""
 
     def __init__(self) -> None:
@@ -116,7 +115,7 @@ class Recorder(Hooks):
         for tensor in tensors:
             self._block(tensor)
 
-    # --- hooks called by generated code --------------------------------------------------------
+    # --- called when code is generated and run: see ``no_gpu.stand_ins.install`` ----------------
 
     def kernel_made(self, name: str, source: str) -> None:
         self.kernels.append((name, source))
@@ -148,6 +147,7 @@ class Recorder(Hooks):
         self.work(name, reads, writes, kernels=1)
 
     def host_kernel_runs(self, types: list[str], arguments: tuple[Any, ...]) -> None:
+        """Record the call of a host kernel; ``types`` are C++ argument types."""
         if not self._is_recording:
             return
         pairs = [(t, a) for t, a in zip(types, arguments) if isinstance(a, torch.Tensor)]
@@ -155,6 +155,7 @@ class Recorder(Hooks):
         self.work("a kernel of the host", [tensor for _, tensor in pairs], written, HOST)
 
     def pinned(self, tensor: torch.Tensor) -> None:
+        """Note a new tensor in pinned host memory, which asynchronous copies require."""
         storage = WeakStorage(tensor)
         self._pinned[storage.address] = storage
 
@@ -175,6 +176,7 @@ class Recorder(Hooks):
                 self.synchronized()
 
     def synchronized(self) -> None:
+        """Record that the host waits for all work on the device."""
         if self._is_recording:
             streams = {action.stream for action in self.actions if isinstance(action, Work)}
             self._host_waits("synchronize_device", sorted(streams - {HOST}))

@@ -107,33 +107,12 @@ def listen(library: ctypes.CDLL, listener: StreamListener) -> object:
     return callback
 
 
-class Hooks:
-    """Callbacks for the creation and execution of generated code; the defaults change nothing."""
+def install(device: DeviceProperties, hooks: Any) -> None:
+    """Simulate a device for this process, which reports what generated code does to ``hooks``.
 
-    def kernel_made(self, name: str, source: str) -> None:
-        """Handle a Triton kernel that Inductor has written."""
-
-    def kernel_runs(self, name: str, source: str, arguments: tuple[Any, ...]) -> None:
-        """Handle the launch of a Triton kernel by generated code."""
-
-    def host_kernel_runs(self, types: list[str], arguments: tuple[Any, ...]) -> None:
-        """Handle the call of a host kernel by generated code; ``types`` are C++ argument types."""
-
-    def pinned(self, tensor: torch.Tensor) -> None:
-        """Handle a new tensor in pinned host memory, which asynchronous copies require."""
-
-    def synchronized(self) -> None:
-        """Handle the host's wait for all work on the device."""
-
-    def graph_made(self, source: str) -> None:
-        """Handle the code that Inductor has written for a graph."""
-
-    def graph_runs(self, call: Callable[..., Any], arguments: Any) -> Any:
-        """Run ``call``, the generated code of a graph."""
-        return call(arguments)
-
-
-def install(device: DeviceProperties, hooks: Hooks) -> None:
+    ``hooks`` has the methods ``kernel_made``, ``kernel_runs``, ``host_kernel_runs``, ``pinned``,
+    ``synchronized``, ``graph_made`` and ``graph_runs`` of ``graphshard.check.recorder.Recorder``.
+    """
     check_versions()
     # This logger prints tracebacks even of errors that are raised anyway.
     logging.getLogger(FakeTensorMode.__module__).setLevel(logging.CRITICAL)
@@ -199,7 +178,7 @@ def _stand_in_for_kernel_flag() -> None:
     replace(FakeTensorMode, in_kernel_invocation=property(lambda mode: flag.value, put))
 
 
-def _stand_in_for_waiting(hooks: Hooks) -> None:
+def _stand_in_for_waiting(hooks: Any) -> None:
     """Replace device synchronization with a callback, because there is nothing to wait for."""
     for module in (torch.cuda, torch.accelerator):
         # Each module gets its own function, because Dynamo looks up handlers by function.
@@ -297,7 +276,7 @@ def _stand_in_for_triton(device: DeviceProperties) -> None:
     inductor_config.use_static_triton_launcher = False
 
 
-def _stand_in_for_allocation(hooks: Hooks) -> None:
+def _stand_in_for_allocation(hooks: Any) -> None:
     """Replace Inductor's allocations and views, C++ functions that do not support fake tensors."""
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -362,7 +341,7 @@ def _stand_in_for_cudnn() -> None:
     replace(torch._C, _conv_determine_backend_memory_format=memory_format)
 
 
-def _stand_in_for_running(hooks: Hooks) -> None:
+def _stand_in_for_running(hooks: Any) -> None:
     """Report kernels, launches and graph calls to ``hooks``; run no kernels."""
 
     # Triton kernels are kept as source code. Host kernels are not run either: they would read
