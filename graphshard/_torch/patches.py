@@ -4,7 +4,7 @@
 add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step. Changes
 of shorter or conditional effect are not among them:
 
-- While a graph runs whose waits are timed, ``waits.py`` replaces ``wait_tensor``.
+- While a graph runs whose waits are timed, ``distributed.py`` replaces ``wait_tensor``.
 - During a compile, or while a checkpoint is loaded, ``mock.patch.object`` replaces a function
   (``cpp_kernels.py``, ``integrations/pretrained.py``).
 - ``no_gpu/stand_ins.py`` simulates a GPU in the process that ``graphshard.check`` starts.

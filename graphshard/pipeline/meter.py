@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.autograd import compiled_nodes, on_backward_end
-from .._torch.waits import replace_wait, restore_wait, wait_tensor
+from .._torch.distributed import replace_wait, restore_wait, wait_tensor
 from .traced_graph import Runnable
 
 # A timed wait costs a GPU's host two events, about 10 us: with 100 waits in a step of 10 ms, 0.1 %
