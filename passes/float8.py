@@ -29,7 +29,6 @@ from graphshard.ops import float8_math, float8_ops, markers
 from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.marker_specs import MaxOverRanksSpec, UnshardSpec
 from graphshard.ops.nodes import REASON, Call, Emitter, graph_modules, run, value_of
-from graphshard.ops.transposed_copy import transposed_copy
 from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import source_of
 
@@ -75,7 +74,7 @@ def gather_float8(gm: fx.GraphModule, context: PassContext) -> None:
         if node.target in float8_ops.PRODUCTS:
             with graph.inserting_before(node):
                 _lower_product(node, _once(Emitter(graph, node.meta, **_region(node)), emitted))
-    for node in graph.find_nodes(op="call_function", target=transposed_copy):
+    for node in graph.find_nodes(op="call_function", target=float8_math.transposed_copy):
         # Save what it copies instead, as with an op that Inductor could fuse.
         node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
 

@@ -36,8 +36,8 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from .._torch.tensors import OpOverload
+from ..ops.float8_math import transposed_copy
 from ..ops.float8_ops import local_amax
-from ..ops.transposed_copy import transposed_copy
 from .flops import argument_values, aten_name, call_with_fallback, op_names, shape_of
 
 

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from .._torch.inductor import lower_as_transposed_copy
+from .library import define, fake, implement
 from .nodes import Call, Value, run, value_of
-from .transposed_copy import transposed_copy
 
 TENSORWISE, ROWWISE = RECIPES = ("tensorwise", "rowwise")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -141,13 +142,23 @@ def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
     grad, x = _padded(call, grad), _padded(call, x)
     left, right = _grad(call, grad, recipe, 0), quantized(call, x, E4M3, recipe, 0)
     if recipe == ROWWISE:
-        # Otherwise, Inductor would fuse the transposed copies into kernels that scale rows.
         left = left._replace(values=call(transposed_copy, left.values))
         right = right._replace(values=_t(call, call(transposed_copy, right.values)))
     else:
         left = _transposed(call, left)
         right = right._replace(values=_column_major(call, right.values))
     return _product(call, left, right, value_of(x).dtype, recipe)
+
+
+# A transposed copy that Inductor writes in a kernel of its own. Fused into a kernel that reduces
+# rows of the same values, it would store single bytes, each in a different sector of 32 bytes:
+#     fused    read a row, reduce it, write the row, write a column
+#     here     read a row, reduce it, write the row;  read a tile of rows, write it as columns
+# The second kernel costs two more bytes of traffic per element.
+transposed_copy = define("transposed_copy(Tensor x) -> Tensor")
+implement(transposed_copy)(lambda x: x.t().clone(memory_format=torch.contiguous_format))
+fake(transposed_copy)(lambda x: x.new_empty((x.shape[1], x.shape[0])))
+lower_as_transposed_copy(transposed_copy)
 
 
 def _padded(call: Call, x: _Value) -> _Value:
