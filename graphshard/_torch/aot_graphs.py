@@ -36,20 +36,16 @@ _INPUT = "graphshard_input"
 _SCHEMA = "graphshard_schema"
 
 
-def num_constants(gm: fx.GraphModule) -> int:
-    """Return how many constants AOTAutograd's graphs take before the inputs of Dynamo's graph."""
-    # Dynamo stores them as attributes of its graph; AOTAutograd numbers them like its inputs
-    # (``prepare_aot_module_simplified`` in torch/_functorch/aot_autograd.py).
-    parameters = gm.named_parameters(remove_duplicate=False)
-    return len([*parameters, *gm.named_buffers(remove_duplicate=False)])
-
-
 def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
     """Return the position among the inputs of Dynamo's graph of each input of AOTAutograd's graph.
 
     It is None for a constant. Tokens are omitted.
     """
-    positions: list[int | None] = [None] * num_constants(gm)
+    # Dynamo stores constants as attributes of its graph; AOTAutograd numbers them before the inputs
+    # (``prepare_aot_module_simplified`` in torch/_functorch/aot_autograd.py).
+    parameters = gm.named_parameters(remove_duplicate=False)
+    constants = [*parameters, *gm.named_buffers(remove_duplicate=False)]
+    positions: list[int | None] = [None] * len(constants)
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("example_value")
         # A tensor subclass becomes several inputs: its inner tensors, and its symbolic sizes and

@@ -47,16 +47,9 @@ def log_only_errors() -> None:
 
 
 # Makes Dynamo trace the frame again if a backend raises it, or AOTAutograd within the backend.
-# Torch raises it when a float that Dynamo treated as a variable has to be a constant.
+# Torch raises it when a float that Dynamo treated as a variable has to be a constant. Of Dynamo's
+# restart exceptions, ``OutputGraph.call_user_compiler`` lets only this one pass.
 Restart = TensorifyScalarRestartAnalysis
-
-
-# Of Dynamo's restart exceptions, ``OutputGraph.call_user_compiler`` lets only ``Restart`` pass.
-class Retrace(Restart):
-    """Exception that a backend raises to make Dynamo trace the frame again."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(restart_reason=reason)
 
 
 def capture_scalar_outputs() -> None:
@@ -70,11 +63,11 @@ class Trace:
     def __init__(self) -> None:
         self._tx = InstructionTranslator.current_tx()
 
-    def retrace(self, reason: str) -> Retrace:
+    def retrace(self, reason: str) -> Restart:
         """Prepare Dynamo for a new trace, and return the exception to raise for it."""
         # The log must match the trace, but the new trace may take other branches.
         self._tx.speculation_log.clear()
-        return Retrace(reason)
+        return Restart(restart_reason=reason)
 
     def value(self, source: Source) -> object:
         """Return the object that ``source`` refers to; raise if only guards can evaluate it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from .param_spec import ParamSpec
 from .plain_params import PlainParam, find_reduced_by_ddp, instances_of
 from .sharded_param import FUNCTIONAL_CALL, sharded_param_of
 
-_T = TypeVar("_T")
 _NamedParam = tuple[str, nn.Parameter]
 
 _OTHER_WRAPPERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, DataParallel)
