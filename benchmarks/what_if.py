@@ -14,9 +14,12 @@ Needs no ranks. Llama-3 on the hardware table's H100, 8 in each node, is traced 
     faster copies  a ring whose gradients are cast and packed at 80 % of the memory's bandwidth
     early scales   in fp8, forward begins with the scales of its weights, computed and reduced after
                    the optimizer's step
+    in turns       with expert parallelism, a microbatch is computed as two halves in turns: one
+                   computes while the all-to-alls of the other run
 
 Assumed in favor of two levels: the second stage sends all buffers in one collective, and does not
-wait for compute to reach the sum.
+wait for compute to reach the sum. In favor of turns: gradients of the halves are added by the
+kernels that compute them, and the host does not wait for the numbers of tokens.
 """
 
 from __future__ import annotations
@@ -43,11 +46,22 @@ from graphshard.forecast.workload import BatchShape, find_workload
 from graphshard.kinds import TransferKind
 from graphshard.planning.bucketing import packed_bucket
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.plan import Bucket, Plan, Problem, next_in_chain
+from graphshard.planning.plan import Bucket, Plan, Problem, Transfer, next_in_chain
 from graphshard.planning.search import find_schedule
-from graphshard.planning.simulate import BucketCost, bucket_cost, start_times_us, sweep
+from graphshard.planning.simulate import (
+    BucketCost,
+    bucket_cost,
+    start_times_us,
+    sweep,
+    user_costs,
+)
 
 MODELS = ("8b", "70b", "405b")
+EXPERTS = (  # model, number of GPUs, size of expert parallelism
+    ("qwen3-30b-a3b", 32, 8),
+    ("qwen3-30b-a3b", 32, 32),
+    ("mixtral-8x7b", 32, 8),
+)
 SLOW = Scenario(2.0, 1.0, 1.0)  # links half as fast
 # Time to cast and pack gradients at 80 % of the peak, over that of ``CostModel.copy_us``: 2 bytes
 # are read and 4 written per element, at 2.68 instead of (counted as 4 and 4) 2.5 TB/s.
@@ -99,6 +113,42 @@ def two_levels(
     return BucketCost(compute_us, combine(inside_us, between_us), 0.0)
 
 
+def in_turns(problem: Problem) -> Problem:
+    """Return the problem of two microbatches that change turns at each wait of the model's own."""
+    waits = {user.wait for user in problem.user_collectives}
+    bounds = itertools.pairwise(sorted({0, *waits, problem.num_steps}))
+    order = [
+        (turn, step) for start, stop in bounds for turn in (0, 1) for step in range(start, stop)
+    ]
+    place = {key: i for i, key in enumerate(order)}
+    place |= {(turn, problem.num_steps): len(order) for turn in (0, 1)}
+
+    def both(transfer: Transfer) -> Transfer:
+        if transfer.kind.is_fetch:  # for the first microbatch, until the end of the second
+            due, last = place[0, transfer.due], place[1, transfer.last]
+            return dataclasses.replace(transfer, due=due, last=last)
+        ready = place[1, transfer.ready - 1] + 1
+        return dataclasses.replace(
+            transfer, ready=ready, due=place[1, transfer.due], last=len(order) - 1
+        )
+
+    users = (
+        dataclasses.replace(user, launch=place[turn, user.launch], wait=place[turn, user.wait])
+        for user in problem.user_collectives
+        for turn in (0, 1)
+    )
+    steps = [step for _, step in order]
+    return dataclasses.replace(
+        problem,
+        steps=tuple(problem.steps[step] for step in steps),
+        compute_us=tuple(problem.compute_us[step] for step in steps),
+        fixed_bytes=tuple(problem.fixed_bytes[step] for step in steps),
+        fixed_border_bytes=tuple(problem.fixed_border_bytes[step] for step in (*steps, -1)),
+        transfers=tuple(map(both, problem.transfers)),
+        user_collectives=tuple(sorted(users, key=lambda user: user.launch)),
+    )
+
+
 class Outcome(NamedTuple):
     """Times of a step in microseconds.
 
@@ -146,12 +196,14 @@ def _graph_us(
         )
         for bucket in buckets
     ]
+    costs += user_costs(problem, cost_model)
     times = sweep(
         start_times_us(problem),
         launches=[bucket.launch for bucket in buckets],
         waits=[bucket.wait for bucket in buckets],
         costs=costs,
         successors=next_in_chain(buckets),
+        users=problem.user_collectives,
     )
     hidden_us = (max(0.0, cost.lane_us - exposed) for cost, exposed in zip(costs, times.exposed_us))
     return times.total_us + sum(map(cost_model.slowdown_us, hidden_us))
@@ -191,18 +243,47 @@ def reductions_row(step: PlannedStep, machine: Cluster) -> dict[str, str]:
 
 def scales_row(step: PlannedStep, machine: Cluster) -> dict[str, str]:
     """Return the step's time, and what scales save that are known before forward."""
-    cost_model, outside_us = CostModel(machine.hardware), step.time.optimizer_us
     problems = [graph.problem for graph in step.graphs]
     before, early = (
-        simulated(
-            each,
-            [find_schedule(problem, cost_model, ScheduleLimits()) for problem in each],
-            cost_model,
-            outside_us,
-        )
+        planned(each, machine, step.time.optimizer_us)
         for each in (problems, [*map(with_early_scales, problems)])
     )
     return _times("step", before) | _savings("early scales", before, early)
+
+
+def experts_row(model: str, num_gpus: int, ep: int) -> dict[str, str]:
+    """Return the time of a step with expert parallelism, and what turns save."""
+    machine, recipe = cluster(DEVICE, num_gpus), Recipe(ep=ep, recompute=True)
+    whole, half = (
+        plan_step(
+            trace_step(find_workload(model, BatchShape(size, 4096)), recipe, machine),
+            recipe,
+            machine,
+        )
+        for size in (2, 1)
+    )
+    problems = [graph.problem for graph in whole.graphs]
+    optimizer_us = whole.time.optimizer_us
+    before = planned(problems, machine, optimizer_us)
+    alone = planned([*map(without_user_collectives, problems)], machine, optimizer_us)
+    turns = planned([in_turns(graph.problem) for graph in half.graphs], machine, optimizer_us)
+    return (
+        {"model, GPUs, ep": f"{model}, {num_gpus}, {ep}"}
+        | _times("step", before)
+        | _savings("no all-to-alls", before, alone)
+        | _savings("in turns", before, turns)
+    )
+
+
+def without_user_collectives(problem: Problem) -> Problem:
+    return dataclasses.replace(problem, user_collectives=())
+
+
+def planned(problems: Sequence[Problem], machine: Cluster, outside_us: float) -> Outcome:
+    """Plan and simulate a step."""
+    cost_model = CostModel(machine.hardware)
+    schedules = [find_schedule(problem, cost_model, ScheduleLimits()) for problem in problems]
+    return simulated(problems, schedules, cost_model, outside_us)
 
 
 def _times(name: str, outcome: Outcome) -> dict[str, str]:
@@ -255,7 +336,12 @@ Two levels send as many bytes between nodes as a ring, since the sums of a node 
 as many if there are two nodes), and half as many again within each node. With 8,192 tokens, nearly
 all of it is hidden, and copies get shorter, by no more than with a faster copy kernel; in order, by
 twice as much. With 2,048 tokens, links limit the step, and two levels are slower from 64 GPUs on.
-They are therefore not built; nor are early scales, which save at most 0.2 %."""
+They are therefore not built; nor are early scales, which save at most 0.2 %.
+
+The third table is of 2 x 4,096 tokens on each GPU, all layers recomputed. *No all-to-alls*: those
+of the experts take no time. In turns, they run while the other half of the microbatch computes,
+whose kernels are less efficient than those of the whole. Over slow links, gathers and reductions
+limit the step at `ep` 8, so little is saved."""
 
 
 def main() -> None:
@@ -263,6 +349,7 @@ def main() -> None:
     parts = [common.heading("benchmarks.what_if", torch.device("cpu"))]
     parts.append(common.table(rows(args.models, args.tokens, (16, 64, 1024), "bf16")))
     parts.append(common.table(rows([*args.models][:2], args.tokens[:1], (8, 64), "fp8")))
+    parts.append(common.table([experts_row(*row) for row in EXPERTS]))
     common.show(*parts[1:])
     common.write_report(args.out, [*parts, NOTE])
 

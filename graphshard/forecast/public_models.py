@@ -70,6 +70,20 @@ PUBLIC_MODELS: dict[str, PublicModel] = {  # keyed by lower-case name
     ),
     "qwen3-8b": _decoder("qwen3", 4096, 12288, 36, (32, 8), 151936, head_dim=128),
     "qwen3-32b": _decoder("qwen3", 5120, 25600, 64, (64, 8), 151936, head_dim=128),
+    # arXiv 2505.09388, table 2; width of an expert from the config of Qwen/Qwen3-30B-A3B.
+    "qwen3-30b-a3b": _decoder(
+        "qwen3_moe",
+        2048,
+        6144,
+        48,
+        (32, 4),
+        151936,
+        head_dim=128,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    ),
     # arXiv 2401.04088, table 1.
     "mixtral-8x7b": _decoder(
         "mixtral",
