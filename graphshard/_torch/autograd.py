@@ -185,11 +185,7 @@ def _acting_on_errors(
 
 
 def before_backward(node: Any, act: Callable[[Any], None]) -> None:
-    """Call ``act`` with the autograd node before every backward of a compiled graph.
-
-    Args:
-        node: autograd node of any run of the graph, from :func:`compiled_nodes`.
-    """
+    """Call ``act`` with the autograd node before every backward of the graph that made ``node``."""
     backward = node._forward_cls.backward
 
     @functools.wraps(backward)

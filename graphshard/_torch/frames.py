@@ -147,16 +147,10 @@ def _called_module(caller: FrameType | None) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """Arguments of the ``torch.compile`` call in progress.
+    """Arguments of the ``torch.compile`` call in progress."""
 
-    Attributes:
-        given: function or module to compile, even if the call came from ``module.compile()``.
-        is_off: whether the call returns ``given`` itself.
-        options: ``options`` argument, or {}.
-    """
-
-    given: object
-    is_off: bool
+    given: object  # function or module to compile, even if the call came from ``module.compile()``
+    is_off: bool  # whether the call returns ``given`` itself
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -40,8 +40,7 @@ _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 
 class KeepWaits(_Pass):
     """Scheduler pass for Inductor's ``_post_fusion_custom_pass``.
 
-    Args:
-        on_schedule: called with the name of each graph and subgraph.
+    It calls ``on_schedule`` with the name of each graph and subgraph.
     """
 
     def __init__(self, on_schedule: Callable[[str], object] | None = None) -> None:

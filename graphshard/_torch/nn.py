@@ -103,21 +103,13 @@ class NoticesReplacement(nn.Module):
     """
 
     def _graphshard_on_replacement(self, *, empty: bool = False) -> None:
-        """Handle parameters or storages that may have been replaced.
-
-        Args:
-            empty: whether the new storages are still uninitialized.
-        """
+        """Handle parameters or storages that may have been replaced, perhaps by ``empty`` ones."""
         raise NotImplementedError
 
     def _graphshard_before_loading(
         self, state_dict: dict[str, Any], prefix: str, assigns: bool
     ) -> None:
-        """Adapt the entries ``prefix + name`` that this module is about to load.
-
-        Args:
-            assigns: whether the module assigns the entries (``assign=True``) instead of copying.
-        """
+        """Adapt the entries ``prefix + name`` that this module is about to assign or copy."""
         raise NotImplementedError
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -264,11 +264,7 @@ def wait_buffer(
     world: int,
     summed_in: torch.dtype | None = None,
 ) -> Any:
-    """Wait for one buffer of a launched bucket, and turn sums into means.
-
-    Args:
-        summed_in: same as in ``CollectiveInput``.
-    """
+    """Wait for one buffer of a launched bucket, and turn sums into means."""
     done = wait_tensor(call, buffer)
     if kind == TransferKind.ALL_REDUCE_SHARDS:
         done = _viewed(call, done, value_of(done).shape[1:])

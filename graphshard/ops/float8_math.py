@@ -62,15 +62,10 @@ def float8_error(device_type: str, recipe: str) -> str | None:
 
 
 class Scaled(NamedTuple):
-    """A matrix in fp8.
-
-    Attributes:
-        inverse: factor that undoes the scaling: a scalar, or one value per vector along which the
-            product sums.
-    """
+    """A matrix in fp8, and the factor that undoes its scaling."""
 
     values: Value
-    inverse: Value
+    inverse: Value  # a scalar, or one value per vector along which the product sums
 
 
 def scale_of(call: Call, amax: _Value, dtype: torch.dtype, recipe: str) -> _Value:

@@ -51,14 +51,10 @@ def used_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class MarkerSpec:
-    """The arguments of one marker op.
-
-    Attributes:
-        name: name of the op.
-        accumulators: names of the last arguments, in which gradients of microbatches accumulate.
-    """
+    """The arguments of one marker op."""
 
     name: ClassVar[str]
+    # Names of the last arguments, in which gradients of microbatches accumulate.
     accumulators: ClassVar[tuple[str, ...]] = ()
 
     @classmethod

@@ -129,11 +129,9 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class Emitter:
-    """A ``Call`` that inserts nodes, with fake values and the origin of the node that they replace.
+    """A ``Call`` that inserts nodes with fake values, and with ``extra`` entries in their ``meta``.
 
-    Args:
-        origin: ``meta`` of the replaced node.
-        extra: entries for the ``meta`` of every inserted node.
+    ``origin`` is the ``meta`` of the node that they replace.
     """
 
     def __init__(self, graph: fx.Graph, origin: Mapping[str, object], **extra: object) -> None:

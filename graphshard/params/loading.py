@@ -38,12 +38,9 @@ _SAVE_OPTIMIZER = (
 
 
 class Incoming(torch.Tensor):
-    """A meta tensor with the shape and dtype of a tensor that this rank has yet to receive.
+    """A meta tensor with the shape and dtype of a tensor that this rank has yet to receive."""
 
-    Attributes:
-        receive: collective that returns the tensor, split by a spec, or in full without one.
-    """
-
+    # A collective that returns the tensor, split by a spec, or in full without one.
     receive: Callable[[ParamSpec | None], torch.Tensor]
 
     @staticmethod

@@ -183,8 +183,7 @@ def agreed_exchange(
 def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) -> None:
     """Wait until all ranks have reached ``what``, a function that gathers or saves ``name``.
 
-    Args:
-        remedy: code to use instead of a call on one rank, quoted in the error.
+    The error of a call on one rank quotes ``remedy``, code to use instead.
     """
     plan_id = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
     with agreed_exchange(groups, plan_id, plan_id, is_new=True):

@@ -73,12 +73,7 @@ def cast_at_boundary(boundary: CastBoundary) -> None:
 def check_cast_boundaries(
     root: nn.Module, options: Options, in_use: bool, will_cast: bool = False
 ) -> None:
-    """Raise BackendError if a running forward has missed casts of its inputs or outputs.
-
-    Args:
-        in_use: whether the forward of ``root`` is already running.
-        will_cast: whether the inputs of ``root`` will still be cast.
-    """
+    """Raise BackendError if a running forward (``in_use``) has missed casts at its boundaries."""
     for module, policy in find_cast_boundaries(root, options)[will_cast:]:  # root's is first
         begun, runs = call_arguments(module), in_use and module is root
         if casts_change(begun, policy) if begun else runs and casts_values(policy):

@@ -54,17 +54,11 @@ Marker: TypeAlias = UnshardSpec | ReplicateSpec
 
 
 class Reading(NamedTuple):
-    """Arguments of an accessor, the property that reads a parameter.
-
-    Attributes:
-        marker: marker that unshards the parameter, with names of attributes instead of tensors.
-        dim: dimension whose slices are the rows.
-        tensor_parallel: arguments for wrapping the result in a DTensor, or None.
-    """
+    """Arguments of an accessor, the property that reads a parameter."""
 
     marker: Marker
-    dim: int
-    tensor_parallel: TensorParallel | None
+    dim: int  # its slices are the rows
+    tensor_parallel: TensorParallel | None  # wraps the result in a DTensor
 
 
 class ShardedModule(NoticesReplacement):

@@ -283,10 +283,9 @@ class ParamSpec:
         return shard
 
     def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
-        """Reduce-scatter ``grad`` over the shard group only, eagerly, in the reduction dtype.
+        """Reduce ``grad`` to this rank's padded shard of its mean over the shard group, eagerly.
 
-        Returns:
-            This rank's padded shard of the mean over the shard group; replicas are not averaged.
+        Replicas are not averaged. The result has the dtype of the reduction.
         """
         marker = self.marker(None)
         assert isinstance(marker, UnshardSpec), "a replicated parameter has no shards to reduce to"

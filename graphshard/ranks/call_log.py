@@ -40,10 +40,8 @@ class CallLog:
     """One rank's side of a group's call log; :func:`call_log_of` creates it.
 
     A call is a run of a graph with collectives, a gather or reduction outside of any graph, or
-    anything else that all ranks do together, in the same order and one at a time.
-
-    Attributes:
-        is_alone: whether the group has no other ranks, or only fake ones.
+    anything else that all ranks do together, in the same order and one at a time. The log of a
+    rank that ``is_alone``, without other ranks or with fake ones only, compares nothing.
 
     Raises:
         BackendError: from every method that logs a call, with the same text on all ranks, if ranks

@@ -56,29 +56,21 @@ _CHOOSE_AGAIN = (
 
 
 class LoggedCall(NamedTuple):
-    """A call that a rank has made.
-
-    Attributes:
-        history: checksum of the plans of all calls up to this one.
-    """
+    """A call that a rank has made."""
 
     plan_id: str
-    history: int
+    history: int  # checksum of the plans of all calls up to this one
 
 
 FORGOTTEN = LoggedCall("forgotten", 0)
 
 
 class CallHistory:
-    """The last calls of this rank, written by the rank's thread while its watcher reads them.
-
-    Attributes:
-        num_calls: number of calls so far, which is also the number of the next call.
-    """
+    """The last calls of this rank, written by the rank's thread while its watcher reads them."""
 
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         self._rank, self._global_ranks = rank, global_ranks  # global ranks only for messages
-        self.num_calls = 0
+        self.num_calls = 0  # also the number of the next call
         self._checksum = 0
         self._calls = [("", 0)] * NUM_LOGGED  # plain tuples: a LoggedCall takes longer to make
         self._plan_texts: dict[str, str] = {}

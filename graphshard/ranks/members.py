@@ -32,13 +32,7 @@ LINGER_S = 1.0  # time for which connections stay open after their reads have en
 
 
 class Members:
-    """The ranks of a process group. May outlive the group.
-
-    Attributes:
-        name: name of the group.
-        rank: rank of this process in the group.
-        global_ranks: global rank of each member.
-    """
+    """The ranks of a process group; ``rank`` is this one's in the group. May outlive the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.name, self.rank = group.group_name, group.rank()
@@ -106,8 +100,7 @@ class Members:
 def _connections(listeners: Collection[bytes]) -> Iterator[socket.socket]:
     """Yield duplicates of this process's TCP connections to or from ``listeners``.
 
-    Args:
-        listeners: byte strings that contain a ``struct sockaddr_in`` or ``sockaddr_in6``.
+    Each listener contains a ``struct sockaddr_in`` or ``sockaddr_in6``.
     """
     for number in map(int, os.listdir("/dev/fd") if listeners else ()):
         with contextlib.suppress(OSError):  # closed since it was listed, or not connected

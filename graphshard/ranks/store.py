@@ -18,40 +18,27 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A message from one rank to all ranks.
+    """A message from one rank to all ranks."""
 
-    Attributes:
-        index: position in the order of all events, or -1 until posted.
-    """
-
-    index: int = -1
+    index: int = -1  # position in the order of all events, once posted
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallEvent(Event):
-    """Request that all ranks compare the plan that they run in a call.
-
-    Attributes:
-        rank: group rank that posted this event.
-        history: checksum of that rank's plans in all calls up to this one.
-    """
+    """Request of a rank that all ranks compare the plan that they run in a call."""
 
     call: int
     rank: int
     plan_id: str
-    history: int
+    history: int  # as in ``LoggedCall``
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedEvent(Event):
-    """Notice that all ranks have run the same plans up to ``call``; answers ``call_event``.
-
-    Attributes:
-        call_event: index of the ``CallEvent`` that asked for the comparison.
-    """
+    """Notice that all ranks have run the same plans up to ``call``."""
 
     call: int
-    call_event: int
+    call_event: int  # index of the ``CallEvent`` that asked for the comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +55,11 @@ class LeaveEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockedEvent(Event):
-    """Notice that a rank is blocked in a collective, before a call that others may wait for.
-
-    Attributes:
-        rank: group rank that posted this event.
-        call: number of that rank's next call.
-        what, group, number: fields of ``_torch.distributed.PendingCollective``.
-    """
+    """Notice that a rank is blocked in a collective, before a call that others may wait for."""
 
     rank: int
-    call: int
-    what: str
+    call: int  # number of that rank's next call
+    what: str  # from here: fields of ``_torch.distributed.PendingCollective``
     group: str
     number: int
 
@@ -98,10 +79,6 @@ class EventStore:
         connect: function that returns a new connection to the group's store. It is called twice,
             because ``wait`` blocks the connection that it uses.
         prefix: prefix of all keys, different for each group that shares the store.
-        rank: rank of this process in the group.
-
-    Attributes:
-        progress: last call that this rank has agreed to, or -1.
     """
 
     def __init__(
@@ -115,7 +92,7 @@ class EventStore:
         self._reader = dist.PrefixStore(f"{prefix}/{generation}", connect())
         self._first = 0  # events before this index are deleted
         self._agreeing = threading.Lock()  # both threads of a rank call ``agree``
-        self.progress = -1
+        self.progress = -1  # last call that this rank has agreed to
 
     def post(self, event: Event) -> None:
         index = self._store.add("events", 1) - 1

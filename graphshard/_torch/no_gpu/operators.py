@@ -30,12 +30,7 @@ _ALLOCATIONS = frozenset(
 
 
 class WeakStorage:
-    """A weak reference to a tensor's storage.
-
-    Attributes:
-        address: ID of the storage, unique while this object lives.
-        num_bytes: size of the storage when it was last read.
-    """
+    """A weak reference to a tensor's storage, whose ``address`` is unique while this lives."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

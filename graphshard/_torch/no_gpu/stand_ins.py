@@ -44,12 +44,7 @@ TRITON_VERSIONS = ("3.7",)
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """Device properties that Inductor reads, as from ``torch.cuda.get_device_properties``.
-
-    Attributes:
-        shared_memory_per_block_optin: maximum shared memory of a thread block whose kernel opts
-            in, in bytes.
-    """
+    """Device properties that Inductor reads, as from ``torch.cuda.get_device_properties``."""
 
     name: str
     major: int
@@ -57,7 +52,7 @@ class DeviceProperties:
     multi_processor_count: int
     total_memory: int
     L2_cache_size: int
-    shared_memory_per_block_optin: int
+    shared_memory_per_block_optin: int  # maximum in bytes, for a kernel that opts in
     shared_memory_per_multiprocessor: int
     shared_memory_per_block: int = 48 << 10
     warp_size: int = 32
@@ -96,11 +91,7 @@ StreamListener = Callable[[str, int, int], None]  # operation, ID of the event, 
 
 
 def listen(library: ctypes.CDLL, listener: StreamListener) -> object:
-    """Call ``listener`` for every operation on a stream or event.
-
-    Returns:
-        An object to keep alive as long as ``listener`` is in use.
-    """
+    """Call ``listener`` for every stream or event operation, while the result is kept alive."""
     kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
     callback = kind(lambda what, event, stream: listener(what.decode(), event, stream))
     library.graphshard_listen(callback)
@@ -374,11 +365,7 @@ def _stand_in_for_running(hooks: Any) -> None:
 
 
 def compile_kernel(name: str, source: str) -> list[Any]:
-    """Compile a Triton kernel to machine code, as Inductor does before it runs one.
-
-    Returns:
-        Triton's metadata of each configuration that compiles.
-    """
+    """Compile a Triton kernel as Inductor does; return metadata of the configurations that do."""
     kernel: Any = codecache._load_triton_kernel_from_source(name, source)
     kernel.precompile(warm_cache_only=True)
     return [result.kernel.metadata for result in kernel.compile_results]
