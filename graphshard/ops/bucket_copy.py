@@ -144,8 +144,4 @@ def _add_accumulated(
     return result
 
 
-@fake(add_accumulated)
-def _add_accumulated_fake(
-    flat: torch.Tensor, keys: list[torch.Tensor], starts: list[int], dtype: torch.dtype
-) -> torch.Tensor:
-    return flat.new_empty(flat.shape, dtype=dtype)
+fake(add_accumulated)(lambda flat, keys, starts, dtype: flat.new_empty(flat.shape, dtype=dtype))

@@ -52,9 +52,15 @@ def _float8_linear(
     return y if bias is None else y + bias.to(y.dtype)
 
 
-@implement(float8_mm)
-def _float8_mm(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
-    return forward(run, x, quantized(run, weight, E4M3, recipe, 1), recipe)
+implement(float8_mm)(
+    lambda x, w, recipe: forward(run, x, quantized(run, w, E4M3, recipe, 1), recipe)
+)
+implement(float8_mm_grad_input)(
+    lambda grad, w, recipe: grad_input(run, grad, quantized(run, w, E4M3, recipe, 1), recipe)
+)
+implement(float8_mm_grad_weight)(lambda grad, w, x, recipe: grad_weight(run, grad, x, recipe))
+fake(float8_mm_grad_input)(lambda grad, w, recipe: grad.new_empty((grad.shape[0], w.shape[1])))
+fake(float8_mm_grad_weight)(lambda grad, w, x, recipe: torch.empty_like(w))
 
 
 @fake(float8_mm)
@@ -64,32 +70,6 @@ def _float8_mm_fake(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch
             f"linear: the input is {x.dtype}, but the weight is {weight.dtype}: cast one of them"
         )
     return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-@implement(float8_mm_grad_input)
-def _float8_mm_grad_input(grad: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
-    return grad_input(run, grad, quantized(run, weight, E4M3, recipe, 1), recipe)
-
-
-@fake(float8_mm_grad_input)
-def _float8_mm_grad_input_fake(
-    grad: torch.Tensor, weight: torch.Tensor, recipe: str
-) -> torch.Tensor:
-    return grad.new_empty((grad.shape[0], weight.shape[1]))
-
-
-@implement(float8_mm_grad_weight)
-def _float8_mm_grad_weight(
-    grad: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, recipe: str
-) -> torch.Tensor:
-    return grad_weight(run, grad, x, recipe)
-
-
-@fake(float8_mm_grad_weight)
-def _float8_mm_grad_weight_fake(
-    grad: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, recipe: str
-) -> torch.Tensor:
-    return torch.empty_like(weight)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -121,11 +121,9 @@ def _copy_to_host(
     return copies
 
 
-@fake(copy_to_host)
-def _copy_to_host_fake(
-    tensors: list[torch.Tensor], host_memory: str, host_reads: bool
-) -> list[torch.Tensor]:
-    return [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+fake(copy_to_host)(
+    lambda tensors, host_memory, host_reads: [torch.empty_like(t, device="cpu") for t in tensors]
+)
 
 
 def _launch_copies(

@@ -185,13 +185,8 @@ class UnshardSpec(MarkerSpec):
 
     def partial_reduction(self, grad: torch.Tensor, padded_shape: torch.Size) -> ReduceGradSpec:
         """Return the marker of a reduction within each replica, in the reduction dtype."""
-        return ReduceGradSpec(
-            grad=grad,
-            padded_rows=padded_shape[0],
-            group=self.group,
-            reduce_dtype=self.reduce_dtype,
-            result_dtype=used_dtype(grad, self.reduce_dtype),
-        )
+        whole = self.reduction(grad, padded_shape, used_dtype(grad, self.reduce_dtype))
+        return dataclasses.replace(whole, replica_group=None, host_memory=None)
 
 
 @dataclass(frozen=True, eq=False)

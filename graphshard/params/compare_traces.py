@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import fx, nn
 
@@ -25,6 +26,8 @@ from ..options.options import Options
 from .sharded_param import sharded_param_of
 
 _Label = tuple[object, ...]
+# Labels of a graph's values: names of parameters, numbers of inputs and results.
+_Labels: TypeAlias = "defaultdict[fx.Node, _Label]"
 
 
 class _Step(NamedTuple):
@@ -104,22 +107,13 @@ def _difference(before: _Step | None, after: _Step | None) -> str:
     )
 
 
-class _Labels(dict[fx.Node, _Label]):
-    """Labels of a graph's values: names of parameters, numbers of inputs and results."""
-
-    def __init__(self) -> None:
-        self._inputs, self._results = itertools.count(), itertools.count()
-
-    def __missing__(self, node: fx.Node) -> _Label:
-        self[node] = label = ("input", next(self._inputs))
-        return label
-
-    def add_result(self, node: fx.Node) -> None:
-        self[node] = ("result", next(self._results))
+def _new_labels() -> _Labels:
+    inputs = itertools.count()
+    return defaultdict(lambda: ("input", next(inputs)))
 
 
 def _trace_of(gm: fx.GraphModule, fqns: Sequence[str | None]) -> tuple[_Step, ...]:
-    labels = _Labels()
+    labels = _new_labels()
     for node, fqn in zip(gm.graph.find_nodes(op="placeholder"), fqns, strict=True):
         if fqn is not None:
             labels[node] = ("parameter", fqn)
@@ -127,6 +121,7 @@ def _trace_of(gm: fx.GraphModule, fqns: Sequence[str | None]) -> tuple[_Step, ..
 
 
 def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
+    results = itertools.count()
     for node in gm.graph.nodes:
         # The plain graph has the parameter itself.
         if node.target in UNSHARD_MARKERS or _wraps_parameter(node, labels):
@@ -137,11 +132,11 @@ def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
             if isinstance(graph, fx.GraphModule):
                 # The body of a higher-order operator. The order of its inputs may differ between
                 # the two traces, so arguments are not compared.
-                yield from (step._replace(arguments=None) for step in _steps(graph, _Labels()))
+                yield from (step._replace(arguments=None) for step in _steps(graph, _new_labels()))
         # Skip set_grad_enabled: a read under no_grad leaves an empty block in one graph only.
         elif node.op not in ("placeholder", "output") and node.target is not set_grad_enabled:
             yield _Step(_name(node), _arguments(node, labels), _line(node))
-            labels.add_result(node)
+            labels[node] = ("result", next(results))
 
 
 def _wraps_parameter(node: fx.Node, labels: _Labels) -> bool:

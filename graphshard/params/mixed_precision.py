@@ -76,7 +76,9 @@ def check_cast_boundaries(
     """Raise BackendError if a running forward (``in_use``) has missed casts at its boundaries."""
     for module, policy in find_cast_boundaries(root, options)[will_cast:]:  # root's is first
         begun, runs = call_arguments(module), in_use and module is root
-        if casts_change(begun, policy) if begun else runs and casts_values(policy):
+        dtype = _input_dtype(policy)
+        casts_inputs = _is_cast(begun, dtype) if begun else dtype is not None
+        if (begun or runs) and (casts_inputs or policy.output_dtype is not None):
             raise BackendError(
                 f"mp_policy={policy}: the first forward of {type(module).__name__} began before "
                 "graphshard could cast its inputs and outputs: compile the module itself, with "
@@ -85,17 +87,8 @@ def check_cast_boundaries(
             )
 
 
-def casts_values(policy: MixedPrecisionPolicy) -> bool:
-    """Return whether ``policy`` casts inputs or outputs."""
-    return _input_dtype(policy) is not None or policy.output_dtype is not None
-
-
-def casts_change(inputs: object, policy: MixedPrecisionPolicy) -> bool:
-    """Return whether the casts of ``policy`` may change a forward with these inputs."""
-    return policy.output_dtype is not None or _is_cast(inputs, _input_dtype(policy))
-
-
 def _is_cast(inputs: object, dtype: torch.dtype | None) -> bool:
+    """Return whether a cast to ``dtype`` changes any of the inputs."""
     if dtype is None:
         return False
     dtypes = []

@@ -46,13 +46,9 @@ class TensorParallel(NamedTuple):
 
     def wrap(self, unsharded: torch.Tensor) -> DTensor:
         """Return the DTensor of this rank's part; its gradient gets the same placements."""
+        mesh, placements, shape, stride = self
         return DTensor.from_local(
-            unsharded,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.stride,
+            unsharded, mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
 
