@@ -193,6 +193,10 @@ def is_dynamo_entry(frame: FrameType) -> bool:
     return names == ("torch._dynamo.eval_frame", "compile_wrapper")
 
 
+def describe_code(code: CodeType) -> str:
+    return f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
+
+
 def is_resumed(code: CodeType) -> bool:
     """Return whether ``code`` is Dynamo's continuation of a function after a graph break."""
     return code.co_name.startswith(_RESUMED_PREFIX)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch.distributed import group_timeout_s, is_registered, name_for_graphs, process_group
 from .._torch.dtensor import concatenated
 from .._torch.dynamo import at_recompile_limit
-from .._torch.frames import compiled_call
+from .._torch.frames import compiled_call, describe_code
 from ..ranks.call_log import CallLog, call_log_of
 from ..ranks.calls import BY_ALL_RANKS, LIMIT
 
@@ -142,10 +142,8 @@ def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
         call_log.run(what)
     else:
         plan_id = f"{what}, in compiled code"
-        code = next(filter(at_recompile_limit, call.codes), None)
-        reason = ""
-        if code is not None:
-            reason = f": {LIMIT} for {code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
+        limited = [describe_code(code) for code in call.codes if at_recompile_limit(code)]
+        reason = f": {LIMIT} for {limited[0]}" if limited else ""
         call_log.announce(plan_id, "\n".join([plan_id + reason, *fqns]))
     with call_log.raising_posted_error():
         yield
