@@ -170,22 +170,10 @@ def _rows_of_slice(call: _Call, rows: slice) -> torch.Tensor | None:
     return read_stored(tensor, slice(start + rows.start, start + rows.stop))
 
 
-def _rows_of_select(call: _Call, rows: slice) -> torch.Tensor:
-    tensor, index = call.args[0], call.args[2]
-    if call.dim(1, "dim", tensor.dim()) > 0:
-        return _same_rows(call, rows)
-    index %= tensor.shape[0]
-    return read_stored(tensor, slice(index, index + 1))[0][rows]
-
-
 def _rows_of_transpose(call: _Call, rows: slice) -> torch.Tensor | None:
     ndim = call.args[0].dim()
     moved = {call.dim(1, "dim0", ndim), call.dim(2, "dim1", ndim)}
     return None if moved != {0} and 0 in moved else _same_rows(call, rows)
-
-
-def _rows_of_permute(call: _Call, rows: slice) -> torch.Tensor | None:
-    return _same_rows(call, rows) if call.args[1][0] % call.args[0].dim() == 0 else None
 
 
 def _rows_of_view(call: _Call, rows: slice) -> torch.Tensor | None:
@@ -206,9 +194,7 @@ _BY_ROWS: dict[OpOverload, Callable[[_Call, slice], torch.Tensor | None]] = {
     aten.split.Tensor: _rows_of_split,
     aten.split_with_sizes.default: _rows_of_split,
     aten.slice.Tensor: _rows_of_slice,
-    aten.select.int: _rows_of_select,
     aten.transpose.int: _rows_of_transpose,
-    aten.permute.default: _rows_of_permute,
     aten.view.default: _rows_of_view,
     aten._unsafe_view.default: _rows_of_view,
 }

@@ -42,9 +42,7 @@ BY_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "chunk of columns": lambda a, b: torch.chunk(torch.cat([a, b], dim=-1), 2, dim=-1)[1],
     "split of rows": lambda a, b: torch.split(a, [1, 3, 2])[1],
     "part of rows": lambda a, b: a[1:5],
-    "row of a row": lambda a, b: a[:, 2],
     "transposed columns": lambda a, b: a.transpose(1, 2).contiguous(),
-    "permuted columns": lambda a, b: a.permute(0, 2, 1),
     "flattened columns": lambda a, b: a.reshape(ROWS, 8),
     "interleaved columns": lambda a, b: a.reshape(ROWS, 2, 2, 2).transpose(1, 2).reshape(ROWS, 8),
 }
@@ -59,6 +57,7 @@ WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "permuted for rope": lambda a, b: a.view(2, 3, 4, 2).transpose(1, 2).reshape(ROWS, 8),
     "transposed rows": lambda a, b: a.transpose(0, 1),
     "every other row": lambda a, b: a[::2],
+    "row of a row": lambda a, b: a[:, 2],
     "sum": lambda a, b: a + b,
 }
 CASES = BY_ROWS | OF_EXPERTS | WHOLE
