@@ -23,6 +23,7 @@ from torch._guards import Source, TracingContext
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _functional_call
 
+from .dynamo import Trace
 from .tensors import OpOverload
 
 _TRACED = "_graphshard_traced_parameters"  # attribute of an ``OutputGraph``
@@ -87,7 +88,7 @@ class _ParameterVariable(TensorVariable):
         return copied
 
     def method_attr_grad(self, tx: Any) -> VariableTracker:
-        return VariableTracker.build(tx, _value(self._grad), self._grad)
+        return VariableTracker.build(tx, Trace().value(self._grad), self._grad)
 
 
 def _place() -> tuple[object, ...]:
@@ -99,11 +100,6 @@ def _place() -> tuple[object, ...]:
     tracer = InstructionTranslator.current_tx().output.current_tracer
     level = torch._C._functorch.maybe_current_level()
     return (tracer, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), level)
-
-
-def _value(source: Source) -> Any:
-    tx = InstructionTranslator.current_tx()
-    return source.get_value({"G": tx.f_globals, "L": tx.f_locals}, {}, {})
 
 
 def trace_as_parameters(
@@ -212,7 +208,7 @@ def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
         owner, tx = _owner_of_table(builder.source), builder.tx
         if owner is None or not is_ours(value):
             return builder.wrap_tensor(value)
-        module = _value(owner)
+        module: Any = Trace().value(owner)
         name = next(name for name, param in module._parameters.items() if param is value)
         return VariableTracker.build(tx, module, owner).var_getattr(tx, name)
 

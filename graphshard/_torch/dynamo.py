@@ -275,16 +275,10 @@ _CUTS = re.compile(
 _GOT = re.compile(r"got (\w+)\((['\"])(.*)\2\)", re.DOTALL)
 
 
-def cause_of(error: BaseException) -> BaseException:
-    """Return the original error that a Dynamo error wraps, or the error itself."""
-    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
-        error = inner
-    return error
-
-
 def describe_error(error: BaseException) -> str:
     """Return the type and message of the original error, on one line."""
-    error = cause_of(error)
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner  # that a Dynamo error wraps
     text = _CUTS.split(str(error), maxsplit=1)[0]
     name, is_dynamos = type(error).__name__, type(error).__module__.startswith("torch._dynamo")
     if is_dynamos and (found := _GOT.search(text)):

@@ -181,18 +181,15 @@ class Watcher:
             self.events.post(BlockedEvent(rank=self._rank, call=call, **pending._asdict()))
 
     def _post_deadlock(self) -> None:
-        for event in list(self.blocked.values()):
-            if self._is_deadlocked(event):  # this rank waits for one that can never make the call
-                self.events.post_error(partial(self._history.describe_deadlock, event))
-
-    def _is_deadlocked(self, event: BlockedEvent) -> bool:
+        """Post an error if this rank waits for one that can never make the call."""
         # Ranks begin the collectives of a group in the same order. These numbers therefore prove
         # the deadlock, whatever the timing: a rank that is slow, or that waits for a slow third
         # rank, has begun nothing that the others have not.
-        if self.awaited is None or self.awaited < event.call:
-            return False
-        number = num_started(event.group)
-        return number is not None and number < event.number
+        for event in list(self.blocked.values()):
+            if self.awaited is not None and self.awaited >= event.call:
+                number = num_started(event.group)
+                if number is not None and number < event.number:
+                    self.events.post_error(partial(self._history.describe_deadlock, event))
 
     # --- the watcher's thread ----------------------------------------------------------------
 

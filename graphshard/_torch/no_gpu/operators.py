@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..tensors import argument_names, base_name
+from ..tensors import argument_names, base_name, chunk_cat_is_one_kernel
 
 __all__ = ["DispatchMode"]
 
@@ -112,9 +112,7 @@ def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]
         return 1 if one else len(sizes)
     if name == "_chunk_cat":
         *sources, target = tensors_in([args, kwargs])
-        dtypes = {source.dtype for source in sources}
-        casts = dtypes == {torch.bfloat16} and target.dtype == torch.float32
-        one = all(map(is_dense, sources)) and (casts or dtypes == {target.dtype})
+        one = all(map(is_dense, sources)) and chunk_cat_is_one_kernel(target, sources)
         return 1 if one else 2 * len(sources)
     return 1
 
