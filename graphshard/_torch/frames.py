@@ -240,8 +240,7 @@ def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] 
         owner = module_of_method(frame) if is_forward(frame) else None
         part = owner is not None and is_part_of_model(owner)
         if is_dynamo_entry(frame) or (part and frame.f_code.co_name == WRAPPED_CALL):
-            kwargs: dict[Any, Any] = frame.f_locals["kwargs"]
-            return kwargs
+            return frame.f_locals["kwargs"]
         # Checkpointing reruns parts of a forward; its frame is there in the first run, too.
         inside = inside or part or frame.f_globals.get("__name__") == "torch.utils.checkpoint"
     return {} if inside else None

@@ -33,8 +33,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 def parameters_if_initialized(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return `parameters_of`, or an empty dictionary if ``nn.Module.__init__`` has not run."""
-    parameters: dict[str, nn.Parameter | None] = module.__dict__.get("_parameters", {})
-    return parameters
+    return module.__dict__.get("_parameters", {})
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:

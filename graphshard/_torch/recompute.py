@@ -32,8 +32,7 @@ def is_body(node: fx.Node) -> bool:
 def body_of(checkpoint: fx.Node) -> fx.GraphModule:
     body: Any = checkpoint.args[0]
     owner: Any = checkpoint.graph.owning_module
-    module: fx.GraphModule = owner.get_submodule(body.target)
-    return module
+    return owner.get_submodule(body.target)
 
 
 def policy_of(checkpoint: fx.Node) -> Hashable:

@@ -220,8 +220,7 @@ def copy_and_wait(tensor: torch.Tensor, target: torch.device | str) -> torch.Ten
     The stream of the device waits for a copy to it, and the host for a copy to host memory.
     """
     (copy,) = launch_host_copies(run, [tensor], target, host_reads=isinstance(target, str))
-    copied: torch.Tensor = wait_tensor(run, wait_tensor(run, copy))
-    return copied
+    return wait_tensor(run, wait_tensor(run, copy))
 
 
 def launch_replica_reduce(

@@ -40,8 +40,7 @@ def define(schema: str) -> OpOverload:
 @functools.cache
 def operator_named(name: str) -> OpOverload:
     """Return the operator ``name``, which ``define`` created."""
-    overload: OpOverload = getattr(torch.ops.graphshard, name).default
-    return overload
+    return getattr(torch.ops.graphshard, name).default
 
 
 def implement(

@@ -16,8 +16,7 @@ SYNCS, ALL_REDUCES = "_graphshard_syncs", "_graphshard_all_reduces"
 
 def module_flag(module: nn.Module, name: str) -> bool:
     """Return the flag ``SYNCS`` or ``ALL_REDUCES`` of ``module``, True by default."""
-    flag: bool = module.__dict__.get(name, True)
-    return flag
+    return module.__dict__.get(name, True)
 
 
 def set_flags(flags: Mapping[nn.Module, bool], name: str) -> None:

@@ -257,8 +257,7 @@ def _accessor(name: str, reading: Reading) -> property:
 
 def _move(dim: int) -> Callable[[Any], Any]:
     def move(rows: Any) -> torch.Tensor:
-        moved: torch.Tensor = rows.movedim(0, dim)
-        return moved
+        return rows.movedim(0, dim)
 
     return move
 

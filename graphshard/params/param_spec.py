@@ -263,8 +263,7 @@ class ParamSpec:
 
     def unshard(self, shard: torch.Tensor) -> torch.Tensor:
         """Gather the unsharded tensor from a shard of ``padded_shape``, eagerly."""
-        full: torch.Tensor = self.marker(shard).call(run)
-        return full
+        return self.marker(shard).call(run)
 
     def reduce(
         self, grad: torch.Tensor, result_dtype: torch.dtype, partial: torch.Tensor | None = None
@@ -275,8 +274,7 @@ class ParamSpec:
         """
         marker: Any = self.marker(None)
         reduction = marker.reduction(grad, self.padded_shape, result_dtype, partial)
-        shard: torch.Tensor = reduction.call(run)
-        return shard
+        return reduction.call(run)
 
     def reduce_to_partial(self, grad: torch.Tensor) -> torch.Tensor:
         """Reduce ``grad`` to this rank's padded shard of its mean over the shard group, eagerly.
@@ -285,8 +283,7 @@ class ParamSpec:
         """
         marker = self.marker(None)
         assert isinstance(marker, UnshardSpec), "a replicated parameter has no shards to reduce to"
-        shard: torch.Tensor = marker.partial_reduction(grad, self.padded_shape).call(run)
-        return shard
+        return marker.partial_reduction(grad, self.padded_shape).call(run)
 
     def average_over_replicas(
         self, partial: torch.Tensor, result_dtype: torch.dtype

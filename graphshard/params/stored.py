@@ -74,8 +74,7 @@ class _Call:
         # Without device="meta", the result is on the device of the values.
         kwargs = {k: v for k, v in self.kwargs.items() if v != torch.device("meta")}
         result = self.op(*_with(read, self.args), **_with(read, kwargs))
-        tensor: torch.Tensor = result if isinstance(result, torch.Tensor) else result[self.output]
-        return tensor
+        return result if isinstance(result, torch.Tensor) else result[self.output]
 
     def argument(self, position: int, name: str, default: Any) -> Any:
         if position < len(self.args):

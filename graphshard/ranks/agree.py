@@ -113,8 +113,7 @@ def max_over_ranks(values: Sequence[int], group: str) -> list[int]:
     # Use the group's device: that of the mesh may not exist.
     largest = torch.tensor(values, dtype=torch.int64, device=device_for(members))
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=members)
-    result: list[int] = largest.tolist()
-    return result
+    return largest.tolist()
 
 
 def broadcast_from_rank(value: T, rank: int, group: str) -> T:
