@@ -92,7 +92,12 @@ def launch_bucket(
     """
     buffers = [[_scaled(call, sent, group) for sent in inputs] for inputs in buffers]
     packed = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}
-    copied = [i for i, inputs in enumerate(buffers) if _needs_copy_in(kind, inputs, world)]
+    # Inductor's kernels pack fp8 weights.
+    copied = [
+        i
+        for i, inputs in enumerate(buffers)
+        if not _is_float8(inputs) and (len(inputs) > 1 or needs_own_copy(kind, inputs[0], world))
+    ]
     if copied:
         all_inputs = [sent for i in copied for sent in buffers[i]]
         results = call(
@@ -136,12 +141,6 @@ def _packed_without_copy_in(call: Call, kind: TransferKind, inputs: BufferInputs
 
 def _is_float8(inputs: BufferInputs) -> bool:
     return all(sent.tensor.dtype == E4M3 for sent in inputs)
-
-
-def _needs_copy_in(kind: TransferKind, inputs: BufferInputs, world: int) -> bool:
-    if _is_float8(inputs):  # Inductor's kernels pack it
-        return False
-    return len(inputs) > 1 or needs_own_copy(kind, inputs[0], world)
 
 
 def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -39,15 +39,9 @@ def wait_in_flight_on_error(compiled: Callable[..., R]) -> Callable[..., R]:
 
 def _wait_at(error: BaseException) -> None:
     if num_registered_works():
-        _wait_for(list(_tensors_in(locals_at(error))))
-
-
-def _tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    for value in values:
-        # Coalesced collectives return lists.
-        for part in value if isinstance(value, list | tuple) else [value]:
-            if type(part) is torch.Tensor:  # graphs never launch on subclasses
-                yield part
+        # Coalesced collectives return lists; graphs never launch on subclasses.
+        lists = (v if isinstance(v, list | tuple) else [v] for v in locals_at(error))
+        _wait_for([v for values in lists for v in values if type(v) is torch.Tensor])
 
 
 def _wait_for(tensors: list[torch.Tensor]) -> None:

@@ -191,7 +191,11 @@ def _init_some(
             snapshot.restore_parameters()
     for name, shard in shards.items():
         _check_written(name, full[name], shard)
-        _keep_rows(full.pop(name), shard)
+        values, sharded = full.pop(name), sharded_param_of(shard)
+        if sharded is None:
+            shard.detach().copy_(values)
+        else:
+            local_tensor(sharded.dtensor).copy_(values[sharded.spec.part])
 
 
 def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter:
@@ -243,14 +247,6 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
             f"init does not write {unwritten} of the {full.numel()} elements of {name!r}: "
             "pass graphshard.materialize a function init(model) that writes all parameters"
         )
-
-
-def _keep_rows(full: torch.Tensor, param: nn.Parameter) -> None:
-    sharded = sharded_param_of(param)
-    if sharded is None:
-        param.detach().copy_(full)
-        return
-    local_tensor(sharded.dtensor).copy_(full[sharded.spec.part])
 
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:

@@ -153,7 +153,7 @@ def advise(error: BaseException) -> None:
         about_dtypes
         and isinstance(error, RuntimeError)
         and model is not None
-        and _casts_parameters(model)
+        and any(p and p.spec.dtype for p in map(sharded_param_of, model.parameters()))
     ):
         error.add_note(
             "graphshard: mp_policy casts the inputs of the model, not of its submodules: "
@@ -161,11 +161,6 @@ def advise(error: BaseException) -> None:
             f"overrides={{{_repeated(model)!r}: {{'mp_policy': policy}}}} also casts the inputs of "
             "these modules, as FSDP2 does for every module that it wraps."
         )
-
-
-def _casts_parameters(model: nn.Module) -> bool:
-    sharded_params = map(sharded_param_of, model.parameters())
-    return any(param is not None and param.spec.dtype is not None for param in sharded_params)
 
 
 def _repeated(model: nn.Module) -> str:

@@ -362,17 +362,14 @@ def _incoming_model(root: nn.Module, incoming: _States) -> StateDict:
         # Sharded parameters receive their values when they are loaded.
         is_whole = name in own and sharded_param_of(own[name]) is None
         if is_whole and isinstance(value, Incoming):
-            value = _split_like(own[name], value.receive(None))
+            value, like = value.receive(None), own[name]
+            if isinstance(like, DTensor) and like.shape == value.shape:
+                mesh, placements = like.device_mesh, like.placements
+                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
         state[name] = value
     names = {plain_name(f"{name}.").removesuffix("."): name for name in versions_of(own)}
     set_versions(state, {names.get(name, name): v for name, v in incoming.versions.items()})
     return state
-
-
-def _split_like(like: object, full: torch.Tensor) -> torch.Tensor:
-    if not isinstance(like, DTensor) or like.shape != full.shape:
-        return full
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _received_optimizer(
