@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
-from torch._dynamo.backends import registry
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, set_code_exec_strategy, skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
@@ -160,27 +159,18 @@ def _on_error(act: Callable[[BaseException], None]) -> Callable[[object], None]:
     return act_on_error
 
 
-class _Noticing(dict[str, Any]):
-    """Torch's backend registry, extended with callbacks on lookup of a name."""
-
-    def __init__(self, functions: dict[str, Any]) -> None:
-        super().__init__(functions)
-        self.actions: dict[str, Callable[[], None]] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self.actions:
-            self.actions[name]()
-        return super().__getitem__(name)
-
-
 def on_lookup(name: str, act: Callable[[], None]) -> None:
     """Call ``act()`` whenever ``torch.compile`` looks up the backend ``name``."""
+
     # ``torch.compile`` uses nothing else of a named backend before the first compilation, which may
     # never come (``lookup_backend`` in torch/_dynamo/backends/registry.py).
-    if not isinstance(registry._COMPILER_FNS, _Noticing):
-        patch("torch._dynamo.backends.registry._COMPILER_FNS", _Noticing)
-    assert isinstance(registry._COMPILER_FNS, _Noticing)
-    registry._COMPILER_FNS.actions[name] = act
+    class Noticing(dict[str, Any]):
+        def __getitem__(self, looked_up: str) -> Any:
+            if looked_up == name:
+                act()
+            return super().__getitem__(looked_up)
+
+    patch("torch._dynamo.backends.registry._COMPILER_FNS", Noticing)
 
 
 def run_as_python(function: Callable[..., object]) -> None:

@@ -134,16 +134,11 @@ def _fused(kernel: Any, nodes: Nodes) -> BaseSchedulerNode:
     return one
 
 
-def _last_waits(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
-    """Return the written position of the last wait that each node depends on, or -1."""
-    own = {node: node.min_order if contains_wait(node) else -1 for node in nodes}
-    return _latest(own, needed)
-
-
 def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
-    """Return `_last_waits`, as if large allocations also needed the last wait before them.
+    """Return the written position of the last wait that each node depends on, or -1.
 
-    The collective that the wait completes frees memory for the allocation.
+    Large allocations count as if they needed the last wait before them: the collective that it
+    completes frees memory for the allocation.
     """
     waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
     own = {}
@@ -170,7 +165,8 @@ def _latest(
 def _ordered(nodes: Nodes) -> Nodes:
     """Return nodes in written order, but each after the waits and nodes that it must come after."""
     needed = _dependencies(nodes)
-    last_wait = _last_waits(nodes, needed)
+    own = {node: node.min_order if contains_wait(node) else -1 for node in nodes}
+    last_wait = _latest(own, needed)
     # Break ties in favour of waits.
     by_order = sorted(nodes, key=lambda n: (max(n.min_order, last_wait[n]), not contains_wait(n)))
     needed.add_edges_from((_ROOT, node) for node in by_order)
