@@ -14,7 +14,6 @@ before anything is sent.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +50,6 @@ class _MeshPlan(NamedTuple):
     buckets: list[MatrixBatch]
     exchange: RowExchange
     text: str  # description on which ranks have to agree
-    plan_id: str  # hash of ``text``
 
 
 class _Plan(NamedTuple):
@@ -107,7 +105,7 @@ class Muon(torch.optim.Muon):
         for param, group in plan.alone:
             _apply(param, group, _orthogonalized(self._direction(param, group), group))
         for part in plan.by_mesh:
-            with agreed_exchange(part.groups, part.plan_id, part.text, is_new=is_new):
+            with agreed_exchange(part.groups, part.text, is_new=is_new):
                 self._step_mesh(part)
 
     def _planned(self) -> tuple[_Plan, bool]:
@@ -203,8 +201,7 @@ def _plan_mesh(
         for param, group in matrices
     ]
     text = "\n".join([f"{OPTIMIZER_STEP} of Muon", *lines])
-    plan_id = hashlib.sha256(text.encode()).hexdigest()
-    return _MeshPlan(groups, matrices, buckets, exchange, text, plan_id)
+    return _MeshPlan(groups, matrices, buckets, exchange, text)
 
 
 def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:

@@ -24,6 +24,7 @@ from .._torch.distributed import group_timeout_s, is_registered, name_for_graphs
 from .._torch.dtensor import concatenated
 from .._torch.dynamo import at_recompile_limit
 from .._torch.frames import compiled_call, describe_code
+from ..ranks.agree import digest
 from ..ranks.call_log import CallLog, call_log_of
 from ..ranks.calls import BY_ALL_RANKS, LIMIT
 
@@ -159,17 +160,15 @@ def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def agreed_exchange(
-    groups: MeshGroups, plan_id: str, text: str, *, is_new: bool = False
-) -> Iterator[None]:
+def agreed_exchange(groups: MeshGroups, text: str, *, is_new: bool = False) -> Iterator[None]:
     """Log the exchange that runs in this context; if it is new, wait until all ranks agree.
 
     Args:
-        plan_id: ``text`` or its hash. The first line of ``text`` names the purpose.
+        text: description that is equal on all ranks; its first line names the purpose.
         is_new: whether to wait even if this rank has logged ``text`` before. If every rank passes
             True unless it repeats its last exchange of this kind, different exchanges never mix.
     """
-    call_log = call_log_of_mesh(groups)
+    call_log, plan_id = call_log_of_mesh(groups), digest(text)
     if is_new:
         call_log.first_run(plan_id, text)
     else:
@@ -183,8 +182,8 @@ def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) ->
 
     The error of a call on one rank quotes ``remedy``, code to use instead.
     """
-    plan_id = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
-    with agreed_exchange(groups, plan_id, plan_id, is_new=True):
+    text = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
+    with agreed_exchange(groups, text, is_new=True):
         pass
 
 

@@ -13,7 +13,6 @@ the full copy is freed: peak memory is the full model plus one parameter.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -419,8 +418,7 @@ def sync_buffers(model: nn.Module) -> None:
     if groups is None or not any(buffer.numel() for _, buffer in named):
         return
     text = "\n".join(["a broadcast of buffers", *facts])
-    plan_id = hashlib.sha256(text.encode()).hexdigest()
-    with agreed_exchange(groups, plan_id, text), torch.no_grad():
+    with agreed_exchange(groups, text), torch.no_grad():
         for group, is_split in ((groups.all_ranks, False), (groups.data_ranks, True)):
             buffers = [b.detach() for _, b in named if isinstance(b, DTensor) == is_split]
             _broadcast_packed(list(map(values_on_rank, buffers)), groups.device, group)
