@@ -86,7 +86,7 @@ class CallLog:
             BackendError: also if a rank does not arrive within the group's timeout, or has left.
         """
         watcher, call = self._watcher, self._history.num_calls
-        self._history.remember_text(plan_id, text)
+        self._history.plan_texts[plan_id] = text
         if watcher is None:
             return
         self.run(plan_id)
@@ -97,7 +97,7 @@ class CallLog:
 
     def announce(self, plan_id: str, text: str) -> None:
         """Log a call outside of any graph; if it is new, wait as :meth:`first_run` does."""
-        if self._history.knows(plan_id):
+        if plan_id in self._history.plan_texts:
             self.run(plan_id)
         else:
             self.first_run(plan_id, text)

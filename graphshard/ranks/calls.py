@@ -73,7 +73,7 @@ class CallHistory:
         self.num_calls = 0  # also the number of the next call
         self._checksum = 0
         self._calls = [("", 0)] * NUM_LOGGED  # plain tuples: a LoggedCall takes longer to make
-        self._plan_texts: dict[str, str] = {}
+        self.plan_texts: dict[str, str] = {}  # of the plans that this rank knows, keyed by id
 
     def append(self, plan_id: str) -> int:
         """Log a call that runs the plan, and return its number; costs well under 1 us."""
@@ -89,15 +89,9 @@ class CallHistory:
             return FORGOTTEN
         return LoggedCall(*self._calls[call % NUM_LOGGED])
 
-    def remember_text(self, plan_id: str, text: str) -> None:
-        self._plan_texts[plan_id] = text
-
-    def knows(self, plan_id: str) -> bool:
-        return plan_id in self._plan_texts
-
     def plan_text(self, plan_id: str) -> str:
         """Return the text of a plan, or its id if this rank does not know the plan."""
-        return self._plan_texts.get(plan_id, plan_id)
+        return self.plan_texts.get(plan_id, plan_id)
 
     # --- messages ----------------------------------------------------------------------------
 

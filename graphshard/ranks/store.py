@@ -64,8 +64,9 @@ class BlockedEvent(Event):
     number: int
 
 
-_EVENTS = (CallEvent, AgreedEvent, ErrorEvent, LeaveEvent, BlockedEvent)
-_EVENT_TYPES: dict[str, type[Event]] = {event_type.__name__: event_type for event_type in _EVENTS}
+_EVENTS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (CallEvent, AgreedEvent, ErrorEvent, LeaveEvent, BlockedEvent)
+}
 # About as long as 32-bit milliseconds allow, because torch logs every wait that times out.
 _FOREVER = timedelta(days=20)
 
@@ -116,7 +117,7 @@ class EventStore:
         if not self._store.check([key]):
             return None
         name, fields = json.loads(self._store.get(key))
-        return _EVENT_TYPES[name](**fields)
+        return _EVENTS[name](**fields)
 
     def wait(self, index: int) -> None:
         """Block, without a timeout, until there is an event at ``index``."""
@@ -143,7 +144,9 @@ class EventStore:
             # Listed before the post: this rank's other thread may read it and move ``_first``.
             events = [f"event/{i}" for i in range(self._first, index + 1)]
             self.post(AgreedEvent(call=call, call_event=index))
-            self._delete(*events, f"agreed/{index}", f"text/{call}", f"claim/{call}")
+            with contextlib.suppress(RuntimeError):  # not every store can delete
+                for key in (*events, f"agreed/{index}", f"text/{call}", f"claim/{call}"):
+                    self._store.delete_key(key)
 
     def has_agreed(self, call: int, rank: int) -> bool:
         """Return whether ``rank`` has agreed to an event about ``call`` or a later call."""
@@ -161,8 +164,3 @@ class EventStore:
 
     def has_left(self, rank: int) -> bool:
         return self._store.check([f"left/{rank}"])
-
-    def _delete(self, *keys: str) -> None:
-        with contextlib.suppress(RuntimeError):  # not every store can delete
-            for key in keys:
-                self._store.delete_key(key)
