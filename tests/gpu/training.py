@@ -20,7 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
-from benchmarks.llama import Llama, LlamaSizes, parallelize
 from benchmarks.models import DeepMLP
 from graphshard.passes import single_rank
 from graphshard.planning.plan import Plan
@@ -39,6 +38,7 @@ from tests.numerics.compare import (
     whole,
 )
 from tests.numerics.parallel import (
+    Llama,
     assert_like_fsdp2,
     batches,
     mesh_2d,
@@ -100,35 +100,12 @@ def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
     return losses
 
 
-class SplitLlama(Llama):
-    """A small Llama for `tests.numerics.parallel`."""
-
-    VOCAB = 130
-
-    def __init__(self) -> None:
-        super().__init__(LlamaSizes(64, 2, 4, 2, 96, recompute=False, vocab=self.VOCAB))
-
-    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the mean cross entropy of tokens `[2, 6]`."""
-        return super().forward(ids, ids)
-
-    @staticmethod
-    def batch(rng: torch.Generator) -> Tensor:
-        """Return tokens `[2, 6]`."""
-        return torch.randint(SplitLlama.VOCAB, (2, 6), generator=rng)
-
-    def parallelize(self, tp: DeviceMesh) -> SplitLlama:
-        """Apply tensor and sequence parallelism over `tp`; return the model."""
-        parallelize(self, tp)
-        return self
-
-
 def agree_under_tensor_parallelism(device: str, compiler: str) -> list[float]:
     """Assert that graphshard agrees with FSDP2 on 2 x 2 ranks (dp, tp); return its losses."""
     mesh = mesh_2d(device=device)
-    data = batches(SplitLlama, mesh)
-    model, compiled = under_graphshard(SplitLlama, mesh, compiler=compiler)
-    eager = under_fsdp2(SplitLlama, mesh)
+    data = batches(Llama, mesh)
+    model, compiled = under_graphshard(Llama, mesh, compiler=compiler)
+    eager = under_fsdp2(Llama, mesh)
     ours = parallel.train(compiled, model, data)
     for mine, theirs in zip(ours, parallel.train(eager, eager, data), strict=True):
         assert_like_fsdp2(mine, theirs, TOLERANCE[device])

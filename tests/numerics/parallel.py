@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
 import graphshard
+from benchmarks import llama
 from tests.numerics.compare import generator
 
 
@@ -50,56 +50,26 @@ class MLP(nn.Module):
         return self
 
 
-class Llama(nn.Module):
-    """A Llama of `transformers` with sequence parallelism and a loss."""
+class Llama(llama.Llama):
+    """A Llama of one layer, with sequence parallelism; `zoo/` has those of `transformers`."""
 
-    VOCAB = 22
+    VOCAB = 130
 
     def __init__(self) -> None:
-        super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
+        super().__init__(llama.LlamaSizes(64, 1, 4, 2, 96, recompute=False, vocab=self.VOCAB))
 
-        config = LlamaConfig(
-            vocab_size=self.VOCAB,
-            hidden_size=8,
-            intermediate_size=12,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_cache=False,
-        )
-        self.lm = LlamaForCausalLM(config)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the loss for `ids` `[2, 6]`."""
-        # For the whole sequence: this rank's embeddings are only a part of it.
-        length = ids.shape[1]
-        mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-        positions = torch.arange(length)[None]
-        logits = self.lm(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the mean cross entropy of tokens `[2, 6]`."""
+        return super().forward(ids, ids)
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return token ids `[2, 6]`."""
+        """Return tokens `[2, 6]`."""
         return torch.randint(Llama.VOCAB, (2, 6), generator=rng)
 
     def parallelize(self, tp: DeviceMesh) -> Llama:
-        """Apply tensor and sequence parallelism as torchtitan does to its Llama."""
-        seq = Shard(1)
-        embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=seq)
-        head = ColwiseParallel(input_layouts=seq, output_layouts=Replicate())
-        plan: dict[str, Any] = {"model.embed_tokens": embed, "model.norm": SequenceParallel()}
-        parallelize_module(self.lm, tp, plan | {"lm_head": head})
-        columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        columns += ("mlp.gate_proj", "mlp.up_proj")
-        for layer in self.lm.model.layers:
-            plan = {name: ColwiseParallel(input_layouts=seq) for name in columns}
-            for name in ("self_attn.o_proj", "mlp.down_proj"):
-                plan[name] = RowwiseParallel(output_layouts=seq)
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                plan[name] = SequenceParallel()
-            parallelize_module(layer, tp, plan)
+        """Apply tensor and sequence parallelism over `tp`; return the model."""
+        llama.parallelize(self, tp)
         return self
 
 
@@ -169,3 +139,22 @@ def assert_like_fsdp2(ours: dict[str, Any], theirs: dict[str, Any], tolerance: f
         if tolerance == 0.0:
             assert torch.equal(mine, value), f"{name}: differs by {(mine - value).abs().max():.1e}"
         torch.testing.assert_close(mine, value, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def assert_trains_like_fsdp2(
+    call: Callable[[Any], Tensor],
+    model: nn.Module,
+    eager: nn.Module,
+    data: list[Any],
+    tolerance: float = 0.0,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+) -> None:
+    """Train a model of graphshard and one of FSDP2; compare all steps, and the final states.
+
+    Args:
+        call: runs the forward of `model`.
+    """
+    ours, theirs = train(call, model, data, optimizer), train(eager, eager, data, optimizer)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_like_fsdp2(mine, other, tolerance)
+    assert_like_fsdp2(model.state_dict(), eager.state_dict(), tolerance)

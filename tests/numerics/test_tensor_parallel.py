@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import graphshard
 from graphshard.errors import BackendError
@@ -23,21 +23,18 @@ from tests.numerics.parallel import (
     MLP,
     Llama,
     assert_like_fsdp2,
+    assert_trains_like_fsdp2,
     batches,
     mesh_2d,
     split,
-    train,
     under_fsdp2,
     under_graphshard,
 )
 from tests.ranks import on_ranks
 
-KINDS = [MLP, Llama]
-
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer"),
-    [(MLP, torch.optim.SGD), (MLP, torch.optim.AdamW), (Llama, torch.optim.AdamW)],
+    ("kind", "optimizer"), [(MLP, torch.optim.SGD), (Llama, torch.optim.AdamW)]
 )
 @on_ranks(4)
 def test_training_is_bitwise_that_of_fsdp2(kind: Any, optimizer: Any) -> None:
@@ -45,24 +42,8 @@ def test_training_is_bitwise_that_of_fsdp2(kind: Any, optimizer: Any) -> None:
     model, compiled = under_graphshard(kind, mesh)
     eager = under_fsdp2(kind, mesh)
     data = batches(kind, mesh)
-    ours, theirs = train(compiled, model, data, optimizer), train(eager, eager, data, optimizer)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other)
+    assert_trains_like_fsdp2(compiled, model, eager, data, optimizer=optimizer)
     assert_like_fsdp2(dict(model.named_parameters()), dict(eager.named_parameters()))
-    assert_like_fsdp2(model.state_dict(), eager.state_dict())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(4)
-def test_training_with_inductor_is_close_to_fsdp2(kind: Any) -> None:
-    mesh = mesh_2d()
-    model, compiled = under_graphshard(kind, mesh, compiler="inductor")
-    eager = under_fsdp2(kind, mesh)
-    data = batches(kind, mesh)
-    ours, theirs = train(compiled, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other, tolerance=1e-5)
-    assert_like_fsdp2(model.state_dict(), eager.state_dict(), tolerance=1e-5)
 
 
 @on_ranks(4)
@@ -119,9 +100,7 @@ def test_eager_forward_is_close_to_fsdp2(break_graph: bool) -> None:
     graphshard.shard(model, mesh["dp"])
     call = torch.compile(model, backend=_backend(mesh)) if break_graph else model
     data = batches(MLP, mesh)
-    ours, theirs = train(call, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other, tolerance=1e-6)
+    assert_trains_like_fsdp2(call, model, eager, data, 1e-6)
 
 
 class Broken(MLP):
@@ -264,9 +243,7 @@ def test_compiled_function_of_a_model() -> None:
     model, eager = split(MLP, mesh), under_fsdp2(MLP, mesh)
     compiled = torch.compile(lambda x: model(x), backend=_backend(mesh), fullgraph=True)
     data = batches(MLP, mesh)
-    ours, theirs = train(compiled, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other)
+    assert_trains_like_fsdp2(compiled, model, eager, data)
 
 
 class Scaling(MLP):
@@ -306,50 +283,22 @@ def test_parameter_read_under_no_grad_gets_a_gradient(is_compiled: bool) -> None
     graphshard.shard(model, mesh["dp"])
     call = _compile(model, mesh) if is_compiled else model
     data = batches(MLP, mesh, 2)
-    ours, theirs = train(call, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other, 1e-6)
+    assert_trains_like_fsdp2(call, model, eager, data, 1e-6)
     with torch.no_grad():
         torch.testing.assert_close(call(data[0]), eager(data[0]))
-
-
-# Compiled code with DTensors contains the rank's index along tp.
-
-
-class Embedding(nn.Module):
-    """An embedding with split rows, where each rank masks the tokens of other ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.out = nn.Embedding(22, 8), nn.Linear(8, 22)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.cross_entropy(self.out(self.embedding(ids)), ids)
-
-    @staticmethod
-    def batch(rng: torch.Generator) -> Tensor:
-        return torch.randint(22, (9,), generator=rng)
-
-    def parallelize(self, tp: DeviceMesh) -> Embedding:
-        rows = RowwiseParallel(input_layouts=Replicate())
-        columns = ColwiseParallel(output_layouts=Replicate())
-        parallelize_module(self, tp, {"embedding": rows, "out": columns})
-        return self
 
 
 def _train_with_inductor() -> int:
     """Train with Inductor; return the number of graphs loaded from the cache."""
     mesh = mesh_2d(dp=1)
-    model, compiled = under_graphshard(Embedding, mesh, compiler="inductor")
-    eager = under_fsdp2(Embedding, mesh)
-    data = batches(Embedding, mesh)
-    ours, theirs = train(compiled, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other, 1e-5)
+    model, compiled = under_graphshard(Llama, mesh, compiler="inductor")
+    eager = under_fsdp2(Llama, mesh)
+    assert_trains_like_fsdp2(compiled, model, eager, batches(Llama, mesh, 2), 1e-5)
     return int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 
 
-def test_code_from_the_cache_is_that_of_the_rank(tmp_path: Path) -> None:
+def test_training_with_inductor_and_from_its_cache(tmp_path: Path) -> None:
+    # Compiled code with DTensors contains the rank's index along tp: each masks others' tokens.
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     assert ranks.run_fresh(2, _train_with_inductor, env=env) == [0, 0]
     hits = ranks.run_fresh(2, _train_with_inductor, env=env)

@@ -23,6 +23,7 @@ from tests.numerics.parallel import (
     MLP,
     Llama,
     assert_like_fsdp2,
+    assert_trains_like_fsdp2,
     batches,
     mesh_2d,
     split,
@@ -35,40 +36,21 @@ from tests.ranks import on_ranks
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def _compare(
-    kind: Any,
-    ours: dict[str, Any],
-    theirs: dict[str, Any] | None = None,
-    *,
-    steps: int = 3,
-    tolerance: float = 0.0,
-) -> Any:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Llama, {"mp_policy": BF16, "reshard_after_forward": False}),
+        (MLP, {"mp_policy": BF16}),
+        (MLP, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    ],
+    ids=["kept unsharded", "bf16", "offload"],
+)
+@on_ranks(4)
+def test_options_of_fsdp2(kind: Any, options: dict[str, Any]) -> None:
     mesh = mesh_2d()
-    model, compiled = under_graphshard(kind, mesh, **ours)
-    eager = under_fsdp2(kind, mesh, **(theirs or {}))
-    data = batches(kind, mesh, steps)
-    histories = train(compiled, model, data), train(eager, eager, data)
-    for mine, other in zip(*histories, strict=True):
-        assert_like_fsdp2(mine, other, tolerance)
-    assert_like_fsdp2(model.state_dict(), eager.state_dict(), tolerance)
-    return model
-
-
-@on_ranks(4)
-def test_parameters_kept_unsharded() -> None:
-    _compare(Llama, {"reshard_after_forward": False}, {"reshard_after_forward": False})
-
-
-@pytest.mark.parametrize("kind", [MLP, Llama])
-@on_ranks(4)
-def test_mixed_precision(kind: Any) -> None:
-    _compare(kind, {"mp_policy": BF16}, {"mp_policy": BF16})
-
-
-@on_ranks(4)
-def test_offload() -> None:
-    policy = CPUOffloadPolicy(pin_memory=False)
-    _compare(MLP, {"offload_policy": policy}, {"offload_policy": policy})
+    model, compiled = under_graphshard(kind, mesh, **options)
+    eager = under_fsdp2(kind, mesh, **options)
+    assert_trains_like_fsdp2(compiled, model, eager, batches(kind, mesh))
 
 
 @on_ranks(4)
@@ -118,47 +100,36 @@ def test_gradient_divide_factor() -> None:
         torch.testing.assert_close(param.grad.to_local(), 2 * means[name])
 
 
-class Checkpointed(Llama):
-    """A Llama whose layers are recomputed in backward."""
+class Checkpointed(MLP):
+    """An MLP that recomputes its tensor-parallel linears in backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.lm.model.layers:
-            layer.mlp.forward = _recomputing(layer.mlp)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + checkpoint(self._hidden, x, use_reentrant=False)
+        return self.out(x).square().mean()
 
-
-def _recomputing(module: nn.Module) -> Any:
-    forward = type(module).forward
-    return lambda x: checkpoint(lambda y: forward(module, y), x, use_reentrant=False)
+    def _hidden(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
 
 
 @on_ranks(4)
 def test_recomputed_layers() -> None:
     mesh = mesh_2d()
     model, compiled = under_graphshard(Checkpointed, mesh)
-    eager = under_fsdp2(Llama, mesh)
-    data = batches(Llama, mesh)
-    ours, theirs = train(compiled, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other, 1e-6)
+    eager = under_fsdp2(MLP, mesh)
+    assert_trains_like_fsdp2(compiled, model, eager, batches(MLP, mesh), 1e-6)
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
 @on_ranks(4)
-def test_unequal_and_changing_batches(dynamic: bool | None) -> None:
+def test_unequal_and_changing_batches() -> None:
     mesh = mesh_2d()
-    model = split(MLP, mesh)
-    backend = graphshard.backend(mesh["dp"], compiler="aot_eager")
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    model, compiled = under_graphshard(MLP, mesh)  # a static graph, then a dynamic one
     eager = under_fsdp2(MLP, mesh)
     dp_rank = mesh["dp"].get_local_rank()
     data = [
         torch.randn(3 + 2 * step + dp_rank, 6, generator=generator(step, dp_rank))
-        for step in range(4)
+        for step in range(3)
     ]
-    ours, theirs = train(compiled, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other, 1e-6)
+    assert_trains_like_fsdp2(compiled, model, eager, data, 1e-6)
 
 
 @on_ranks(8, timeout_s=400)
@@ -171,9 +142,7 @@ def test_replicas_of_split_parameters() -> None:
     fully_shard(eager, mesh=data_mesh)
     backend = graphshard.backend(data_mesh, compiler="aot_eager")
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    ours, theirs = train(compiled, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other, 1e-6)
+    assert_trains_like_fsdp2(compiled, model, eager, data, 1e-6)
     state = graphshard.full_state_dict(model)
     for name, param in model.named_parameters():
         full = whole(param)
@@ -193,9 +162,7 @@ def test_backward_gathers_from_neighbors() -> None:
     # FSDP2 hangs with 2: its groups of different mesh slices get equal names (torch 2.13).
     eager = under_fsdp2(MLP, mesh)
     data = batches(MLP, mesh)
-    ours, theirs = train(compiled, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other, 1e-6)
+    assert_trains_like_fsdp2(compiled, model, eager, data, 1e-6)
 
 
 @on_ranks(4)
@@ -220,7 +187,7 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(MLP() for _ in range(5))
+        self.layers = nn.ModuleList(MLP() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -244,9 +211,7 @@ def test_equal_layers_are_compiled_once() -> None:
         mesh["dp"], compiler="aot_eager", schedule=graphshard.SchedulePolicy(regions=True)
     )
     compiled, data = torch.compile(model, backend=backend, fullgraph=True), batches(Deep, mesh)
-    ours, theirs = train(compiled, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other)
+    assert_trains_like_fsdp2(compiled, model, eager, data)
     for plan in backend.plans:
         assert plan.regions.num_calls > plan.regions.num_compiled_regions > 0, plan.regions
 
@@ -254,32 +219,27 @@ def test_equal_layers_are_compiled_once() -> None:
 # As in FSDP2's own multi-mesh tests: parts that are sharded one by one, and pipeline stages.
 
 
-@pytest.mark.parametrize("reshards", [False, True])
 @on_ranks(4)
-def test_parts_that_are_sharded_first(reshards: bool) -> None:
+def test_parts_that_are_sharded_first() -> None:
     mesh = mesh_2d()
     model, eager = split(Deep, mesh), under_fsdp2(Deep, mesh)
-    for part in (*model.layers[:2], model):
+    for part, reshards in ((model.layers[0], False), (model.layers[1], True), (model, True)):
         graphshard.shard(part, mesh["dp"], reshard_after_forward=reshards, compiler="aot_eager")
-    backend = graphshard.backend(mesh["dp"], reshard_after_forward=reshards, compiler="aot_eager")
+    backend = graphshard.backend(mesh["dp"], compiler="aot_eager")
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     data = batches(Deep, mesh)
-    ours, theirs = train(compiled, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other)
+    assert_trains_like_fsdp2(compiled, model, eager, data)
 
 
 @on_ranks(8, timeout_s=400)
 def test_stages_of_a_pipeline() -> None:
     # The ranks of each stage train a different model.
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    kind = (MLP, Deep)[mesh["pp"].get_local_rank()]
+    kind = (MLP, Reusing)[mesh["pp"].get_local_rank()]
     model, compiled = under_graphshard(kind, mesh)
     eager = under_fsdp2(kind, mesh)
     data = batches(kind, mesh)
-    ours, theirs = train(compiled, model, data), train(eager, eager, data)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_like_fsdp2(mine, other)
+    assert_trains_like_fsdp2(compiled, model, eager, data)
 
 
 class Reusing(MLP):
