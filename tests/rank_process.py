@@ -256,7 +256,7 @@ class _Defaults:
         self._settings = [(get, put, get()) for get, put in SETTINGS]
         modules = [import_module(name) for name in CONFIGS]
         self._configs = [(m, copy.deepcopy(m.get_config_copy())) for m in modules]
-        self._num_calls = 0
+        self._num_calls = 1  # frozen by the fork server
         self.restore()
 
     def restore(self) -> None:
