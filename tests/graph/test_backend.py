@@ -209,17 +209,17 @@ def _(name: str) -> None:
 fx.node.has_side_effect(torch.ops.graphshard_tests.call.default)
 
 
-class _Calls(MLP):
+class _Calls(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _call("forward")
-        return super().forward(x)
+        return super().forward(x).sum()
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_an_operator_without_tensors_runs(mesh: DeviceMesh, compiler: str) -> None:
     # For example ``torch.cuda.synchronize``.
     _calls.clear()
-    model = torch.compile(_Calls(), backend=_backend(mesh, compiler), fullgraph=True)
+    model = torch.compile(_Calls(7, 3), backend=_backend(mesh, compiler), fullgraph=True)
     model(torch.ones(5, 7)).backward()
     assert _calls == ["forward"]
     with torch.no_grad():

@@ -103,33 +103,27 @@ def shared(_group: None, tmp_path_factory: pytest.TempPathFactory) -> Shared:
         return Shared(_train(folder), _sources(folder), events)
 
 
-def test_kernels_share_files_unless_there_is_one_thread(
-    shared: Shared, mesh: DeviceMesh, tmp_path: Path
-) -> None:
-    with inductor_config.patch(compile_threads=1):
-        torch.testing.assert_close(_train(tmp_path), shared.numbers, rtol=0, atol=0)
-    apart = list(map(_kernels, _sources(tmp_path)))
-    assert set(apart) == {1} and len(apart) > 6
-    counts = sorted(map(_kernels, shared.sources))
-    assert len(counts) == 3  # two for backward; one for forward, to leave a core for lowering
-    assert sum(counts) >= len(apart)
-    assert counts[0] > 1
-
-
 def test_backward_is_lowered_before_kernels_are_waited_for(shared: Shared) -> None:
     assert shared.events == ["lower", "lower", "wait", "wait"]
 
 
-def test_kernels_of_a_broken_file_compile_alone(
+def test_kernels_share_files_and_compile_alone_if_one_is_broken(
     shared: Shared, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpp_kernels, "_in_namespaces", lambda modules: "#error broken")
-    torch.testing.assert_close(_train(tmp_path), shared.numbers, rtol=0, atol=0)
+    with inductor_config.patch(compile_threads=2):
+        torch.testing.assert_close(_train(tmp_path), shared.numbers, rtol=0, atol=0)
+    broken, *apart = sorted(map(_kernels, _sources(tmp_path)))
+    assert broken == 0 and set(filter(None, apart)) == {1} and sum(apart) > 6
+    counts = sorted(map(_kernels, shared.sources))
+    assert len(counts) == 3  # two for backward; one for forward, to leave a core for lowering
+    assert sum(counts) >= sum(apart)
+    assert counts[0] > 1
 
 
-def _run(sources: list[str], folder: Path) -> tuple[list[float], int]:
+def _run(sources: list[str], folder: Path, threads: int = 2) -> tuple[list[float], int]:
     """Compile kernels as one graph; return each result for input 0, and the number of files."""
-    with inductor_config.patch(compile_threads=2), fresh_cache(dir=str(folder), delete=False):
+    with inductor_config.patch(compile_threads=threads), fresh_cache(dir=str(folder), delete=False):
         with few_cpp_files(1):
             compiler = async_compile.AsyncCompile()
             scope = {f"k{i}": compiler.cpp_pybinding(["float*"], s) for i, s in enumerate(sources)}
@@ -158,6 +152,10 @@ def _kernel(number: int, before: str = "") -> str:
 def test_kernels_in_one_file_do_not_clash(before: str, num_files: int, tmp_path: Path) -> None:
     sources = [_kernel(number, before) for number in range(3)]
     assert _run(sources, tmp_path) == ([0.0, 1.0, 2.0], num_files)
+
+
+def test_each_kernel_has_a_file_if_there_is_one_thread(tmp_path: Path) -> None:
+    assert _run([_kernel(number) for number in range(3)], tmp_path, 1)[1] == 3
 
 
 def test_a_graph_may_have_equal_kernels(tmp_path: Path) -> None:
