@@ -144,7 +144,7 @@ def _accumulate(
         (MLP, (2,), False, {"overrides": {"*": {"shard": False}}}),
         (MLP, (2, 2), False, {"reshard_after_forward": False}),
         (MLP, (2, 2), True, {}),
-        (GPT, (2, 2), True, {"mp_policy": BF16}),
+        (MLP, (2, 2), True, {"mp_policy": BF16}),
     ],
 )
 def test_accumulation_matches_fsdp2(

@@ -186,12 +186,12 @@ def test_training_is_that_of_fsdp2(dims: tuple[int, int], breaks: bool) -> None:
         _train_like(plain, model, _compile(model, mesh, dims), eager)
 
 
-@pytest.mark.parametrize("options", [{"compiler": "inductor"}, {"reshard_after_forward": False}])
 @on_ranks(4)
-def test_plain_experts_of_each_rank(options: dict[str, Any]) -> None:
+def test_plain_experts_of_each_rank() -> None:
     mesh = _mesh()
     plain, model = _twins(mesh, as_dtensors=False)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        options = {"compiler": "inductor", "reshard_after_forward": False}
         compiled = _compile(model, mesh, (1, 0), **options)
         _train_like(plain, model, compiled)
         # The norm covers all experts, although no mesh spans them.

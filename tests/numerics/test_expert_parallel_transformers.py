@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,18 +18,13 @@ from tests.ranks import on_ranks
 SIZES = (
     "hidden_size=32,num_attention_heads=2,num_key_value_heads=2,vocab_size=64,num_hidden_layers=1"
 )
-MODELS = {
-    "mixtral": f"{SIZES},intermediate_size=16,num_local_experts=4",
-    "qwen3_moe": f"{SIZES},moe_intermediate_size=16,num_experts=4,num_experts_per_tok=3,"
-    "head_dim=16",
-}
+SIZES += ",moe_intermediate_size=16,num_experts=4,num_experts_per_tok=3,head_dim=16"
 
 
-@pytest.mark.parametrize("family", MODELS)
 @on_ranks(4)
-def test_gradients_are_those_of_the_whole_model(family: str) -> None:
+def test_gradients_are_those_of_the_whole_model() -> None:
     torch.manual_seed(0)
-    plain: Any = find_workload(f"{family}:{MODELS[family]}", BatchShape(1, 8)).make(None)[0]
+    plain: Any = find_workload(f"qwen3_moe:{SIZES}", BatchShape(1, 8)).make(None)[0]
     batches = torch.randint(64, (4, 2, 8))
     losses = [plain(input_ids=ids, labels=ids, use_cache=False).loss for ids in batches]
     torch.stack(losses).mean().backward()
