@@ -45,15 +45,6 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -68,7 +59,7 @@ from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.trace import Inputs
 from graphshard.forecast.workload import Workload
 
-from .llama import LLAMA3, Llama, LlamaSizes
+from .llama import LLAMA3, Llama, LlamaSizes, parallelize
 
 GIB = 1 << 30
 LLAMA2_7B = LlamaSizes(4096, 32, 32, 32, 11008, recompute=False, vocab=32000)
@@ -182,26 +173,7 @@ def _workload(published: Published) -> Workload:
 
     tokens = published.batch * published.length
     layers = published.sizes.layers
-    return Workload(published.name, make, tokens, num_layers=layers, parallelize=_split)
-
-
-def _split(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split a Llama over ``mesh``, in place, as torchtitan does except that logits are gathered."""
-    split, whole = Shard(1), Replicate()  # layouts of activations [batch, length, features]
-    gathered = PrepareModuleOutput(output_layouts=split, desired_output_layouts=whole)
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "tokens": RowwiseParallel(input_layouts=whole, output_layouts=split),
-            **dict.fromkeys(("norm", "blocks.*.norm1", "blocks.*.norm2"), SequenceParallel()),
-            **{f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v", "gate", "up")},
-            "blocks.*.out": RowwiseParallel(output_layouts=split),
-            "blocks.*.down": RowwiseParallel(output_layouts=split),
-            "head": ColwiseParallel(input_layouts=split, output_layouts=whole),
-        },
-    )
-    parallelize_module(model, mesh, {"blocks.*.norm1": gathered, "blocks.*.norm2": gathered})
+    return Workload(published.name, make, tokens, num_layers=layers, parallelize=parallelize)
 
 
 def predict(published: Published) -> Forecast:
