@@ -18,14 +18,13 @@ import itertools
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from benchmarks import common
-from benchmarks.llama import DEVICE, LLAMA3
-from benchmarks.schedules import at_world, fsdp2_rule, traced, uncopied
+from benchmarks.llama import DEVICE, LLAMA3, trace
+from benchmarks.schedules import at_world, fsdp2_rule, uncopied
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.hardware import Hardware, Interconnect
 from graphshard.cost.model import CostModel
@@ -189,7 +188,7 @@ def main() -> None:
     parts = [common.heading("benchmarks.robustness", torch.device("cpu"))]
     lines = []
     for name in args.models:
-        plans = traced(name, args.problems)
+        plans = trace(LLAMA3[name])
         for gpus, link in itertools.product(args.gpus, LINKS):
             lines.append(row(name, plans, gpus, link, exact=name in args.exact))
             print("  ".join(lines[-1].values()), flush=True)
@@ -205,7 +204,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--exact", nargs="*", choices=LLAMA3, default=["8B"], help="models with exact schedules"
     )
-    parser.add_argument("--problems", type=Path, help="folder to keep traced graphs in")
     common.add_out(parser)
     return parser.parse_args()
 

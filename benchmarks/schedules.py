@@ -26,7 +26,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -309,25 +308,6 @@ def _row(name: str, compute_us: float, outcome: Outcome) -> dict[str, str]:
     }
 
 
-def traced(name: str, folder: Path | None) -> list[Plan]:
-    """Return the plans of ``trace``, read from ``folder`` if it has them.
-
-    Args:
-        folder: folder that keeps plans; if None, the model is traced every time.
-    """
-    paths = (
-        [folder / f"{name}-{kind}.json" for kind in (GraphKind.FORWARD, GraphKind.BACKWARD)]
-        if folder
-        else []
-    )
-    if paths and all(path.exists() for path in paths):
-        return [Plan.from_json(path.read_text()) for path in paths]
-    plans = trace(LLAMA3[name])
-    for path, plan in zip(paths, plans):
-        path.write_text(plan.to_json())
-    return plans
-
-
 NOTE = f"""Forward and backward of one step, without the optimizer, {TOKENS} tokens in bfloat16 on
 each GPU; backward recomputes each block from its input (except in 8B). *Over bound*: relative to
 the larger of two times: compute, with the communication before and after it that cannot be hidden
@@ -343,7 +323,7 @@ def main() -> None:
     args = _arguments()
     parts = [common.heading("benchmarks.schedules", torch.device("cpu"))]
     for name in args.models:
-        plans = traced(name, args.problems)
+        plans = trace(LLAMA3[name])
         compute_us = sum(sum(plan.problem.compute_us) for plan in plans)
         lines = []
         for gpus in args.gpus:
@@ -363,7 +343,6 @@ def _arguments() -> argparse.Namespace:
     parser = common.new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=LLAMA3, default=list(LLAMA3))
     parser.add_argument("--gpus", nargs="+", type=common.count, default=[8, 64, 256, 1024])
-    parser.add_argument("--problems", type=Path, help="folder to keep traced graphs in")
     common.add_out(parser)
     return parser.parse_args()
 
