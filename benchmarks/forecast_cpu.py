@@ -2,8 +2,6 @@
 
     python -m benchmarks.forecast_cpu                       everything, on 2 idle cores
     python -m benchmarks.forecast_cpu --models GPT --ranks 2 --dtypes float32 --steps 5
-    python -m benchmarks.forecast_cpu --only compile        fill the caches, also on busy cores
-    python -m benchmarks.forecast_cpu --only predict        predict earlier measurements again
 
 Calibrates the machine (``graphshard calibrate``) with as many busy processes as will train at once,
 then measures steps of six models, compiled by Inductor, with AdamW:
@@ -13,9 +11,9 @@ then measures steps of six models, compiled by Inductor, with AdamW:
     4 ranks    over modelled wires (``links``); only the first rank exists, because four
                ranks would share two cores
 
-Predictions are made as by ``graphshard.plan``, from the calibrated file. A JSON file keeps
-calibrations and measurements, so that an interrupted run continues where it stopped; --fresh
-discards them. Most of the time is spent compiling, unless Inductor's cache is warm.
+Predictions are made as by ``graphshard.plan``, from the calibrated file. A JSON file (--rows) keeps
+calibrations and measurements: an interrupted run continues where it stopped, and a complete one
+only predicts again. Most of the time is spent compiling, unless Inductor's cache is warm.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ LINKS = {1: (ALONE,), 2: (LOOPBACK,), 4: (SLOW, FAST)}
 """Links for each number of ranks; a modelled wire is written as milliseconds and GB/s."""
 STRATEGIES = {1: ("zero3",), 2: ("zero3", "zero2", "ddp"), 4: ("zero3", "zero2", "hsdp:2", "ddp")}
 MEMORY_GB = 16.0
-CALIBRATE, COMPILE, MEASURE, PREDICT = "calibrate", "compile", "measure", "predict"
 
 
 class Case(NamedTuple):
@@ -227,25 +224,14 @@ def measured_rows(case: Case, calibrated: Hardware, steps: int) -> Iterator[Row]
 def main() -> None:
     args = _arguments()
     os.environ.update({name: os.environ.get(name, v) for name, v in ranks.RANK_ENV.items()})
-    if args.fresh:
-        args.rows.unlink(missing_ok=True)
     store = Store.load(args.rows)
     wanted = cases(args.models, args.ranks, args.dtypes)
-    stages = args.only or [CALIBRATE, MEASURE, PREDICT]
     _calibrate(store, wanted)
-    if COMPILE in stages:
-        _compile(store, wanted)
-    if MEASURE in stages:
-        _measure(store, wanted, args.steps)
-    if PREDICT in stages:
-        _predict(store, wanted, again=args.only is not None)
-        _report(store, wanted, args.out)
-
-
-def _report(store: Store, wanted: list[Case], out: Path) -> None:
+    _measure(store, wanted, args.steps)
+    _predict(store, wanted)
     rows = [row for case in wanted for row in store.of_case(case)]
     heading = common.heading("benchmarks.forecast_cpu", torch.device("cpu"))
-    common.write_report(out, [heading, *forecast_report.paragraphs(rows)])
+    common.write_report(args.out, [heading, *forecast_report.paragraphs(rows)])
     common.show(*forecast_report.paragraphs(rows))
 
 
@@ -256,12 +242,6 @@ def _calibrate(store: Store, wanted: list[Case]) -> None:
         store.save()
 
 
-def _compile(store: Store, wanted: list[Case]) -> None:
-    for case in wanted:
-        print("compiling", *case, flush=True)
-        measured(case, store.calibrated[case.busy], steps=1)
-
-
 def _measure(store: Store, wanted: list[Case], steps: int) -> None:
     for case in wanted:
         if not store.of_case(case):
@@ -270,13 +250,12 @@ def _measure(store: Store, wanted: list[Case], steps: int) -> None:
             store.save()
 
 
-def _predict(store: Store, wanted: list[Case], again: bool) -> None:
+def _predict(store: Store, wanted: list[Case]) -> None:
     for case in wanted:
         for row, recipe in zip(store.of_case(case), case.recipes):
-            if again or row.predicted_ms is None:
-                print("predicting", *case, recipe.strategy, flush=True)
-                for name, value in predicted(case, recipe, store.calibrated[case.busy]).items():
-                    setattr(row, name, value)
+            print("predicting", *case, recipe.strategy, flush=True)
+            for name, value in predicted(case, recipe, store.calibrated[case.busy]).items():
+                setattr(row, name, value)
         store.save()
 
 
@@ -286,10 +265,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, choices=LINKS, default=list(LINKS))
     parser.add_argument(
         "--dtypes", nargs="+", choices=("float32", "bf16"), default=["float32", "bf16"]
-    )
-    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
-    parser.add_argument(
-        "--only", nargs="+", choices=(CALIBRATE, COMPILE, MEASURE, PREDICT), help="these stages"
     )
     parser.add_argument(
         "--rows", type=Path, default=Path("benchmarks/results/forecast_cpu.json"), help="the store"
