@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,11 +50,9 @@ def add_counts(parser: argparse.ArgumentParser, **defaults: int) -> None:
 
 
 def add_variants(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
-    """Add the option ``--variants`` (in older results ``--ways``); default: all ``names``."""
-    several: dict[str, Any] = {"nargs": "+", "choices": names}
-    parser.add_argument("--variants", default=list(names), help="default: all", **several)
-    hidden = argparse.SUPPRESS
-    parser.add_argument("--ways", dest="variants", default=hidden, help=hidden, **several)
+    parser.add_argument(
+        "--variants", nargs="+", choices=names, default=list(names), help="default: all"
+    )
 
 
 def add_out(parser: argparse.ArgumentParser, default: str | None = None) -> None:

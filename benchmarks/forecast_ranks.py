@@ -33,7 +33,7 @@ from benchmarks.llama import Llama, LlamaSizes
 from benchmarks.models import GPT
 from graphshard.forecast.recipe import Recipe
 from graphshard.params.memory_report import memory_report
-from graphshard.scripts import loss_of
+from graphshard.scripts import Inputs, call_model, loss_of
 
 WARM_UP = 3
 VOCAB, LENGTH = 2048, 256
@@ -130,9 +130,7 @@ class _Training:
         self.step()
 
     def _run(self) -> None:
-        inputs = self._inputs
-        called = self._compiled(**inputs) if isinstance(inputs, dict) else self._compiled(*inputs)
-        loss_of(called).backward()
+        loss_of(call_model(self._compiled, self._inputs)).backward()
 
     def step(self) -> Step:
         dist.barrier()
@@ -190,11 +188,11 @@ class Made(NamedTuple):
     """A model, and the positional or keyword arguments of one step on one rank."""
 
     model: nn.Module
-    inputs: dict[str, Any] | tuple[Any, ...]
+    inputs: Inputs
 
 
-def _ids(rows: int, length: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (rows, length))
+def _ids(length: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (1, length))
 
 
 def gpt() -> Made:
@@ -206,7 +204,7 @@ def gpt() -> Made:
 
 def llama() -> Made:
     """Return a Llama with grouped queries."""
-    ids = _ids(1, LENGTH)
+    ids = _ids(LENGTH)
     sizes = LlamaSizes(384, 6, 6, 2, 1024, recompute=False, vocab=VOCAB)
     return Made(Llama(sizes), (ids, ids))
 
@@ -261,7 +259,7 @@ def t5() -> Made:
         dropout_rate=0.0,
         decoder_start_token_id=0,
     )
-    ids = {"input_ids": _ids(1, LENGTH), "labels": _ids(1, LENGTH // 2)}
+    ids = {"input_ids": _ids(LENGTH), "labels": _ids(LENGTH // 2)}
     return Made(transformers.T5ForConditionalGeneration(config), ids)
 
 
@@ -281,7 +279,7 @@ def moe() -> Made:
         max_position_embeddings=LENGTH,
         use_cache=False,
     )
-    ids = _ids(1, LENGTH)
+    ids = _ids(LENGTH)
     return Made(transformers.MixtralForCausalLM(config), {"input_ids": ids, "labels": ids})
 
 

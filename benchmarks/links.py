@@ -79,7 +79,7 @@ def write_with_wire(base: Hardware, wire: Wire, world: int, folder: str) -> str:
     return str(path)
 
 
-def between_namespaces(command: Sequence[str], gbit: float, timeout_s: float = 900.0) -> None:
+def between_namespaces(command: Sequence[str], gbit: float) -> None:
     """Run ``command`` as two ranks in network namespaces, joined by a link of ``gbit`` Gb/s.
 
     Raises:
@@ -98,7 +98,7 @@ def between_namespaces(command: Sequence[str], gbit: float, timeout_s: float = 9
             )
             for rank, name in enumerate(NAMESPACES)
         ]
-        statuses = [process.wait(timeout_s) for process in processes]
+        statuses = [process.wait(900.0) for process in processes]
         if any(statuses):
             sys.exit(f"--link-gbit: ranks ended with {statuses}")
     except (OSError, subprocess.CalledProcessError) as error:
@@ -142,12 +142,9 @@ def parse_wire(text: str) -> Wire:
 
 
 def add_planned_wire(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--planned-wire`` (in older results ``--told``)."""
     text = "wire to plan for; default: the wire that steps run on"
     metavar = "ALPHA_MS,GB_PER_S"
     parser.add_argument("--planned-wire", type=parse_wire, metavar=metavar, help=text)
-    hidden = argparse.SUPPRESS
-    parser.add_argument("--told", dest="planned_wire", type=parse_wire, default=hidden, help=hidden)
 
 
 def positive(text: str) -> float:

@@ -7,6 +7,7 @@ graphshard.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -160,12 +161,5 @@ def _forms(device_type: str, mixed: bool) -> dict[str, Callable[..., Trained]]:
             f"{FSDP2_BLOCKS}, async": functools.partial(asynchronous, build=fsdp2_compiled_blocks),
         }
     forms = {FSDP2: fsdp2, FSDP2_BLOCKS: fsdp2_compiled_blocks}
-    return {**forms, TORCHAO: fsdp2_torchao} if mixed and _has_torchao() else forms
-
-
-def _has_torchao() -> bool:
-    try:
-        import torchao.float8  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    has_torchao = importlib.util.find_spec("torchao") is not None
+    return {**forms, TORCHAO: fsdp2_torchao} if mixed and has_torchao else forms
