@@ -17,8 +17,8 @@ is not copied out, and is packed only to be cast, padded or made contiguous.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, islice
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
@@ -54,25 +54,9 @@ class Span(NamedTuple):
     num_bytes: int
 
 
-class ByteChanges:
-    """Changes to the bytes alive at each point; their running sum is the bytes alive."""
-
-    __slots__ = ("_changes",)
-
-    def __init__(self, num_points: int) -> None:
-        self._changes = [0] * (num_points + 1)
-
-    def copy(self) -> ByteChanges:
-        other = ByteChanges(0)
-        other._changes = self._changes.copy()
-        return other
-
-    def add(self, point: int, num_bytes: int) -> None:
-        """Add bytes from point ``point`` on; a negative number frees them."""
-        self._changes[point] += num_bytes
-
-    def by_point(self) -> Iterator[int]:
-        return islice(accumulate(self._changes), len(self._changes) - 1)
+# Bytes allocated (or, if negative, freed) at each point, and after the last one. Their running sum
+# is the bytes alive.
+ByteChanges = list[int]
 
 
 class LiveBytes:
@@ -98,12 +82,12 @@ class LiveBytes:
 
 def sum_spans(spans: Iterable[Span], length: int) -> list[int]:
     """Return, for each of ``length`` points or steps, the bytes of all spans that include it."""
-    changes = ByteChanges(length)
+    changes = [0] * (length + 1)
     for begin, end, num_bytes in spans:
         if begin < end:
-            changes.add(begin, num_bytes)
-            changes.add(end, -num_bytes)
-    return list(changes.by_point())
+            changes[begin] += num_bytes
+            changes[end] -= num_bytes
+    return list(accumulate(changes[:-1]))
 
 
 def max_by_step(by_point: Sequence[int]) -> list[int]:
@@ -133,12 +117,12 @@ class Footprint(NamedTuple):
     after_wait: int = 0
 
     def launch(self, changes: ByteChanges, step: int) -> None:
-        changes.add(launches(step), self.at_launch)
-        changes.add(waits(step), self.after_launch)
+        changes[launches(step)] += self.at_launch
+        changes[waits(step)] += self.after_launch
 
     def wait(self, changes: ByteChanges, step: int) -> None:
-        changes.add(waits(step), self.at_wait)
-        changes.add(running(step), self.after_wait)
+        changes[waits(step)] += self.at_wait
+        changes[running(step)] += self.after_wait
 
 
 def footprint(problem: Problem, bucket: Bucket) -> Footprint:
@@ -214,11 +198,11 @@ def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None
     for t in transfers:
         # A full parameter is freed after its last use; a gradient is allocated when it is ready.
         if t.kind.is_fetch:
-            changes.add(launches(t.last + 1), -t.num_bytes)
+            changes[launches(t.last + 1)] -= t.num_bytes
         elif t.kind == TransferKind.COPY_TO_HOST:
-            changes.add(launches(t.ready), t.num_bytes)
+            changes[launches(t.ready)] += t.num_bytes
         else:
-            changes.add(launches(t.ready), t.grad_bytes)
+            changes[launches(t.ready)] += t.grad_bytes
 
 
 def fixed_by_point(problem: Problem) -> list[int]:
@@ -246,7 +230,7 @@ def alive_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
 
 def alive_by_point(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
     """Return the bytes alive at each point in time."""
-    changes = ByteChanges(num_points(problem.num_steps))
+    changes = [0] * (num_points(problem.num_steps) + 1)
     for bucket in buckets:
         taken = footprint(problem, bucket)
         taken.launch(changes, bucket.launch)
@@ -255,10 +239,10 @@ def alive_by_point(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
         if transfers[0].kind == bucket.kind:
             count_transfers(changes, transfers)
         elif bucket.kind == TransferKind.COPY_TO_DEVICE:  # from here on, the gather counts them
-            changes.add(launches(bucket.wait), -bucket.num_bytes)
+            changes[launches(bucket.wait)] -= bucket.num_bytes
         elif bucket.kind == TransferKind.COPY_TO_HOST:  # up to here, the reduction counts them
-            changes.add(running(bucket.launch), bucket.num_bytes)
-    return list(map(add, fixed_by_point(problem), changes.by_point()))
+            changes[running(bucket.launch)] += bucket.num_bytes
+    return list(map(add, fixed_by_point(problem), accumulate(changes)))
 
 
 def gathered_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:

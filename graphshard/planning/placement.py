@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from .bucketing import CandidateBucket, CostedBucket, Split
 from .live_bytes import (
-    ByteChanges,
     Footprint,
     Span,
     count_transfers,
@@ -153,7 +152,7 @@ class Placer:
         # Memory that every schedule allocates and frees is counted once, here. A candidate schedule
         # then adds only its buckets: O(b) instead of O(transfers).
         self._fixed_bytes = fixed_by_point(problem)
-        self._changes = ByteChanges(num_points(problem.num_steps))
+        self._changes = [0] * (num_points(problem.num_steps) + 1)
         count_transfers(self._changes, problem.transfers)
 
     def place(self, splits: Splits, sizes: BucketSizes, room: float = 1.0) -> CandidateSchedule:
@@ -309,7 +308,7 @@ class Placer:
         for average, launch, wait in zip(splits.averages, launches, waits):
             average.footprint.launch(changes, launch)
             average.footprint.wait(changes, wait)
-        return list(map(add, self._fixed_bytes, changes.by_point()))
+        return list(map(add, self._fixed_bytes, accumulate(changes)))
 
     def _in_flight(
         self, candidates: Split, launches: Sequence[int], waits: Sequence[int]
