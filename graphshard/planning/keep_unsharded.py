@@ -84,14 +84,11 @@ def _hold(
 
     Return whether the memory was reserved.
     """
-    forward, backward = memory
-    num_bytes = in_backward.num_bytes
-    after_use = Span(launches(in_forward.last + 1), len(forward.alive.by_point), num_bytes)
-    before_use = Span(0, launches(in_backward.due), num_bytes)
-    if not forward.alive.has_room(after_use, forward.budget):
+    end, num_bytes = len(memory[0].alive.by_point), in_backward.num_bytes
+    after_use = Span(launches(in_forward.last + 1), end, num_bytes)
+    spans = after_use, Span(0, launches(in_backward.due), num_bytes)
+    if not all(graph.alive.has_room(span, graph.budget) for graph, span in zip(memory, spans)):
         return False
-    if not backward.alive.has_room(before_use, backward.budget):
-        return False
-    forward.alive.add(after_use)
-    backward.alive.add(before_use)
+    for graph, span in zip(memory, spans):
+        graph.alive.add(span)
     return True
