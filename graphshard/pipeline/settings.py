@@ -11,6 +11,7 @@ the one key that we add to every cache, ``CompileSettings.cache_key``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +30,7 @@ from ..ops.groups import span_of
 from ..options.schedule_policy import SchedulePolicy
 from ..passes import PassContext
 from ..planning.keep_unsharded import choose_kept
-from ..planning.offload import (
-    SavedActivation,
-    add_host_copies,
-    choose_offloaded,
-    without_host_copies,
-)
+from ..planning.offload import add_host_copies, choose_offloaded, without_host_copies
 from ..planning.place_buckets import place_buckets
 from ..planning.plan import Bucket, Plan, PlanParam, Problem, Regions, Transfer
 from ..planning.repeats import saves_time
@@ -158,27 +154,19 @@ class CompileSettings:
     def pass_context(self, kind: GraphKind | None = None) -> PassContext:
         regions = self.schedule.regions
         shares = regions is True or (regions == "auto" and self.compiler == "inductor")
+        choose = functools.partial(choose_offloaded, limits=self.schedule.limits())
         return PassContext(
             cost_model=self.cost_model(),
             kind=kind,
             ranks_differ=self.saving is not None,  # see ``choose_saving``
             choose_kept=self.choose_kept if self.schedule.overlap else None,
-            choose_offloaded=self._choose_offloaded if self.may_offload_activations else None,
+            choose_offloaded=choose if self.may_offload_activations else None,
             plan_buckets=self.plan_buckets,
             is_worth_sharing=self._is_worth_sharing if shares else None,
         )
 
     def _is_worth_sharing(self, regions: Regions) -> bool:
         return self.schedule.regions is True or saves_time(regions)
-
-    def _choose_offloaded(
-        self,
-        forward: Problem,
-        backward: Problem,
-        saved: Sequence[SavedActivation],
-        cost_model: CostModel,
-    ) -> Sequence[int]:
-        return choose_offloaded(forward, backward, saved, self.schedule.limits(), cost_model)
 
     def plan_buckets(
         self,

@@ -191,8 +191,8 @@ def choose_offloaded(
     forward: Problem,
     backward: Problem,
     saved: Sequence[SavedActivation],
-    limits: ScheduleLimits,
     cost_model: TransferCostModel,
+    limits: ScheduleLimits,
 ) -> list[int]:
     """Return the positions in ``saved`` of the activations to offload; none without a peak limit.
 
@@ -222,15 +222,9 @@ def choose_offloaded(
     return list(next(chosen for chosen, us in times_us.items() if us <= within_us))
 
 
-class _Absence(NamedTuple):
-    """Points in time, in both graphs, at which an activation may be off the device."""
-
-    forward: Span
-    backward: Span
-
-
-def _absence(activation: SavedActivation, forward_steps: int) -> _Absence:
-    return _Absence(
+def _absence(activation: SavedActivation, forward_steps: int) -> tuple[Span, Span]:
+    """Return the points in time, in forward and backward, at which it may be off the device."""
+    return (
         Span(launches(activation.last + 1), num_points(forward_steps), activation.num_bytes),
         Span(0, launches(activation.first), activation.num_bytes),
     )
@@ -243,17 +237,15 @@ def _offload_enough(
 
     The least memory of a graph may exceed ``budget`` even then.
     """
-    in_forward, in_backward = map(LiveBytes, map(least_by_point, (forward, backward)))
+    alive = [LiveBytes(least_by_point(problem)) for problem in (forward, backward)]
     chosen = []
     # Activations that backward needs last come first: their copies are the easiest to hide.
     for i in sorted(range(len(saved)), key=lambda i: (-saved[i].first, saved[i].last)):
-        absence = _absence(saved[i], forward.num_steps)
-        if in_forward.exceeds(budget, absence.forward) or in_backward.exceeds(
-            budget, absence.backward
-        ):
+        absences = _absence(saved[i], forward.num_steps)
+        if any(graph.exceeds(budget, span) for graph, span in zip(alive, absences)):
             chosen.append(i)
-            in_forward.remove(absence.forward)
-            in_backward.remove(absence.backward)
+            for graph, span in zip(alive, absences):
+                graph.remove(span)
     return sorted(chosen)
 
 
@@ -266,7 +258,7 @@ def _offloaded(
     offloads = [_host_copy(to_host, a.num_bytes, a.last + 1, end, end - 1) for a in chosen]
     reloads = [_host_copy(to_device, a.num_bytes, 0, a.first, a.until) for a in chosen]
     # From the last use in forward to the last use in backward, the transfers count these bytes.
-    saved = [_absence(activation, end).forward for activation in chosen]
+    saved = [_absence(activation, end)[0] for activation in chosen]
     taken = [Span(0, launches(a.until + 1), a.num_bytes) for a in chosen]
     return _with_transfers(forward, offloads, saved), _with_transfers(backward, reloads, taken)
 

@@ -163,9 +163,9 @@ def test_activations_that_backward_needs_last_are_offloaded_first() -> None:
     backward = problem([1.0] * 4, [], [30, 30, 20, 10])
     for peak, chosen in ((30, []), (20, [0]), (10, [0, 1]), (9, [0, 1, 2])):
         assert (
-            choose_offloaded(forward, backward, saved, ScheduleLimits(peak=peak), Line()) == chosen
+            choose_offloaded(forward, backward, saved, Line(), ScheduleLimits(peak=peak)) == chosen
         )
-    assert choose_offloaded(forward, backward, saved, ScheduleLimits(), Line()) == []
+    assert choose_offloaded(forward, backward, saved, Line(), ScheduleLimits()) == []
 
 
 def _offloaded_for_a_gather(line: Line) -> list[int]:
@@ -178,7 +178,7 @@ def _offloaded_for_a_gather(line: Line) -> list[int]:
     forward = problem([100.0] * 4, [], [50] * 4)
     backward = problem([100.0] * 4, [gather(0, 40, 1)], [80, 50, 50, 50])
     return choose_offloaded(
-        forward, backward, [SavedActivation(40, 0, 3, 3)], ScheduleLimits(peak=90), line
+        forward, backward, [SavedActivation(40, 0, 3, 3)], line, ScheduleLimits(peak=90)
     )
 
 
