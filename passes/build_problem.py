@@ -52,13 +52,6 @@ class GraphProblem(NamedTuple):
     step_of: dict[fx.Node, int]
 
 
-class PartitionProblems(NamedTuple):
-    """Problems of a forward and a backward graph; ``Transfer.param`` is a graph input number."""
-
-    forward: GraphProblem
-    backward: GraphProblem
-
-
 class _Reach(NamedTuple):
     """Positions of compute nodes between which a transfer takes place."""
 

@@ -16,7 +16,6 @@ from torch import fx
 
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind
-from graphshard.passes.build_problem import PartitionProblems
 from graphshard.planning.offload import SavedActivation
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Regions, Transfer
 
@@ -61,7 +60,6 @@ class PassContext:
         plan_buckets: function that plans the buckets of a graph, from ``planning.search``.
         is_worth_sharing: function that decides whether to compile equal regions once, from
             ``planning.repeats``.
-        problems: problems of both partitioned graphs, or None if not read since the last change.
         num_shared_layers: number of layers that became calls of a shared subgraph.
         kept: names of forward's nodes that are saved unsharded.
         plan: plan of the graph, once ``lower`` has run.
@@ -83,7 +81,6 @@ class PassContext:
         None
     )
     is_worth_sharing: Callable[[Regions], bool] | None = None
-    problems: PartitionProblems | None = None
     num_shared_layers: int = 0
     kept: Sequence[str] = ()
     plan: Plan | None = None

@@ -39,7 +39,7 @@ from graphshard.ops.nodes import (
     users_through_views,
     value_of,
 )
-from graphshard.passes.build_problem import GraphProblem, PartitionProblems, build_problem
+from graphshard.passes.build_problem import GraphProblem, build_problem
 from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import describe_params, source_of
 from graphshard.passes.normalize import normalize
@@ -64,12 +64,14 @@ def _replace_saved(
     forward.output_node().args = ((*outputs[:num_outputs], *saved),)
 
 
-def read_partition(gm: fx.GraphModule, context: PassContext) -> PartitionProblems:
-    """Normalize both graphs in place, and read them as problems."""
+def read_partition(gm: fx.GraphModule, context: PassContext) -> tuple[GraphProblem, GraphProblem]:
+    """Normalize the forward and the backward graph in place, and read them as problems.
+
+    There, ``Transfer.param`` is a graph input number.
+    """
     assert context.backward is not None
-    return PartitionProblems(
-        _read(gm, GraphKind.FORWARD, context), _read(context.backward, GraphKind.BACKWARD, context)
-    )
+    forward = _read(gm, GraphKind.FORWARD, context)
+    return forward, _read(context.backward, GraphKind.BACKWARD, context)
 
 
 def _read(gm: fx.GraphModule, kind: GraphKind, context: PassContext) -> GraphProblem:
@@ -127,7 +129,7 @@ def note_held_bytes(gm: fx.GraphModule, context: PassContext) -> None:
 def keep_gathered(gm: fx.GraphModule, context: PassContext) -> None:
     """Keep chosen parameters unsharded for backward, which then does not gather them."""
     assert context.choose_kept is not None
-    before, after = context.problems = read_partition(gm, context)
+    before, after = read_partition(gm, context)
     pairs = _regathered_params(gm, context)
     transfers = dict(zip(before.markers, before.problem.transfers, strict=True))
     gathered = {i: transfers[pairs[m]] for i, m in enumerate(after.markers) if m in pairs}
@@ -136,8 +138,6 @@ def keep_gathered(gm: fx.GraphModule, context: PassContext) -> None:
     _keep(gm.graph, kept, context.num_outputs)
     _drop_unused_scales(context.backward_graph)
     context.kept = [node.name for node in kept.values()]
-    if kept:
-        context.problems = None
 
 
 def _keep(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: int) -> None:
@@ -176,7 +176,7 @@ def offload_activations(gm: fx.GraphModule, context: PassContext) -> None:
     """Offload chosen activations to host memory until backward uses them."""
     assert context.choose_offloaded is not None
     pairs = _offloadable(gm, context)
-    before, after = context.problems or read_partition(gm, context)
+    before, after = read_partition(gm, context)
     saved = _describe_saved(pairs, before.step_of, after.step_of)
     chosen = context.choose_offloaded(before.problem, after.problem, saved, context.cost_model)
     placeholders = list(pairs)
