@@ -6,8 +6,8 @@ r"""Pretrain a byte-level GPT, sharded and compiled, on the bytes of any file.
 
 It accumulates microbatches, clips, follows a cosine schedule, evaluates, saves, resumes where it
 stopped (run it again with the same --out, on any number of ranks), and writes ``model.pt``, which a
-plain model loads. A bar shows tokens per second, the MFU if the device's peak is known, and the
-predicted fraction of a step that waits for communication.
+plain model loads. A bar shows tokens per second, the MFU, and the predicted fraction of a step that
+waits for communication.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import graphshard
 
 VOCAB = 256
-PEAK = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
-"""Dense TFLOP/s in bfloat16."""
 
 
 class Block(nn.Module):
@@ -130,28 +127,14 @@ def resume(out: Path, model: nn.Module, optim: torch.optim.Optimizer, cosine: La
     return int(folder.name[4:])
 
 
-def peak_tflops(args: argparse.Namespace) -> float | None:
-    """Return the peak TFLOP/s of this device in ``args.dtype``, or None if unknown."""
-    if args.peak or args.device.type != "cuda" or args.dtype != torch.bfloat16:
-        return args.peak
-    name = torch.cuda.get_device_name()
-    return next((peak for device, peak in PEAK.items() if device in name), None)
-
-
 def show_progress(
-    args: argparse.Namespace,
-    backend: graphshard.Backend,
-    num_params: int,
-    done: int,
-    loss: float,
-    norm: float,
-    seconds: float,
+    args: argparse.Namespace, backend: graphshard.Backend, done: int, loss: float, norm: float
 ) -> None:
     """Print a progress bar in place of the previous one."""
-    tokens = args.batch * args.length * args.microbatches  # of one rank
-    speed = f"{tokens * dist.get_world_size() / seconds:,.0f} tokens/s"
-    if args.peak:
-        speed += f"  MFU {6 * num_params * tokens / seconds / args.peak / 1e10:.0f} %"
+    tokens = args.batch * args.length * args.microbatches * dist.get_world_size()
+    metrics, speed = backend.metrics(steps=1, tokens=tokens), ""
+    if "step_s" in metrics:  # not in the first step, which starts the clock
+        speed = f"{metrics['tokens_per_s']:,.0f} tokens/s  MFU {metrics['mfu']:.0%}"
     bar = f"{'█' * (20 * done // args.steps):░<20} {done}/{args.steps}"
     waits = f"exposed communication {backend.predicted_exposure():.0%} (predicted)"
     print(f"\r{bar}  loss {loss:.4f}  norm {norm:.2f}  {speed}  {waits} ", end="", flush=True)
@@ -177,7 +160,6 @@ def main() -> None:
     args.dtype = getattr(
         torch, args.dtype or ("bfloat16" if args.device.type == "cuda" else "float32")
     )
-    args.peak = peak_tflops(args)
     mesh = init_device_mesh(args.device.type, (dist.get_world_size(),))
     is_first = dist.get_rank() == 0
     training, held_out = read_bytes(args)
@@ -187,7 +169,6 @@ def main() -> None:
         model = GPT(args.width, args.depth, args.heads, args.length)
     policy = MixedPrecisionPolicy(param_dtype=args.dtype, reduce_dtype=torch.float32)
     graphshard.materialize(graphshard.shard(model, mesh, mp_policy=policy))
-    num_params = sum(param.numel() for param in model.parameters())
     backend = graphshard.backend(mesh, mp_policy=policy, compiler=args.compiler, dump=args.dump)
     compiled = torch.compile(model, backend=backend)
     optim = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.1)
@@ -195,7 +176,7 @@ def main() -> None:
     start = resume(args.out, model, optim, cosine)
 
     for step in range(start, args.steps):
-        began, done = time.perf_counter(), step + 1
+        done = step + 1
         loss = train_step(compiled, training, args, step)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
         optim.step()
@@ -204,8 +185,7 @@ def main() -> None:
         dist.all_reduce(loss)
         value = loss.item() / dist.get_world_size()  # waits for the device
         if is_first:
-            seconds = time.perf_counter() - began
-            show_progress(args, backend, num_params, done, value, norm.item(), seconds)
+            show_progress(args, backend, done, value, norm.item())
         if done % args.eval_every == 0 or done == args.steps:
             held_out_loss = evaluate(compiled, held_out, args)
             if is_first:
@@ -238,7 +218,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--eval-batches", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--peak", type=float, help="peak TFLOP/s of the device, for the MFU")
     parser.add_argument(
         "--dtype", help="dtype to compute in; default: bfloat16 on GPUs, otherwise float32"
     )

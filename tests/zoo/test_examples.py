@@ -60,7 +60,7 @@ def _on_two_nodes(example: str, *arguments: object) -> str:
 
 def pretrain_and_resume(folder: Path) -> Kept:
     """Pretrain on two nodes with the example, and resume on one node from the middle."""
-    small = ["--width=32", "--depth=1", "--length=32", "--batch=2", "--save-every=2", "--peak=0.1"]
+    small = ["--width=32", "--depth=1", "--length=32", "--batch=2", "--save-every=2"]
     arguments = [f"--text={ROOT / 'README.md'}", "--steps=4", "--compiler=aot_eager", *small]
     first, again = folder / "first", folder / "again"
     printed = _on_two_nodes("pretrain.py", *arguments, f"--out={first}")
