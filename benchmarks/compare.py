@@ -27,8 +27,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -38,7 +37,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from benchmarks import common
 from benchmarks.common import DDP, GRAPHSHARD, GRAPHSHARD_FP8
 from benchmarks.links import (
-    Wire,
     add_planned_wire,
     between_namespaces,
     parse_wire,
@@ -56,8 +54,7 @@ from benchmarks.variants import (
     sharded,
     sharding,
 )
-from graphshard.cost.devices import HARDWARE
-from graphshard.cost.hardware import Hardware
+from graphshard.cost.devices import load_hardware
 from graphshard.cost.model import CostModel
 from graphshard.planning.plan import Plan
 from graphshard.planning.simulate import simulate
@@ -65,40 +62,6 @@ from tests import ranks, recording
 
 MMAP_ENV = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # see benchmarks.memory
 VOCAB, HEAD_DIM = 256, 64
-
-
-@dataclass(frozen=True)
-class Job:
-    """Settings of a run, equal on all ranks; most are command-line options.
-
-    Attributes:
-        rows: number of sequences in a rank's batch.
-        wire: modelled wire (default: the links of this machine).
-        planned_wire: wire that schedules are planned for (default: ``wire``).
-        mixed: whether to train in bfloat16 and fp8, as in ``benchmarks.variants.sharded``.
-        hardware: ``hardware`` of ``SchedulePolicy``.
-    """
-
-    dim: int
-    layers: int
-    context: int
-    rows: int
-    steps: int
-    warm_up: int
-    wire: Wire | None
-    planned_wire: Wire | None
-    mixed: bool
-    hardware: str = "auto"
-
-    @classmethod
-    def of(cls, args: argparse.Namespace, hardware: str) -> Job:
-        options = [field.name for field in fields(cls) if field.name != "hardware"]
-        return cls(**{name: getattr(args, name) for name in options}, hardware=hardware)
-
-    def model(self) -> GPT:
-        """Return the model on the CPU, with the same parameters on every call."""
-        sizes = {"dim": self.dim, "layers": self.layers, "context": self.context}
-        return GPT.seeded(torch.device("cpu"), **sizes, head_dim=HEAD_DIM, vocab=VOCAB)
 
 
 @dataclass(frozen=True)
@@ -140,18 +103,24 @@ class Sent:
 # --- on a rank -----------------------------------------------------------------------------------
 
 
-def variants(job: Job, device_type: str) -> dict[str, Build]:
-    return {DDP: ddp, **sharded(device_type, mixed=job.mixed, hardware=job.hardware)}
+def _model(args: argparse.Namespace) -> GPT:
+    """Return the model on the CPU, with the same parameters on every call."""
+    sizes = {"dim": args.dim, "layers": args.layers, "context": args.context}
+    return GPT.seeded(torch.device("cpu"), **sizes, head_dim=HEAD_DIM, vocab=VOCAB)
+
+
+def variants(args: argparse.Namespace, device_type: str) -> dict[str, Build]:
+    return {DDP: ddp, **sharded(device_type, mixed=args.mixed, hardware=args.hardware)}
 
 
 class _Training:
     """A copy of the model, trained by one variant."""
 
-    def __init__(self, job: Job, name: str, build: Build, mesh: DeviceMesh) -> None:
+    def __init__(self, args: argparse.Namespace, name: str, build: Build, mesh: DeviceMesh) -> None:
         self._device = torch.device(mesh.device_type)
-        model = job.model().to(self._device)
+        model = _model(args).to(self._device)
         torch.manual_seed(dist.get_rank())
-        self._ids = model.batch(job.rows, self._device)
+        self._ids = model.batch(args.rows, self._device)
         self._model = build(model, mesh)
         self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         add_hooks(name, model, self._optimizer)
@@ -165,33 +134,33 @@ class _Training:
         self._optimizer.zero_grad()
 
 
-def measure(job: Job, device_type: str) -> dict[str, Result]:
+def measure(args: argparse.Namespace, device_type: str) -> dict[str, Result]:
     """Return this rank's measurements of each variant, graphshard last."""
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    builds = variants(job, device_type)
-    backend = sharding(mesh, hardware=job.hardware, mp_policy=mp_policy(job.mixed))
+    builds = variants(args, device_type)
+    backend = sharding(mesh, hardware=args.hardware, mp_policy=mp_policy(args.mixed))
     builds[GRAPHSHARD] = lambda model, _: torch.compile(model, backend=backend)
-    trainings = {name: _Training(job, name, build, mesh) for name, build in builds.items()}
+    trainings = {name: _Training(args, name, build, mesh) for name, build in builds.items()}
     first_s = {name: training.step() for name, training in trainings.items()}
     unwired_s: dict[str, list[float]] = {name: [] for name in trainings}
 
     def steps(name: str) -> float:
         unwired_s[name].append(trainings[name].step())
-        if job.wire is None:
+        if args.wire is None:
             return unwired_s[name][-1]
-        recording.wire(*job.wire)
+        recording.wire(*args.wire)
         try:
             return trainings[name].step()
         finally:
             recording.wire()
 
     runs = {name: functools.partial(steps, name) for name in trainings}
-    steps_s = common.interleave(runs, job.steps, job.warm_up)
+    steps_s = common.interleave(runs, args.steps, args.warm_up)
     cost_model = backend.options.schedule.cost_model(torch.device(device_type))
     return {
         name: Result(
             steps_s=steps_s[name],
-            unwired_s=unwired_s[name][job.warm_up :],
+            unwired_s=unwired_s[name][args.warm_up :],
             first_s=first_s[name],
             predicted_us=_predict(backend.plans, cost_model) if name == GRAPHSHARD else None,
             peak_bytes=_peak(training) if device_type == "cuda" else None,
@@ -214,10 +183,10 @@ def _peak(training: _Training) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure_sent(job: Job, name: str) -> Sent:
+def measure_sent(args: argparse.Namespace, name: str) -> Sent:
     """Return the memory and communication of a step of variant ``name`` on this rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    training = _Training(job, name, variants(job, "cpu")[name], mesh)
+    training = _Training(args, name, variants(args, "cpu")[name], mesh)
     training.step()
     training.step()
     recording.clear()
@@ -231,31 +200,26 @@ def measure_sent(job: Job, name: str) -> Sent:
 
 
 def on_this_machine(
-    job: Job, world: int, with_sent: bool
+    args: argparse.Namespace,
 ) -> tuple[dict[str, Result], dict[str, Sent]]:
-    """Return results of rank 0, and memory and communication of the rank with the highest peak.
-
-    Args:
-        with_sent: whether to measure each variant's memory and communication.
-    """
+    """Return results of rank 0, and memory and communication of the rank with the highest peak."""
     with tempfile.TemporaryDirectory() as cache:
         env = {"TORCHINDUCTOR_CACHE_DIR": cache}
-        run = functools.partial(ranks.run_fresh, world, timeout_s=600.0)
-        backend = recording.BACKEND if job.wire else "gloo"
-        results = run(measure, job, "cpu", env={**ranks.RANK_ENV, **env}, backend=backend)[0]
+        run = functools.partial(ranks.run_fresh, args.ranks, timeout_s=600.0)
+        backend = recording.BACKEND if args.wire else "gloo"
+        results = run(measure, args, "cpu", env={**ranks.RANK_ENV, **env}, backend=backend)[0]
         sent = {}
-        if with_sent and peak_is_known():
+        if args.sent and peak_is_known():
             for name in results:
                 for _ in range(2):  # the second run finds its graphs in the cache
                     alone = {"env": {**env, **MMAP_ENV}, "backend": recording.BACKEND}
-                    each = run(measure_sent, job, name, **alone)
+                    each = run(measure_sent, args, name, **alone)
                 sent[name] = max(each, key=lambda of_rank: of_rank.peak_bytes)
     return results, sent
 
 
 def main() -> None:
     args = _arguments()
-    hardware = str(args.calibrated or "auto")
     if args.planned_wire and not args.wire:
         sys.exit("--planned-wire: needs --wire, the wire that steps are run on")
     if args.link_gbit is not None and "RANK" not in os.environ:
@@ -264,36 +228,35 @@ def main() -> None:
     elif "RANK" in os.environ:
         if args.wire:
             sys.exit("--wire: not supported under torchrun, where ranks have real links; omit it")
-        _under_torchrun(Job.of(args, hardware), args)
+        _under_torchrun(args)
     else:
         with tempfile.TemporaryDirectory() as folder:
             if args.wire:
-                base = Hardware.load(args.calibrated) if args.calibrated else HARDWARE["cpu"]
+                base = load_hardware("cpu" if args.hardware == "auto" else args.hardware)
                 wire = args.planned_wire or args.wire
-                hardware = write_with_wire(base, wire, args.ranks, folder)
-            job = Job.of(args, hardware)
-            results, sent = on_this_machine(job, args.ranks, args.sent)
+                args.hardware = write_with_wire(base, wire, args.ranks, folder)
+            results, sent = on_this_machine(args)
         setting = f"{args.ranks} gloo ranks"
-        if job.wire:
-            setting += f" on a modelled wire of {job.wire}"
-        if job.planned_wire:
-            setting += f", planned for {job.planned_wire}"
-        publish(job, results, sent, setting, args.out)
+        if args.wire:
+            setting += f" on a modelled wire of {args.wire}"
+        if args.planned_wire:
+            setting += f", planned for {args.planned_wire}"
+        publish(args, results, sent, setting)
 
 
-def _under_torchrun(job: Job, args: argparse.Namespace) -> None:
+def _under_torchrun(args: argparse.Namespace) -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    results = measure(job, device_type)
+    results = measure(args, device_type)
     setting = f"{dist.get_world_size()} {dist.get_backend()} ranks"
     if args.link_gbit is not None:
         setting += f", between namespaces, {args.link_gbit:g} Gb/s"
     if dist.get_rank() == 0:
-        publish(job, results, {}, setting, args.out)
+        publish(args, results, {}, setting)
     dist.destroy_process_group()
 
 
@@ -306,9 +269,8 @@ def _arguments() -> argparse.Namespace:
     )
     add_planned_wire(parser)
     links.add_argument("--link-gbit", type=positive, help="Gb/s between two network namespaces")
-    parser.add_argument(
-        "--calibrated", type=Path, help="file of `graphshard calibrate` on this machine"
-    )
+    calibrated = "file of `graphshard calibrate` on this machine"
+    parser.add_argument("--calibrated", dest="hardware", default="auto", help=calibrated)
     parser.add_argument("--mixed", action="store_true", help="in bfloat16 and in fp8")
     parser.add_argument(
         "--brief", dest="sent", action="store_false", help="do not measure memory and communication"
@@ -321,20 +283,20 @@ def _arguments() -> argparse.Namespace:
 
 
 def paragraphs(
-    job: Job, results: dict[str, Result], sent: dict[str, Sent], setting: str
+    args: argparse.Namespace, results: dict[str, Result], sent: dict[str, Sent], setting: str
 ) -> list[str]:
     medians = {name: median(result.steps_s) for name, result in results.items()}
     peers = {name: seconds for name, seconds in medians.items() if GRAPHSHARD not in name}
     best = min(peers, key=peers.__getitem__)
     best_fsdp2 = min(peers.keys() - {DDP}, key=peers.__getitem__)
     rows = [
-        _row(job, name, medians[best], result, sent.get(name)) for name, result in results.items()
+        _row(args, name, medians[best], result, sent.get(name)) for name, result in results.items()
     ]
-    size = parameter_bytes(job.model()) / 4e6
-    dtypes = mixed_dtypes(DDP) if job.mixed else "float32"
+    size = parameter_bytes(_model(args)) / 4e6
+    dtypes = mixed_dtypes(DDP) if args.mixed else "float32"
     note = (
-        f"GPT of {job.layers} layers, d={job.dim}, {size:.1f} M parameters; {job.rows} × "
-        f"{job.context} tokens on each rank, {dtypes}, SGD; {job.steps} steps; {setting}. "
+        f"GPT of {args.layers} layers, d={args.dim}, {size:.1f} M parameters; {args.rows} × "
+        f"{args.context} tokens on each rank, {dtypes}, SGD; {args.steps} steps; {setting}. "
         "Ratio: of medians, to the best other variant. Exposed: time that the modelled wire adds "
         "to a step. First step: includes compiling. Peak: resident memory of a rank that trains "
         "only this variant or, on a GPU, the memory that a step adds."
@@ -353,7 +315,9 @@ def paragraphs(
     return [*parts, f"step: {'; '.join(ratios)}"]
 
 
-def _row(job: Job, name: str, best_s: float, result: Result, sent: Sent | None) -> dict[str, str]:
+def _row(
+    args: argparse.Namespace, name: str, best_s: float, result: Result, sent: Sent | None
+) -> dict[str, str]:
     """Return the table row of one variant.
 
     Args:
@@ -363,10 +327,10 @@ def _row(job: Job, name: str, best_s: float, result: Result, sent: Sent | None) 
     low, _, high = statistics.quantiles(result.steps_s, n=4)
     peak = sent.peak_bytes if sent else result.peak_bytes
     pairs = zip(result.steps_s, result.unwired_s)
-    exposed_s = None if job.wire is None else median([wired - without for wired, without in pairs])
+    exposed_s = None if args.wire is None else median([wired - without for wired, without in pairs])
     return {
         "training step": name,
-        "tokens/s": f"{job.rows * job.context / half:,.0f}",
+        "tokens/s": f"{args.rows * args.context / half:,.0f}",
         "median ms": f"{half * 1e3:.1f}",
         "quartiles": f"{low * 1e3:.1f}-{high * 1e3:.1f}",
         "ratio": f"{half / best_s:.2f}",
@@ -384,16 +348,17 @@ def _or_dash(value: float | None, digits: int = 1) -> str:
 
 
 def publish(
-    job: Job, results: dict[str, Result], sent: dict[str, Sent], setting: str, out: Path
+    args: argparse.Namespace, results: dict[str, Result], sent: dict[str, Sent], setting: str
 ) -> None:
-    """Print the report, and write it to ``out`` with a chart next to it."""
+    """Print the report, and write it to ``args.out`` with a chart next to it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parts = [common.heading("benchmarks.compare", device), *paragraphs(job, results, sent, setting)]
-    out.parent.mkdir(parents=True, exist_ok=True)
+    head = common.heading("benchmarks.compare", device)
+    parts = [head, *paragraphs(args, results, sent, setting)]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     steps_s = {name: result.steps_s for name, result in results.items()}
-    parts.insert(2, common.chart(steps_s, out.with_suffix(".svg")))
+    parts.insert(2, common.chart(steps_s, args.out.with_suffix(".svg")))
     common.show(*parts)
-    common.write_report(out, parts)
+    common.write_report(args.out, parts)
 
 
 if __name__ == "__main__":
