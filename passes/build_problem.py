@@ -65,7 +65,7 @@ def build_problem(
 ) -> GraphProblem:
     """Read a normalized graph as a problem, given the parameter number of each marker."""
     transfers = describe_transfers(graph, param_of)
-    values = GraphValues(graph)
+    values = GraphValues(graph, cost_model.device_type)
     compute_us = cost_model.compute_us(graph, values)
     nodes = _compute_nodes(graph)
     position = {node: i for i, node in enumerate(nodes)}

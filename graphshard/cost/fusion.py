@@ -120,13 +120,17 @@ ReadBytes = dict[fx.Node, dict[fx.Node, float]]
 class GraphValues:
     """The kinds, sizes and origins of the values in a graph.
 
+    Args:
+        device_type: device type that kernels are compiled for (default: that of each value).
+
     Attributes:
         kinds: kind of each node, in graph order.
         num_bytes: size of each node's value, which may be several tensors, in bytes.
         roots: for each node, the node that computed its value, looking through views and tuples.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, device_type: str | None = None) -> None:
+        self.device_type = device_type
         self.kinds: dict[fx.Node, NodeKind] = {}
         self.num_bytes: dict[fx.Node, float] = {}
         self.roots: dict[fx.Node, fx.Node] = {}
@@ -136,6 +140,10 @@ class GraphValues:
             inputs = node.all_input_nodes
             is_view = kind == NodeKind.VIEW and bool(inputs)
             self.roots[node] = self.roots[inputs[0]] if is_view else node
+
+    @functools.cached_property
+    def expressions(self) -> dict[fx.Node, _Expression]:
+        return _expressions(self)  # of the pointwise values
 
     @functools.cached_property
     def fused_kernels(self) -> list[FusedKernel]:
@@ -175,7 +183,7 @@ class GraphValues:
     @functools.cached_property
     def read_in_part(self) -> frozenset[fx.Node]:
         """Views of parts of large pointwise values."""
-        large = {n for n, expression in _expressions(self, None).items() if expression.is_large}
+        large = {n for n, expression in self.expressions.items() if expression.is_large}
         return frozenset(
             view
             for view, root in self.roots.items()
@@ -362,37 +370,26 @@ class UnmaterializedValues(NamedTuple):
     inlined: frozenset[fx.Node] = frozenset()
 
 
-def unmaterialized_values(
-    values: GraphValues, device_type: str | None = None
-) -> UnmaterializedValues:
-    """Return the nodes whose values are never written to memory.
-
-    Args:
-        device_type: device type that kernels are compiled for (default: that of each value).
-    """
+def unmaterialized_values(values: GraphValues) -> UnmaterializedValues:
+    """Return the nodes whose values are never written to memory."""
     inside = frozenset(
         node
         for kernel in values.fused_kernels
         for node in kernel.nodes
         if all(user in kernel.nodes for user in values.users(node))
     )
-    inlined = _inlined(values, device_type)
+    cut = {values.roots[view] for view in values.read_in_part}
+    inlined = frozenset(n for n, e in values.expressions.items() if e.is_inlined and n not in cut)
     return UnmaterializedValues(inside - inlined, inlined)
 
 
-def _inlined(values: GraphValues, device_type: str | None) -> frozenset[fx.Node]:
-    cut = {values.roots[view] for view in values.read_in_part}
-    expressions = _expressions(values, device_type)
-    return frozenset(n for n, e in expressions.items() if e.is_inlined and n not in cut)
-
-
-def _expressions(values: GraphValues, device_type: str | None) -> dict[fx.Node, _Expression]:
+def _expressions(values: GraphValues) -> dict[fx.Node, _Expression]:
     expressions: dict[fx.Node, _Expression] = {}
     for node, kind in values.kinds.items():
         if kind != NodeKind.POINTWISE:
             continue
         users = list(values.users(node))
-        expression = _expression(node, values, expressions, device_type)
+        expression = _expression(node, values, expressions)
         read_by_fused = all(values.kinds[user] in FUSED for user in users)
         is_inlined = read_by_fused and not (len(users) > 1 and expression.is_expensive)
         expressions[node] = dataclasses.replace(expression, is_inlined=is_inlined)
@@ -400,16 +397,15 @@ def _expressions(values: GraphValues, device_type: str | None) -> dict[fx.Node, 
 
 
 def _expression(
-    node: fx.Node,
-    values: GraphValues,
-    expressions: dict[fx.Node, _Expression],
-    device_type: str | None,
+    node: fx.Node, values: GraphValues, expressions: dict[fx.Node, _Expression]
 ) -> _Expression:
     roots = {values.roots[source] for source in node.all_input_nodes}
     inlined = {r for r in roots if r in expressions and expressions[r].is_repeated}
     parts = [expressions[root] for root in inlined]
     value = node.meta.get("val")
-    is_on_cpu = isinstance(value, torch.Tensor) and (device_type or value.device.type) == "cpu"
+    is_on_cpu = (
+        isinstance(value, torch.Tensor) and (values.device_type or value.device.type) == "cpu"
+    )
     is_heavy = is_on_cpu and aten_name(node.target) in _HEAVY_ON_CPU
     constants = (arg for arg in node.args if isinstance(arg, (int, float)))
     return _Expression(

@@ -63,7 +63,6 @@ class CostModel:
             UnmaterializedValues(),
             unmaterialized_values,
             values,
-            self.device_type,
             what="the unmaterialized values of a graph",
         )
 
@@ -81,7 +80,7 @@ class CostModel:
         """
         # Symbolic sizes have their value from tracing; data-dependent sizes have the fallback value
         # of ``size_hint``.
-        values = values or GraphValues(graph)
+        values = values or GraphValues(graph, self.device_type)
         times = dict.fromkeys(graph.nodes, 0.0)
         for node, kind in values.kinds.items():
             if kind == NodeKind.KERNEL:
