@@ -263,7 +263,7 @@ def _hardware(wire: Wire, mesh: DeviceMesh, folder: Path) -> str:
     """Write a file that describes this device and these links to the planner; return its path."""
     base = HARDWARE["cpu"]
     if mesh.device_type == "cuda":
-        base = find_hardware_or_default(torch.cuda.get_device_name()).hardware
+        base = find_hardware_or_default(torch.cuda.get_device_name())
     return write_with_wire(base, wire, mesh.size(), str(folder))
 
 

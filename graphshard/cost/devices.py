@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..kinds import TransferKind
 from .hardware import ALL_TO_ALL, COLLECTIVE_KINDS, HOST_MEMORY, Hardware, Interconnect, Rate
@@ -167,20 +168,14 @@ def load_hardware(name: str) -> Hardware:
     return Hardware.load(Path(name)) if Path(name).is_file() else find_hardware(name)
 
 
-class DeviceMatch(NamedTuple):
-    """The hardware to use for a device, and a warning if the table has no entry for the device."""
-
-    hardware: Hardware
-    warning: str | None
-
-
-def find_hardware_or_default(name: str) -> DeviceMatch:
-    """Return the table's entry for a device, or that of ``DEFAULT`` and a warning to show."""
+def find_hardware_or_default(name: str) -> Hardware:
+    """Return the table's entry for a device or, with a warning, that of ``DEFAULT``."""
     try:
-        return DeviceMatch(find_hardware(name), warning=None)
+        return find_hardware(name)
     except ValueError:
-        warning = (
-            f"hardware {name!r} is not in the device table: rates that are not measured are those "
-            f"of {DEFAULT}"
+        warnings.warn(
+            f"graphshard: hardware {name!r} is not in the device table: rates that are not "
+            f"measured are those of {DEFAULT}",
+            stacklevel=2,
         )
-        return DeviceMatch(HARDWARE[DEFAULT], warning)
+        return HARDWARE[DEFAULT]

@@ -22,7 +22,7 @@ from ..kinds import TransferKind
 from ..ops import collectives
 from ..ops.groups import uses_all_to_all
 from ..ops.nodes import run
-from .devices import DeviceMatch, find_hardware_or_default
+from .devices import find_hardware_or_default
 from .hardware import ALL_TO_ALL, CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 
 _KiB, _MiB = 1 << 10, 1 << 20
@@ -133,14 +133,14 @@ class Effort:
         )
 
 
-def measure(device: torch.device, effort: Effort) -> DeviceMatch:
+def measure(device: torch.device, effort: Effort) -> Hardware:
     """Measure ``device`` and, if there is a process group of several ranks, its interconnects.
 
-    Every rank of the default group must call this. Each rank returns its device's table entry, or
-    the default entry with a warning, with measured values where possible.
+    Every rank of the default group must call this. Rates that cannot be measured are those of the
+    device's table entry or, with a warning, of the default entry.
     """
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    table_entry, warning = find_hardware_or_default(name)
+    table_entry = find_hardware_or_default(name)
     timer = Timer(device, effort.num_samples)
     launch_us = _launch_us(timer)
     flops = {
@@ -161,7 +161,7 @@ def measure(device: torch.device, effort: Effort) -> DeviceMatch:
     )
     if dist.is_initialized() and dist.get_world_size() > 1:
         hardware = _with_interconnects(hardware, effort.collective_bytes, timer)
-    return DeviceMatch(hardware, warning)
+    return hardware
 
 
 # --- one device ----------------------------------------------------------------------------------

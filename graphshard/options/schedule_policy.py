@@ -138,7 +138,7 @@ class SchedulePolicy:
         if self.hardware != "auto":
             hardware = load_hardware(self.hardware)
         elif device.type == "cuda":
-            hardware, _ = find_hardware_or_default(torch.cuda.get_device_name(device))
+            hardware = find_hardware_or_default(torch.cuda.get_device_name(device))
         else:
             hardware = find_hardware("cpu")
         tf32 = torch.get_float32_matmul_precision() != "highest"

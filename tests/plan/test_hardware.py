@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_invalid_rates_are_refused(peak: float, achieved: Any, says: str) -> Non
 )
 def test_device_names_find_their_entry(device: str, entry: str) -> None:
     assert find_hardware(device).name == entry
-    assert find_hardware_or_default(device) == (HARDWARE[entry], None)
+    assert find_hardware_or_default(device) is HARDWARE[entry]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +111,8 @@ def test_unknown_devices_are_refused_or_use_the_default(device: str) -> None:
     with pytest.raises(ValueError, match=r"H100.*calibrate") as refused:
         find_hardware(device)
     assert repr(device) in str(refused.value)
-    hardware, warning = find_hardware_or_default(device)
-    assert hardware is HARDWARE[DEFAULT]
-    assert warning is not None and repr(device) in warning and DEFAULT in warning
+    with pytest.warns(UserWarning, match=rf"{re.escape(repr(device))} .* those of {DEFAULT}"):
+        assert find_hardware_or_default(device) is HARDWARE[DEFAULT]
 
 
 @pytest.mark.parametrize("name", [name for name in HARDWARE if name != "cpu"])
