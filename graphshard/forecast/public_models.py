@@ -7,103 +7,53 @@ Hugging Face Hub.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
-# ``model_type`` of a transformers configuration, and arguments of the configuration class.
-PublicModel = tuple[str, Mapping[str, object]]
+# No dropout: with it, attention is not a flash kernel on the CPU, where graphs are traced.
+_GPT2 = "n_positions=1024,attn_pdrop=0.0,embd_pdrop=0.0,resid_pdrop=0.0"
 
-
-def _decoder(
-    family: str,
-    hidden: int,
-    feed_forward: int,
-    layers: int,
-    heads: tuple[int, int],
-    vocab: int,
-    **more: object,
-) -> PublicModel:
-    # ``heads``: numbers of query heads and of key-value heads.
-    sizes = {
-        "hidden_size": hidden,
-        "intermediate_size": feed_forward,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "vocab_size": vocab,
-        **more,
-    }
-    return family, sizes
-
-
-def _gpt2(hidden: int, layers: int, heads: int) -> PublicModel:
-    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 1024}
-    # No dropout: with it, attention is not a flash kernel on the CPU, where graphs are traced.
-    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    return "gpt2", {**sizes, **dropout}
-
-
-def _vit(hidden: int, feed_forward: int, layers: int, heads: int, patch: int) -> PublicModel:
-    sizes = {
-        "hidden_size": hidden,
-        "intermediate_size": feed_forward,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "patch_size": patch,
-        "image_size": 224,
-        "num_labels": 1000,
-    }
-    return "vit", sizes
-
-
-PUBLIC_MODELS: dict[str, PublicModel] = {  # keyed by lower-case name
+# Configurations as FAMILY:key=value,.. (FAMILY: ``model_type`` of transformers), by lower-case name.
+PUBLIC_MODELS = {
     # arXiv 2407.21783, table 3.
-    "llama3-8b": _decoder("llama", 4096, 14336, 32, (32, 8), 128256),
-    "llama3-70b": _decoder("llama", 8192, 28672, 80, (64, 8), 128256),
-    "llama3-405b": _decoder("llama", 16384, 53248, 126, (128, 8), 128256),
+    "llama3-8b": "llama:hidden_size=4096,intermediate_size=14336,num_hidden_layers=32,"
+    "num_attention_heads=32,num_key_value_heads=8,vocab_size=128256",
+    "llama3-70b": "llama:hidden_size=8192,intermediate_size=28672,num_hidden_layers=80,"
+    "num_attention_heads=64,num_key_value_heads=8,vocab_size=128256",
+    "llama3-405b": "llama:hidden_size=16384,intermediate_size=53248,num_hidden_layers=126,"
+    "num_attention_heads=128,num_key_value_heads=8,vocab_size=128256",
     # arXiv 2412.15115, table 1.
-    "qwen2.5-7b": _decoder("qwen2", 3584, 18944, 28, (28, 4), 152064),
-    "qwen2.5-72b": _decoder("qwen2", 8192, 29568, 80, (64, 8), 152064),
+    "qwen2.5-7b": "qwen2:hidden_size=3584,intermediate_size=18944,num_hidden_layers=28,"
+    "num_attention_heads=28,num_key_value_heads=4,vocab_size=152064",
+    "qwen2.5-72b": "qwen2:hidden_size=8192,intermediate_size=29568,num_hidden_layers=80,"
+    "num_attention_heads=64,num_key_value_heads=8,vocab_size=152064",
     # arXiv 2505.09388, table 1.
-    "qwen3-0.6b": _decoder(
-        "qwen3", 1024, 3072, 28, (16, 8), 151936, head_dim=128, tie_word_embeddings=True
-    ),
-    "qwen3-8b": _decoder("qwen3", 4096, 12288, 36, (32, 8), 151936, head_dim=128),
-    "qwen3-32b": _decoder("qwen3", 5120, 25600, 64, (64, 8), 151936, head_dim=128),
+    "qwen3-0.6b": "qwen3:hidden_size=1024,intermediate_size=3072,num_hidden_layers=28,"
+    "num_attention_heads=16,num_key_value_heads=8,vocab_size=151936,head_dim=128,"
+    "tie_word_embeddings=True",
+    "qwen3-8b": "qwen3:hidden_size=4096,intermediate_size=12288,num_hidden_layers=36,"
+    "num_attention_heads=32,num_key_value_heads=8,vocab_size=151936,head_dim=128",
+    "qwen3-32b": "qwen3:hidden_size=5120,intermediate_size=25600,num_hidden_layers=64,"
+    "num_attention_heads=64,num_key_value_heads=8,vocab_size=151936,head_dim=128",
     # arXiv 2505.09388, table 2; width of an expert from the config of Qwen/Qwen3-30B-A3B.
-    "qwen3-30b-a3b": _decoder(
-        "qwen3_moe",
-        2048,
-        6144,
-        48,
-        (32, 4),
-        151936,
-        head_dim=128,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-    ),
+    "qwen3-30b-a3b": "qwen3_moe:hidden_size=2048,intermediate_size=6144,num_hidden_layers=48,"
+    "num_attention_heads=32,num_key_value_heads=4,vocab_size=151936,head_dim=128,"
+    "moe_intermediate_size=768,num_experts=128,num_experts_per_tok=8,norm_topk_prob=True",
     # arXiv 2401.04088, table 1.
-    "mixtral-8x7b": _decoder(
-        "mixtral",
-        4096,
-        14336,
-        32,
-        (32, 8),
-        32000,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-    ),
+    "mixtral-8x7b": "mixtral:hidden_size=4096,intermediate_size=14336,num_hidden_layers=32,"
+    "num_attention_heads=32,num_key_value_heads=8,vocab_size=32000,num_local_experts=8,"
+    "num_experts_per_tok=2",
     # Radford et al. 2019, "Language models are unsupervised multitask learners", table 2.
-    "gpt2": _gpt2(768, 12, 12),
-    "gpt2-medium": _gpt2(1024, 24, 16),
-    "gpt2-large": _gpt2(1280, 36, 20),
-    "gpt2-xl": _gpt2(1600, 48, 25),
+    "gpt2": f"gpt2:n_embd=768,n_layer=12,n_head=12,{_GPT2}",
+    "gpt2-medium": f"gpt2:n_embd=1024,n_layer=24,n_head=16,{_GPT2}",
+    "gpt2-large": f"gpt2:n_embd=1280,n_layer=36,n_head=20,{_GPT2}",
+    "gpt2-xl": f"gpt2:n_embd=1600,n_layer=48,n_head=25,{_GPT2}",
     # arXiv 2010.11929, table 1.
-    "vit-b16": _vit(768, 3072, 12, 12, 16),
-    "vit-l16": _vit(1024, 4096, 24, 16, 16),
-    "vit-h14": _vit(1280, 5120, 32, 16, 14),
+    "vit-b16": "vit:hidden_size=768,intermediate_size=3072,num_hidden_layers=12,"
+    "num_attention_heads=12,patch_size=16,image_size=224,num_labels=1000",
+    "vit-l16": "vit:hidden_size=1024,intermediate_size=4096,num_hidden_layers=24,"
+    "num_attention_heads=16,patch_size=16,image_size=224,num_labels=1000",
+    "vit-h14": "vit:hidden_size=1280,intermediate_size=5120,num_hidden_layers=32,"
+    "num_attention_heads=16,patch_size=14,image_size=224,num_labels=1000",
 }
 
 

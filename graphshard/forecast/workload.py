@@ -239,16 +239,13 @@ def find_config(model: str) -> Any:
     """Build the configuration that ``model`` names; raise a ValueError if that fails."""
     families = _families()
     try:
-        if model.lower() in PUBLIC_MODELS:
-            family, sizes = PUBLIC_MODELS[model.lower()]
-            return families[family](**sizes)
-        if (folder := config_folder(model)) is not None:
+        if model.lower() not in PUBLIC_MODELS and (folder := config_folder(model)) is not None:
             from transformers import AutoConfig
 
             return AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        family, _, text = model.partition(":")
+        family, _, text = PUBLIC_MODELS.get(model.lower(), model).partition(":")
         return families[family](**_parse_sizes(text))
     except Exception as error:  # configuration classes may raise any error
         reason = " ".join(str(error).split())
