@@ -12,7 +12,7 @@ from pathlib import Path
 # No dropout: with it, attention is not a flash kernel on the CPU, where graphs are traced.
 _GPT2 = "n_positions=1024,attn_pdrop=0.0,embd_pdrop=0.0,resid_pdrop=0.0"
 
-# Configurations as FAMILY:key=value,.. (FAMILY: ``model_type`` of transformers), by lower-case name.
+# FAMILY:key=value,.., where FAMILY is a ``model_type`` of transformers, keyed by lower-case name.
 PUBLIC_MODELS = {
     # arXiv 2407.21783, table 3.
     "llama3-8b": "llama:hidden_size=4096,intermediate_size=14336,num_hidden_layers=32,"
