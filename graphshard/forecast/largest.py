@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -267,4 +268,7 @@ class _Grower:
     def _plan(self, step: TracedStep, strategy: str) -> PlannedStep | None:
         recipe = dataclasses.replace(self.recipe, strategy=strategy)
         adapted = for_strategy(step, recipe, self.cluster.num_gpus)
-        return None if adapted is None else plan_step(adapted, recipe, self.cluster, refine=False)
+        if adapted is not None:
+            with contextlib.suppress(ValueError):  # exceeds the budget
+                return plan_step(adapted, recipe, self.cluster, refine=False)
+        return None

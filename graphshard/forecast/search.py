@@ -55,7 +55,7 @@ class PlannedRecipe:
         microbatch: number of samples in a microbatch of a rank, or of ``recipe.tp`` ranks.
         step_us: time of a whole step.
         memory_bytes: peak memory of a rank, including the margin.
-        fits: whether the step fits on a device.
+        fits: whether the step fits on a device, and into the budget.
         traced: traced step that a forecast of this candidate can reuse, if any.
     """
 
@@ -100,7 +100,8 @@ class SearchResult:
         """Fastest candidate that fits; raises ValueError if no candidate fits."""
         if not self.candidates or not self.candidates[0].fits:
             raise ValueError(
-                "no recipe fits into the memory of a GPU: use more or larger GPUs, or fewer tokens"
+                "no recipe fits into the memory of a GPU, or into --budget if set: use more or "
+                "larger GPUs, fewer tokens, or a larger budget"
             )
         return self.candidates[0]
 
@@ -166,9 +167,6 @@ def search(
         dtypes: precisions to try (default: bf16, and fp8 if the device has it and ``recipe.tp`` is
             1).
 
-    Raises:
-        BackendError: a recipe has no schedule that stays within ``recipe.budget_gb``.
-        ValueError: memory outside of the graphs of a recipe exceeds ``recipe.budget_gb``.
     """
     searching = _Search(make_workload, size, recipe, cluster, progress, dtypes)
     bases, sizes = list(searching.bases()), microbatches(size)
@@ -366,7 +364,7 @@ class _Search:
 
         def memory_at(number: int) -> int:
             candidate = planned(number) if number <= len(tried) else None
-            return limit + 1 if candidate is None else candidate.memory_bytes
+            return limit + 1 if candidate is None or not candidate.fits else candidate.memory_bytes
 
         limit = int((1 - RESERVED) * self.cluster.memory_bytes)
         best = largest_that_fits(memory_at, limit, 1)
@@ -395,11 +393,14 @@ class _Search:
         return dataclasses.replace(candidate, traced=None if recipe.kind == "zero2" else step)
 
     def _plan(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> PlannedRecipe:
-        planned = plan_step(traced, recipe, self.cluster, refine=False)
-        memory = planned.memory
-        return PlannedRecipe(
-            recipe, microbatch, planned.time.step_us, memory.total, memory.fits, traced
-        )
+        plan = functools.partial(plan_step, traced, cluster=self.cluster, refine=False)
+        try:
+            planned, within_budget = plan(recipe), True
+        except ValueError:  # exceeds the budget: find out what the recipe needs
+            planned, within_budget = plan(dataclasses.replace(recipe, budget_gb=None)), False
+        time, memory = planned.time, planned.memory
+        fits = within_budget and memory.fits
+        return PlannedRecipe(recipe, microbatch, time.step_us, memory.total, fits, traced)
 
 
 _NO_FP8 = "fp8 with tensor parallelism: split parameters cannot use fp8"
