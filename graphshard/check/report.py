@@ -20,6 +20,7 @@ from .._torch.no_gpu.stand_ins import (
 )
 from ..dynamo_backend import backend
 from ..expert_parallel import parallelize_balanced
+from ..fake_mesh import Ranks
 from ..options.schedule_policy import SchedulePolicy
 from ..scripts import Inputs, load_function, load_named_function, unpack
 from ..tensor_parallel import Parallelize, parallelize
@@ -34,7 +35,7 @@ from .analysis import (
 from .gpus import GPUS, compile_kernels
 from .races import find_races
 from .recorder import Recorder
-from .step import Recording, SimulatedRank, record_steps
+from .step import Recording, record_steps
 
 GB = 1e9
 _READS = {
@@ -75,10 +76,8 @@ class Target:
     tp_plan: str | None = None
     ep: int = 1
 
-    def mesh(self) -> SimulatedRank:
-        shards = self.world // self.replicas // self.tp
-        shape = (shards,) if self.replicas == 1 else (self.replicas, shards)
-        return SimulatedRank(shape, self.rank, self.tp, self.ep)
+    def ranks(self) -> Ranks:
+        return Ranks(self.replicas, self.world // self.replicas // self.tp, self.tp, self.ep)
 
     def parallelize(self) -> Parallelize:
         if self.ep > 1:
@@ -119,7 +118,12 @@ def check(recorder: Recorder, target: Target) -> Report:
 
     try:
         recording = record_steps(
-            recorder, make_model, target.mesh(), options, parallelize=target.parallelize()
+            recorder,
+            make_model,
+            target.ranks(),
+            options,
+            rank=target.rank,
+            parallelize=target.parallelize(),
         )
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise RuntimeError(f"{_READS[type(error)].format(error)}: {_NO_VALUES}") from error

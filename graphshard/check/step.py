@@ -7,21 +7,18 @@ first step compiles, the last one is recorded.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from .._torch.distributed import fake_ranks
 from .._torch.tensors import new_fake_mode, tree_leaves
 from ..dynamo_backend import backend, shard
-from ..expert_parallel import AXES, data_mesh, overrides
+from ..fake_mesh import Ranks, fake_mesh, sharding_options
 from ..planning.plan import Plan
 from ..scripts import Inputs, call_model, loss_of
 from ..tensor_parallel import Parallelize
@@ -43,25 +40,6 @@ Step = Callable[[nn.Module, Callable[..., object], Inputs], None]
 def forward_backward(model: nn.Module, compiled: Callable[..., object], inputs: Inputs) -> None:
     """Compute the gradients of one batch."""
     loss_of(call_model(compiled, inputs)).backward()
-
-
-@dataclass(frozen=True)
-class SimulatedRank:
-    """The rank of a mesh whose step is recorded."""
-
-    mesh: tuple[int, ...]  # sizes of the axes: (shards,) or (replicas, shards)
-    rank: int = 0
-    tp: int = 1  # size of the mesh axis "tp"
-    ep: int = 1  # size of the mesh axis "ep"; divides the size of the only axis of ``mesh``
-
-    @property
-    def world_size(self) -> int:
-        return math.prod(self.mesh) * self.tp
-
-    @property
-    def split_axis(self) -> str:
-        """Name of the mesh axis over which the model is split before sharding, or ""."""
-        return "tp" if self.tp > 1 else "ep" if self.ep > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -90,9 +68,10 @@ class Recording:
 def record_steps(
     recorder: Recorder,
     make_model: MakeModel,
-    cluster: SimulatedRank,
+    ranks: Ranks,
     options: Mapping[str, Any],
     *,
+    rank: int = 0,
     step: Step = forward_backward,
     dynamic: bool | None = None,
     parallelize: Parallelize | None = None,
@@ -102,29 +81,29 @@ def record_steps(
     Args:
         make_model: returns the model and inputs; called with the GPU as the default device.
         options: arguments of ``graphshard.backend``, read after ``make_model``, which may add some.
+        rank: rank whose step is recorded.
         dynamic: argument of ``torch.compile``.
         parallelize: function that splits the model over the mesh axis "tp" or "ep", if its size
             is greater than 1.
     """
     recorder.clear()
-    with simulated_mesh(cluster) as whole_mesh:
+    with fake_mesh(ranks, "cuda", rank) as mesh:
         fake = new_fake_mode()
         with fake, torch.device("cuda:0"):
             model, inputs = make_model()
-            if parallelize is not None and cluster.split_axis:
-                parallelize(model, whole_mesh[cluster.split_axis])
+            if parallelize is not None and ranks.split_axis:
+                parallelize(model, mesh[ranks.split_axis])
         # No other rank exists to broadcast initial values.
-        options = {**options, "sync_module_states": False}
-        if cluster.ep > 1:
-            mesh = data_mesh(whole_mesh)
-            options["overrides"] = overrides(model, whole_mesh)
-        else:
-            mesh = whole_mesh[_data_axes(cluster)]
-        ours = backend(mesh, **options)
+        options = {
+            **options,
+            **sharding_options(model, mesh, ranks),
+            "sync_module_states": False,
+        }
+        ours = backend(**options)
         with fake:
             ours.forward_check.trace_plain(model, lambda: call_model(model, inputs))
         # ``shard`` runs outside of the fake mode: ranks exchange parameter names in real tensors.
-        shard(model, mesh, **options)
+        shard(model, **options)
         compiled = torch.compile(model, backend=ours, dynamic=dynamic)
         train(recorder, fake, model, compiled, inputs, step)
         return dataclasses.replace(
@@ -132,22 +111,6 @@ def record_steps(
             summary=ours.summary(),
             trained_bytes=_trained_bytes(model),
         )
-
-
-@contextmanager
-def simulated_mesh(cluster: SimulatedRank) -> Iterator[DeviceMesh]:
-    """Yield the mesh of a fake process group."""
-    names, shape = _data_axes(cluster), cluster.mesh
-    if cluster.tp > 1:
-        names, shape = (*names, "tp"), (*shape, cluster.tp)
-    if cluster.ep > 1:
-        names, shape = AXES, (cluster.world_size // cluster.ep, cluster.ep)
-    with fake_ranks(cluster.world_size, cluster.rank):
-        yield init_device_mesh("cuda", shape, mesh_dim_names=names)
-
-
-def _data_axes(cluster: SimulatedRank) -> tuple[str, ...]:
-    return ("replicate", "shard")[-len(cluster.mesh) :]
 
 
 def train(

@@ -18,12 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..fake_mesh import Ranks
 from ..kinds import TransferKind
 from ..planning.plan import PlanParam, Problem, Transfer
 from .cluster import Cluster
 from .deepen import Layers, NotPeriodicError, deepen
 from .recipe import Recipe
-from .trace import Ranks, StepGraph, TracedStep, trace
+from .trace import StepGraph, TracedStep, trace
 from .workload import Workload, num_recomputed, recompute_layers
 
 Progress = Callable[[str], None]  # called with a description of the work that starts

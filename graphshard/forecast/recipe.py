@@ -10,10 +10,10 @@ from typing import Any, get_args
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from ..fake_mesh import Ranks
 from ..options.float8_policy import Float8Policy
 from ..options.schedule_policy import SchedulePolicy
 from ..planning.memory_budget import Reduce
-from .trace import Ranks
 
 STRATEGIES = "zero3, zero2, hsdp:N (shards over N ranks), hpz:N (backward gathers from N) or ddp"
 DTYPES = ("float32", "bf16", "fp8")

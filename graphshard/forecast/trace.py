@@ -12,27 +12,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from .. import expert_parallel
-from .._torch.distributed import fake_ranks
 from .._torch.dynamo import mark_dynamic
 from .._torch.tensors import new_fake_mode, size_expr, size_hint, tree_leaves, tree_map
 from ..cost.hardware import Hardware, Rate
 from ..cost.model import CostModel
 from ..dynamo_backend import Backend, backend, shard
+from ..fake_mesh import Ranks, fake_mesh, sharding_options
 from ..kinds import GraphKind
 from ..params.memory_report import memory_report
 from ..passes.build_problem import saved_bytes, shard_bytes
@@ -116,29 +114,6 @@ class TracedStep:
     notes: tuple[str, ...] = ()
 
 
-class Ranks(NamedTuple):
-    """Shape of a mesh: ``replicas`` x ``shards`` groups of ``tp`` ranks each.
-
-    Attributes:
-        shards: number of shards of a replica's parameters.
-        tp: number of ranks over which tensor parallelism splits the model.
-        ep: number of ranks over which experts are split; it divides ``shards``.
-    """
-
-    replicas: int
-    shards: int
-    tp: int = 1
-    ep: int = 1
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Sizes of the mesh's axes, keyed by name."""
-        if self.ep > 1:
-            return dict(zip(expert_parallel.AXES, (self.shards // self.ep, self.ep)))
-        sizes = zip(("replicate", "shard", "tp"), self)
-        return {name: size for name, size in sizes if size > 1 or name == "shard"}
-
-
 def trace(
     make: MakeModel,
     ranks: Ranks,
@@ -172,28 +147,25 @@ def trace(
     symbols = symbols or {}
     reader = _GraphReader(hardware, symbols)
     fake = new_fake_mode()
-    with _fake_mesh(ranks) as whole_mesh, warnings.catch_warnings(), _fresh_dynamo():
+    with fake_mesh(ranks, "cpu") as mesh, warnings.catch_warnings(), _fresh_dynamo():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
             real = make()
         with fake:
             model, inputs = _without_values(*real)
             prepare(model)
-            if ranks.tp > 1:
-                _split(model, "tp", whole_mesh["tp"], parallelize)
-            if ranks.ep > 1:
-                _split(model, "ep", whole_mesh["ep"], parallelize)
+            if axis := ranks.split_axis:
+                _split(model, axis, mesh[axis], parallelize)
         # No other rank exists to broadcast values. ``shard`` runs outside of the fake mode because
         # it exchanges names between ranks, which needs real tensors.
-        options = {**options, "sync_module_states": False}
-        if ranks.ep > 1:
-            mesh = expert_parallel.data_mesh(whole_mesh)
-            options["overrides"] = expert_parallel.overrides(model, whole_mesh)
-        else:
-            mesh = whole_mesh[tuple(name for name in ranks.axes if name != "tp")]
-        shard(model, mesh, **options)
+        options = {
+            **options,
+            **sharding_options(model, mesh, ranks),
+            "sync_module_states": False,
+        }
+        shard(model, **options)
         with fake:
-            tracing = _TracingBackend(options, mesh, reader)
+            tracing = _TracingBackend(options, reader)
             _mark_dynamic(inputs, symbols)
             dynamic = None if symbols else False
             _run(torch.compile(model, backend=tracing, dynamic=dynamic), inputs)
@@ -286,8 +258,8 @@ class _TracingBackend(Backend):
 
     reports_progress = False  # forecasts show their own
 
-    def __init__(self, options: Mapping[str, Any], mesh: DeviceMesh, reader: _GraphReader) -> None:
-        super().__init__(backend(mesh, **options).options)
+    def __init__(self, options: Mapping[str, Any], reader: _GraphReader) -> None:
+        super().__init__(backend(**options).options)
         self._reader = reader
 
     @override
@@ -354,14 +326,6 @@ def faster_machines(hardware: Hardware) -> dict[str, Hardware]:
 def scaled(rate: Rate, factor: float) -> Rate:
     """Return ``rate`` with its peak multiplied by ``factor``."""
     return dataclasses.replace(rate, peak=factor * rate.peak)
-
-
-@contextlib.contextmanager
-def _fake_mesh(ranks: Ranks) -> Iterator[DeviceMesh]:
-    """Yield a mesh in which only this rank exists."""
-    names, shape = zip(*ranks.axes.items())
-    with fake_ranks(math.prod(shape)):
-        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 @contextlib.contextmanager

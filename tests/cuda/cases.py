@@ -26,13 +26,13 @@ from graphshard.check.gpus import GPUS, CompiledKernel, compile_kernels, has_flo
 from graphshard.check.recorder import Recorder
 from graphshard.check.step import (
     Recording,
-    SimulatedRank,
     Step,
     collect_recording,
     forward_backward,
     record_steps,
     train,
 )
+from graphshard.fake_mesh import Ranks
 from graphshard.tensor_parallel import Parallelize
 from tests.cuda import models
 from tests.cuda.fsdp2 import record_fsdp2
@@ -51,7 +51,7 @@ class Strategy:
     Attributes:
         options: arguments of ``graphshard.backend``, in addition to a bf16 policy.
         replicas: number of replicas in the mesh.
-        tp, ep: sizes of mesh axes; see ``SimulatedRank``.
+        tp, ep: sizes of mesh axes; see ``Ranks``.
         parallelize: function that splits the model over the tp or ep axis; None for no split.
         change: function that modifies the blocks of a model in place; None for no change.
         step: function that runs one step.
@@ -255,16 +255,15 @@ def _compile(kernel: tuple[str, str], gpu: str) -> CompiledKernel:
 def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
     strategy = STRATEGIES[case.strategy]
     shards = case.world // strategy.replicas // strategy.tp
-    mesh = (shards,) if strategy.replicas == 1 else (strategy.replicas, shards)
+    ranks = Ranks(strategy.replicas, shards, strategy.tp, strategy.ep)
     options = {"mp_policy": BF16, **strategy.options}
 
     make_model = functools.partial(_make, case.model, strategy.change)
     step, dynamic, dtype = strategy.step, strategy.dynamic, strategy.dtype
     unsharded = fsdp2 = None
-    cluster = SimulatedRank(mesh, case.rank, strategy.tp, strategy.ep)
     try:
         if case.strategy != OFFLOADED and _is_of_fsdp2(strategy):
-            fsdp2 = record_fsdp2(recorder, make_model, cluster, options, step)
+            fsdp2 = record_fsdp2(recorder, make_model, ranks, case.rank, options, step)
         options["schedule"] = dataclasses.replace(
             options.get("schedule", graphshard.SchedulePolicy()),
             hardware=DEVICE,
@@ -273,8 +272,9 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
         recording = record_steps(
             recorder,
             make_model,
-            cluster,
+            ranks,
             options,
+            rank=case.rank,
             step=step,
             dynamic=dynamic,
             parallelize=strategy.parallelize,

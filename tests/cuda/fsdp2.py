@@ -14,18 +14,18 @@ from graphshard.check.recorder import Recorder
 from graphshard.check.step import (
     MakeModel,
     Recording,
-    SimulatedRank,
     Step,
     collect_recording,
-    simulated_mesh,
     train,
 )
+from graphshard.fake_mesh import Ranks, fake_mesh
 
 
 def record_fsdp2(
     recorder: Recorder,
     make_model: MakeModel,
-    cluster: SimulatedRank,
+    ranks: Ranks,
+    rank: int,
     options: Mapping[str, Any],
     step: Step,
 ) -> Recording:
@@ -35,7 +35,7 @@ def record_fsdp2(
         options: arguments of ``fully_shard``.
     """
     recorder.clear()
-    with simulated_mesh(cluster) as mesh:
+    with fake_mesh(ranks, "cuda", rank) as mesh:
         fake = new_fake_mode()
         with fake, torch.device("cuda:0"):
             model, inputs = make_model()

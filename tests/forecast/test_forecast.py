@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.cost.devices import HARDWARE
+from graphshard.fake_mesh import Ranks
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.command import gigabytes
 from graphshard.forecast.deepen import Layers
@@ -19,7 +20,6 @@ from graphshard.forecast.largest import largest_that_fits
 from graphshard.forecast.planned_step import keep_unsharded
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.search import PlannedRecipe, _Search, microbatches, pareto_front
-from graphshard.forecast.trace import Ranks
 from graphshard.forecast.workload import BatchShape, Workload
 from graphshard.kinds import TransferKind
 from graphshard.planning.live_bytes import alive_by_point

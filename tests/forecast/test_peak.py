@@ -10,7 +10,6 @@ import torch
 from benchmarks.llama import Llama, LlamaSizes
 from graphshard.check import process
 from graphshard.check.analysis import peak_bytes_of_step
-from graphshard.check.step import SimulatedRank as Rank
 from graphshard.check.step import record_steps
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.planned_step import plan_step
@@ -35,10 +34,8 @@ def peaks(recorder: Any) -> list[int]:
     """Return the peak bytes of a step under each of ``RECIPES``, from its recorded actions."""
     found = []
     for recipe in RECIPES:
-        replicas, shards, *_ = recipe.ranks(8)
-        mesh = (shards,) if replicas == 1 else (replicas, shards)
         options = {**recipe.options(), "schedule": SchedulePolicy(hardware="H100")}
-        recording = record_steps(recorder, _make, Rank(mesh), options)
+        recording = record_steps(recorder, _make, recipe.ranks(8), options)
         found.append(peak_bytes_of_step(recording.actions))
     return found
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from graphshard.fake_mesh import Ranks
 from graphshard.forecast.derive import on_mesh
 from graphshard.forecast.recipe import Recipe
-from graphshard.forecast.trace import Ranks
 
 from .test_trace import trace_stack
 

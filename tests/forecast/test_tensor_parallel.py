@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import graphshard
+from graphshard.fake_mesh import Ranks
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.plan import make_forecast
 from graphshard.forecast.recipe import Recipe
-from graphshard.forecast.trace import Ranks, TracedStep, trace
+from graphshard.forecast.trace import TracedStep, trace
 from graphshard.forecast.workload import BatchShape, find_workload
 from graphshard.kinds import TransferKind
 from graphshard.tensor_parallel import parallelize

@@ -15,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 import graphshard
 from graphshard._torch.distributed import fake_ranks
 from graphshard.cost.devices import find_hardware
+from graphshard.fake_mesh import Ranks
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.deepen import Layers, NotPeriodicError, deepen
 from graphshard.forecast.derive import on_host, trace_step
 from graphshard.forecast.planned_step import KEPT, find_changes, plan_step
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.search import RESERVED, search
-from graphshard.forecast.trace import Ranks, TracedStep, UntraceableError, trace
+from graphshard.forecast.trace import TracedStep, UntraceableError, trace
 from graphshard.forecast.workload import Workload, recompute_layers, recomputed_layers
 from graphshard.kinds import HOST_COPIES, TransferKind
 
@@ -251,6 +252,20 @@ def test_a_budget_is_kept_and_changes_that_break_it_are_left_out() -> None:
     assert kept[0] and all(bytes_ <= plans[1][0].memory_bytes for bytes_ in kept[1])
     with pytest.raises(ValueError, match="outside of the graphs need"):
         plan_step(traced, Recipe(budget_gb=1e-5), machine)
+
+
+def test_searches_continue_after_recipes_that_exceed_the_budget() -> None:
+    def make_workload(size: int) -> Workload:
+        ids = torch.zeros((size, 64), dtype=torch.int64)
+        return Workload("stack", lambda n: (Stack(n or 2, 256), (ids,)), 64 * size)
+
+    machine = cluster("A100-40GB", 8)
+    zero3 = plan_step(trace_step(make_workload(1), Recipe(), machine), Recipe(), machine)
+    budget_gb = 1.02 * zero3.memory.allocated / 1e9
+    found = search(make_workload, 2, Recipe(budget_gb=budget_gb), machine)
+    assert {c.recipe.strategy for c in found.candidates if not c.fits} >= {"ddp", "zero2"}
+    assert found.best.recipe.strategy == "zero3"
+    assert min(c.memory_bytes for c in found.candidates if not c.fits) > 0
 
 
 def test_reductions_are_exchanged_on_request() -> None:
