@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from ..show.page import BarData, BarsData, page, page_data
+from ..show.page import page
 from .cluster import Cluster
 from .derive import LEAST_PERIODS, Depth, Progress, for_strategy, trace_copies
 from .forecast import GB
@@ -62,21 +62,21 @@ class LargestResult:
         charts = []
         for grown in dict.fromkeys(fit.grown for fit in self.fits if fit.grown != "samples"):
             bars = [
-                BarData(
-                    name=fit.strategy,
-                    value=fit.num_params / 1e9,
-                    text=f"{fit.num_params / 1e9:,.1f} billion: {fit.what}",
-                )
+                {
+                    "name": fit.strategy,
+                    "value": fit.num_params / 1e9,
+                    "text": f"{fit.num_params / 1e9:,.1f} billion: {fit.what}",
+                }
                 for fit in self.fits
                 if fit.grown == grown
             ]
-            charts.append(BarsData(title=f"largest model, by more {grown}", bars=bars))
+            charts.append({"title": f"largest model, by more {grown}", "bars": bars})
         rows = [
             [cell if isinstance(cell, str) else f"{cell:.1f}" for cell in fit.row()]
             for fit in self.fits
         ]
         tables = [text_table("the largest that fits", HEADERS, rows)]
-        return page(page_data(title, [], tables=tables, charts=charts))
+        return page(title, [], tables=tables, charts=charts)
 
 
 def _layers(number: int) -> str:

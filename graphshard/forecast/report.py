@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from ..show.page import BytesData, GraphData, TableData, graph_data, page, page_data, steps_data
+from ..show.page import Json, graph_data, named_bytes, page, steps_data, table_data
 from ..show.step import graph_names
 from .estimate import PlannedGraph, bytes_by_kind, other_graph_bytes, outside_of_graphs
 from .forecast import CHANGE_HEADERS, Forecast, change_rows, memory_rows, summary_rows
@@ -19,7 +19,7 @@ class ShownForecast(Forecast):
         return f'<iframe srcdoc="{shown}" width="100%" height="900"></iframe>'
 
 
-def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
+def forecast_page(forecast: Forecast, others: Sequence[Json] = ()) -> str:
     """Return an HTML page of a forecast's schedules, memory and tables, followed by ``others``."""
     names = graph_names(forecast.dumps)
     graphs = [_graph(forecast, i, names[i], graph) for i, graph in enumerate(forecast.graphs)]
@@ -45,10 +45,10 @@ def forecast_page(forecast: Forecast, others: Sequence[TableData] = ()) -> str:
         *others,
     ]
     notes = [f"assumed: {note}" for note in forecast.notes]
-    return page(page_data(f"graphshard plan: {forecast.model}", graphs, steps, notes, tables))
+    return page(f"graphshard plan: {forecast.model}", graphs, steps, notes, tables)
 
 
-def _graph(forecast: Forecast, number: int, name: str, graph: PlannedGraph) -> GraphData:
+def _graph(forecast: Forecast, number: int, name: str, graph: PlannedGraph) -> Json:
     # A dump counts only the memory of its graph; this chart shows all memory that the rank holds.
     data = graph_data(forecast.dumps[number], name)
     outside = outside_of_graphs(forecast.held, forecast.recipe, forecast.memory.device)
@@ -64,18 +64,15 @@ def _graph(forecast: Forecast, number: int, name: str, graph: PlannedGraph) -> G
     steps = range(graph.problem.num_steps)
     # Each step has three points in time; the chart shows the one with the most memory.
     peaks = [max(range(3 * step, 3 * step + 3), key=alive.__getitem__) for step in steps]
-    areas = [BytesData(name=name, bytes=[value] * len(steps)) for name, value in constant.items()]
-    areas += [
-        BytesData(name=name, bytes=[num_bytes[peak] for peak in peaks])
-        for name, num_bytes in kinds.items()
-    ]
-    data["memory"]["areas"] = areas
-    data["memory"]["limits"] = [{"name": "device", "bytes": forecast.memory.device}]
-    data["predicted"]["peak_bytes"] = max(map(sum, zip(*(area["bytes"] for area in areas))))
+    areas = {name: [num_bytes] * len(steps) for name, num_bytes in constant.items()}
+    areas |= {name: [at[peak] for peak in peaks] for name, at in kinds.items()}
+    data["memory"]["areas"] = named_bytes(areas)
+    data["memory"]["limits"] = named_bytes({"device": forecast.memory.device})
+    data["predicted"]["peak_bytes"] = max(map(sum, zip(*areas.values())))
     return data
 
 
-def text_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> TableData:
+def text_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Json:
     """Return a table of strings; columns after the first are numeric if all their cells are."""
     cells = [[str(cell) for cell in row] for row in rows]
     numbers = [
@@ -83,4 +80,4 @@ def text_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[objec
         for column in range(1, len(headers))
         if all(row[column].strip("+-%").replace(".", "").isdigit() for row in cells)
     ]
-    return TableData(title=title, headers=list(headers), numbers=numbers, rows=cells)
+    return table_data(title, headers, cells, numbers)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from ..show.page import TableData
+from ..show.page import Json
 from .cluster import Cluster
 from .deepen import NotPeriodicError
 from .derive import (
@@ -108,7 +108,7 @@ class SearchResult:
     def front(self) -> list[PlannedRecipe]:
         return pareto_front([c for c in self.candidates if c.fits])
 
-    def table(self) -> TableData:
+    def table(self) -> Json:
         """Return a table of all candidates that fit, fastest first."""
         rows = []
         for candidate in filter(lambda candidate: candidate.fits, self.candidates):

@@ -21,7 +21,7 @@ from tabulate import tabulate
 from ..kinds import TransferKind
 from ..planning.plan import Bucket, PlanParam
 from .dump import Dump, param_name
-from .page import TableData, graph_data, page, page_data, step_data
+from .page import graph_data, page, step_data, table_data
 from .step import Phase
 
 # Divisor and displayed unit for each unit in a field's name.
@@ -46,13 +46,11 @@ def diff_page(before: Dump, after: Dump) -> str:
     ]
     changes = [[line] for line in _changes(before, after)] or [["no difference"]]
     tables = [
-        TableData(title="totals", headers=_HEADERS, numbers=[1, 2, 3], rows=totals),
-        TableData(title="changes", headers=[""], numbers=[], rows=changes),
+        table_data("totals", _HEADERS, totals, [1, 2, 3]),
+        table_data("changes", [""], changes, []),
     ]
     title = f"graphshard diff: {before.plan.graph}"
-    return page(
-        page_data(title, graphs, steps, tables=tables if totals else tables[1:], compares=True)
-    )
+    return page(title, graphs, steps, tables=tables if totals else tables[1:], compares=True)
 
 
 def _changes(before: Dump, after: Dump) -> list[str]:

@@ -41,7 +41,7 @@ from ..files import write_whole
 from ..kinds import GraphKind
 from ..planning.saving import SavingChoice
 from .dump import Dump
-from .page import Measured, TableData, graph_data, page, page_data, steps_data
+from .page import Json, graph_data, page, steps_data, table_data
 from .step import graph_names
 from .table import saving_rows, saving_table, saving_title, table
 from .trace import MEASURED, GraphRun, Trace, measured_runs, trace, with_predictions
@@ -79,7 +79,7 @@ def folder_page(folder: Path) -> str:
     notes += dict.fromkeys(note for choice in choices for note in choice.notes)
     tables = [_saving_data(choice) for choice in choices]
     title = f"graphshard: {folder.absolute().name}"
-    return page(page_data(title, graphs, steps_data(plans, graphs), notes, tables))
+    return page(title, graphs, steps_data(plans, graphs), notes, tables)
 
 
 def saving_choices(folder: Path) -> list[SavingChoice]:
@@ -93,12 +93,11 @@ def saving_choices(folder: Path) -> list[SavingChoice]:
     return list(choices)
 
 
-def _saving_data(choice: SavingChoice) -> TableData:
+def _saving_data(choice: SavingChoice) -> Json:
     rows = saving_rows(choice)
     headers = list(rows[0])
     numbers = [headers.index(name) for name in ("ms", "peak GB")]
-    texts = [list(row.values()) for row in rows]
-    return TableData(title=saving_title(choice), headers=headers, numbers=numbers, rows=texts)
+    return table_data(saving_title(choice), headers, [list(row.values()) for row in rows], numbers)
 
 
 # Cached because the page is rewritten whenever a graph is added.
@@ -107,7 +106,7 @@ def _load(path: Path, mtime_ns: int) -> Dump:
     return Dump.load(path)
 
 
-def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
+def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Json | None]:
     """Return, for each dump, the runs of its graph in the last profile of each rank."""
     by_rank: list[dict[int, list[GraphRun]]] = [{} for _ in dumps]
     for recorded in _profiles(folder):  # oldest first: later profiles of a graph replace earlier
@@ -118,15 +117,15 @@ def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Measured | None]:
     return [_measured_graph(found) if found else None for found in by_rank]
 
 
-def _measured_graph(by_rank: Mapping[int, Sequence[GraphRun]]) -> Measured:
+def _measured_graph(by_rank: Mapping[int, Sequence[GraphRun]]) -> Json:
     first = by_rank[min(by_rank)]
     shown = {rank: runs[(len(runs) - 1) // 2] for rank, runs in sorted(by_rank.items())}
-    return Measured(
-        runs=len(first),
-        median_us=statistics.median(run.us for run in first),
-        us=max(run.us for run in shown.values()),
-        lanes={str(rank): run.lanes for rank, run in shown.items()},
-    )
+    return {
+        "runs": len(first),
+        "median_us": statistics.median(run.us for run in first),
+        "us": max(run.us for run in shown.values()),
+        "lanes": {str(rank): run.lanes for rank, run in shown.items()},  # of each median run
+    }
 
 
 def _profiles(folder: Path) -> Iterator[Trace]:

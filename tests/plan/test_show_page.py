@@ -23,17 +23,7 @@ from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.simulate import COMMUNICATION, COMPUTE
 from graphshard.show import Dump, DumpWriter
 from graphshard.show.dump_folder import PAGE, folder_page
-from graphshard.show.page import (
-    TEMPLATE,
-    BarData,
-    BarsData,
-    GraphData,
-    Measured,
-    graph_data,
-    page,
-    page_data,
-    steps_data,
-)
+from graphshard.show.page import TEMPLATE, Json, graph_data, page, steps_data
 from graphshard.show.step import Phase, graph_names, training_step
 from graphshard.show.table import exposed_reason, is_notable
 from graphshard.show.trace import PID
@@ -132,7 +122,8 @@ def test_a_step_runs_its_graphs_as_often_as_the_profile() -> None:
         "backward",
         "evaluation",
     ]
-    runs = [Measured(runs=count, median_us=100.0, us=100.0, lanes={}) for count in (6, 6, 2, 2, 1)]
+    took = {"median_us": 100.0, "us": 100.0, "lanes": {}}
+    runs = [{**took, "runs": count} for count in (6, 6, 2, 2, 1)]
     graphs = [graph_data(*parts) for parts in zip(dumps, names, names, runs)]
     step, evaluation = steps_data(dumps, graphs, note="note")
     parts = [(phase["name"], phase["count"]) for phase in step["phases"]]
@@ -172,16 +163,17 @@ def test_backward_graphs_run_in_reverse_order() -> None:
 def test_names_are_escaped() -> None:
     shown = by_hand()
     params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
-    data = page_data(EVIL, [graph_data(_as(shown, GraphKind.BACKWARD, params=params), "")])
-    text = page(data)
-    assert _data(text) == json.loads(json.dumps(data))
+    graph = graph_data(_as(shown, GraphKind.BACKWARD, params=params), "")
+    text = page(EVIL, [graph])
+    data = _data(text)
+    assert (data["title"], data["graphs"]) == (EVIL, [json.loads(json.dumps(graph))])
     assert text.count("</script>") == TEMPLATE.read_text().count("</script>")
     assert "<img" not in text
     assert f"<title>{html.escape(EVIL)}</title>" in text
 
 
 def test_the_page_needs_no_other_files() -> None:
-    text = page(page_data("x", [graph_data(by_hand(), "")]))
+    text = page("x", [graph_data(by_hand(), "")])
     assert not re.search(r"https?://|//\w+\.|src=|<link|@import|url\(|fetch\(|import ", text)
     assert "default-src 'none'" in text
 
@@ -315,7 +307,7 @@ setTimeout(() => {
 """
 
 
-def _step_label(graph: GraphData, step: int) -> str:
+def _step_label(graph: Json, step: int) -> str:
     """Return how the page names a step: by its module and first node, or "end" after the last."""
     steps = graph["steps"]
     return f"{steps['module'][step]} ({steps['name'][step]})" if step < len(steps["us"]) else "end"
@@ -339,7 +331,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     reasons = ((1, "travels as float32: used as bfloat16 and float32"),)
     evil = _as(shown, GraphKind.BACKWARD, params=params, kept=(0,), reasons=reasons)
     lanes = {"compute": [(0.0, 80.0)], "communication": [(100.0, 50.0)]}
-    measured = Measured(runs=3, median_us=1234.0, us=500.0, lanes={"0": lanes})
+    measured = {"runs": 3, "median_us": 1234.0, "us": 500.0, "lanes": {"0": lanes}}
     graphs = [
         graph_data(evil, "backward", "00-backward", measured),
         graph_data(_as(shown, GraphKind.INFERENCE), "evaluation (0/0)"),
@@ -347,9 +339,9 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     ]
     steps = steps_data([evil], graphs[:1], optimizer_us=46.0, note="as measured")
     path = tmp_path / "page.html"
-    bars = [BarData(name=EVIL, value=3.0, text="3"), BarData(name="short", value=1.5, text="1.5")]
-    data = page_data(EVIL, graphs, steps, charts=[BarsData(title="bars", bars=bars)])
-    path.write_text(page(data).replace("</body>", f"{LOOK}</body>"))
+    bars = [{"name": name, "value": v, "text": f"{v}"} for name, v in ((EVIL, 3), ("short", 1.5))]
+    text = page(EVIL, graphs, steps, charts=[{"title": "bars", "bars": bars}])
+    path.write_text(text.replace("</body>", f"{LOOK}</body>"))
     seen, console = _look(path, tmp_path / "profile")
     assert len(console) == 1, console
     (looked,) = console  # our own message only: errors would show up here
