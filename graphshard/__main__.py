@@ -38,11 +38,6 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] 
         "show.cli:compare",
         "show the changes from one plan to another; exit status 1 if there are any",
     ),
-    "strategies": (
-        arguments.add_strategies,
-        "tools.strategies:print_strategies",
-        "show the names of strategies and features in FSDP, TorchAcc, DeepSpeed and graphshard",
-    ),
     "consolidate": (
         arguments.add_consolidate,
         "tools.consolidate:convert",

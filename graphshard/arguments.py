@@ -240,10 +240,6 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_strategies(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: ``graphshard strategies`` has no arguments."""
-
-
 def add_consolidate(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``graphshard consolidate``."""
     parser.add_argument("source", help="folder of a checkpoint, or a file")

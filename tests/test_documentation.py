@@ -24,8 +24,6 @@ import graphshard
 import graphshard.passes
 import graphshard.show
 from graphshard.__main__ import COMMANDS, parser
-from graphshard.__main__ import main as graphshard_command
-from graphshard.tools.strategies import TABLE
 
 from . import ranks
 from .documentation import (
@@ -136,13 +134,6 @@ def test_chart_of_readme_shows_measured_numbers() -> None:
     chart, race = ((ROOT / f"benchmarks/results/race.{kind}").read_text() for kind in ("svg", "md"))
     steps = re.findall(r">(\d+\.\d)<", chart)
     assert len(steps) == 4 and all(f" {step} |" in race for step in steps)
-
-
-def test_command_prints_the_documented_strategies(capsys: pytest.CaptureFixture[str]) -> None:
-    assert TABLE.read_text() in (ROOT / "docs/coming_from.md").read_text()
-    assert graphshard_command(["strategies"]) == 0
-    header, _rule, first, *_ = capsys.readouterr().out.splitlines()
-    assert header.split()[0] == "FSDP1" and first.split()[0] == "FULL_SHARD"
 
 
 def test_page_for_fsdp2_names_its_arguments_and_methods() -> None:

@@ -32,7 +32,6 @@ DATA = {
     "graphshard/_torch/no_gpu/no_gpu.cpp",
     "graphshard/cost/devices.toml",
     "graphshard/show/page.html",
-    "graphshard/tools/strategies.md",
 }
 
 # Runs inside an environment; prints facts about the installed graphshard as JSON.

@@ -1,8 +1,7 @@
-"""Three commands of ``python -m graphshard``.
+"""Two commands of ``python -m graphshard``.
 
-``demo`` trains one model with graphshard, DDP and FSDP2, ``strategies`` prints the names of
-strategies here and in other libraries, and ``consolidate`` converts a checkpoint to one file, or
-back.
+``demo`` trains one model with graphshard, DDP and FSDP2, and ``consolidate`` converts a checkpoint
+to one file, or back.
 """
 
 # May import anything but ``__main__``.

@@ -212,7 +212,6 @@ def test_help_of_calibrate_and_of_all_commands(capsys: pytest.CaptureFixture[str
         "demo",
         "show",
         "diff",
-        "strategies",
         "consolidate",
         "calibrate",
     ]
