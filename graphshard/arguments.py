@@ -204,7 +204,6 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         help="default: %(default)s",
     )
     add("--device", choices=list(SIZES), help="default: cuda if there is a GPU, else cpu")
-    add("--plot", type=Path, metavar="FILE", help="write a chart to this file; needs matplotlib")
     add("--html", type=Path, metavar="FILE", help="write the page of graphshard's run to this file")
 
 

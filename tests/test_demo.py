@@ -1,4 +1,4 @@
-"""`python -m graphshard demo`: its output, and errors for charts that it cannot write."""
+"""`python -m graphshard demo`: its output, and an error for a page that it cannot write."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ import pytest
 from graphshard.__main__ import main
 
 
-def test_demo_prints_comparison_and_writes_chart(tmp_path: Path) -> None:
+def test_demo_prints_comparison_and_writes_page(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "graphshard", "demo", "--steps", "4"]
     page = tmp_path / "demo.html"
     command += ["--compiler", "aot_eager", "--html", str(page)]
-    chart = tmp_path / "demo.svg"
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        pass
-    else:
-        command += ["--plot", str(chart)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     for text in (
@@ -42,27 +35,9 @@ def test_demo_prints_comparison_and_writes_chart(tmp_path: Path) -> None:
     real, modelled = re.findall(r"Speed on .*: ([0-9.]+) times FSDP2", report[1])
     assert float(real) > 0 and float(modelled) > 0
     assert "training step" in page.read_text()
-    assert "--plot" not in command or "<svg" in chart.read_text()
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [("nowhere/demo.svg", "folder nowhere does not exist"), ("demo.doc", "end in one of")],
-)
-def test_unwritable_chart_path_is_refused(
-    path: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
+def test_unwritable_page_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["demo", "--plot", path])
-    assert message in capsys.readouterr().err
-
-
-def test_chart_without_matplotlib_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(SystemExit):
-        main(["demo", "--plot", "demo.svg"])
-    assert "pip install matplotlib" in capsys.readouterr().err
+        main(["demo", "--html", "nowhere/demo.html"])
+    assert "folder nowhere does not exist" in capsys.readouterr().err

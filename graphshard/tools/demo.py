@@ -57,38 +57,17 @@ def _settings(args: argparse.Namespace) -> Settings:
             f"{args.ranks or 1} rank(s) on --device cuda: PyTorch sees {gpus} GPU(s), and each "
             "rank needs one; --device cpu runs any number of ranks"
         )
-    if args.plot:
-        _check_plot(args.plot)
-    if args.html:
-        _check_folder("--html", args.html)
+    if args.html and not args.html.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"--html {args.html}: the folder {args.html.parent} does not exist; create it first"
+        )
     return Settings(
         device=device,
         num_ranks=args.ranks or (gpus if device == "cuda" else 2),
         num_steps=args.steps or SIZES[device].steps,
         compiler=args.compiler,
-        plot=str(args.plot) if args.plot else None,
         html=str(args.html) if args.html else None,
     )
-
-
-def _check_plot(path: Path) -> None:
-    try:  # before anything is trained
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise argparse.ArgumentTypeError(
-            f"--plot {path}: matplotlib is not installed: pip install matplotlib, or omit --plot"
-        ) from None
-    _check_folder("--plot", path)
-    formats = Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise argparse.ArgumentTypeError(f"--plot {path}: must end in one of {', '.join(formats)}")
-
-
-def _check_folder(option: str, path: Path) -> None:
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"{option} {path}: the folder {path.parent} does not exist; create it first"
-        )
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -186,9 +165,6 @@ def run_rank(settings: Settings) -> None:
         f"Next\n{tabulate(_next_steps(settings), tablefmt='plain')}",
     ):
         _print(f"\n{paragraph}")
-    if settings.plot and dist.get_rank() == 0:
-        _plot(Path(settings.plot), trainings, settings)
-        _print(f"\nwrote {settings.plot}")
     if settings.html and settings.dump and dist.get_rank() == 0:
         write_whole(Path(settings.html), folder_page(Path(settings.dump)))
         _print(f"\nwrote {settings.html}")
@@ -323,41 +299,12 @@ def _next_steps(settings: Settings) -> list[tuple[str, str]]:
     rows = [
         ("train your own model", "examples/train.py"),
         ("see graphshard's step", f"{command} --html demo.html"),
-        ("see curves and bars", f"{command} --plot demo.svg"),
         ("compare losses without different rounding", f"{command} --compiler aot_eager"),
         ("check a step for a GPU without one", f"{python} -m graphshard check --help"),
     ]
     if settings.device == "cpu":
         rows.append(("see shards get smaller", f"{command} --ranks {2 * settings.num_ranks}"))
     return rows
-
-
-def _plot(path: Path, trainings: Sequence[Training], settings: Settings) -> None:
-    """Write a chart of loss curves, and bars for speed and memory, by training run."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    curves, speeds, memory = figure.subplots(1, 3)
-    names = [training.name for training in trainings]
-    colors = [f"C{index}" for index in range(len(names))]
-    # Equal curves would cover each other: draw the first one wide, later ones thinner on top.
-    for training, color, width in zip(trainings, colors, (6, 3, 1)):
-        steps = range(1, len(training.losses) + 1)
-        curves.plot(steps, training.losses, color=color, linewidth=width, label=training.name)
-    curves.set(xlabel="step", ylabel="loss, mean of ranks", title="loss: on the same batches")
-    curves.legend()
-    rates = [settings.rate(training.seconds[settings.timed]) for training in trainings]
-    speeds.bar(names, rates, color=colors)
-    speeds.set(ylabel="bytes/s, median of steps", title="speed: more is better")
-    bottom = [0.0] * len(names)
-    held = zip(*(training.held_bytes for training in trainings))
-    for label, sizes, alpha in zip(_HELD, held, (1, 0.6, 0.3)):
-        heights = [size / 1e6 for size in sizes]
-        bars = memory.bar(names, heights, bottom=bottom, color=colors, alpha=alpha)
-        memory.bar_label(bars, labels=[label] * len(names), label_type="center", fontsize=8)
-        bottom = [low + height for low, height in zip(bottom, heights)]
-    memory.set(ylabel="MB per rank", title="memory: less is better")
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ class Settings:
     num_ranks: int
     num_steps: int
     compiler: str
-    plot: str | None = None
     html: str | None = None
     dump: str | None = None
 
