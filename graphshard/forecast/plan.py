@@ -17,7 +17,6 @@ from .derive import Progress, trace_step
 from .forecast import Exposed, Forecast
 from .planned_step import find_bottleneck, find_changes, plan_step
 from .recipe import Recipe
-from .report import ShownForecast
 from .trace import TracedStep
 from .workload import Workload, module_workload, recomputed_layers
 
@@ -100,14 +99,26 @@ def forecast(
         with torch.device("meta"):
             model, _ = workload.make(None)
         recomputed = recomputed_layers(model, recipe.recompute)
-    return make_forecast(
-        traced,
-        recipe,
-        cluster,
+    step = plan_step(traced, recipe, cluster)
+    changes = find_changes(traced, recipe, cluster)
+    peak_us = recipe.accumulate * sum(graph.problem.peak_us for graph in traced.graphs)
+    return Forecast(
         model=workload.name,
-        tokens=workload.tokens,
+        num_params=int(traced.held.num_params),
+        cluster=cluster,
+        recipe=recipe,
+        tokens=workload.tokens * recipe.accumulate * cluster.num_gpus // recipe.tp,
         unit=workload.unit,
-        notes=[*workload.notes, *traced.notes, *_notes(recipe, cluster)],
+        time=step.time,
+        memory=step.memory,
+        mfu=peak_us / step.time.step_us,
+        exposed=tuple(_exposed(step.dumps)),
+        binds=find_bottleneck(step.memory, changes),
+        changes=tuple(sorted(changes, key=lambda change: -change.gain)),
+        dumps=step.dumps,
+        graphs=step.graphs,
+        held=traced.held,
+        notes=(*workload.notes, *traced.notes, *_notes(recipe, cluster)),
         recomputed=recomputed,
     )
 
@@ -128,50 +139,6 @@ def _notes(recipe: Recipe, cluster: Cluster) -> list[str]:
             "sets it to 1"
         )
     return notes
-
-
-def make_forecast(
-    traced: TracedStep,
-    recipe: Recipe,
-    cluster: Cluster,
-    *,
-    model: str,
-    tokens: int,
-    unit: str = "tokens",
-    notes: Sequence[str] = (),
-    recomputed: Sequence[str] = (),
-) -> Forecast:
-    """Return the forecast of a traced step.
-
-    Args:
-        tokens: number of tokens, or samples, in a microbatch.
-
-    Raises:
-        BackendError: no schedule stays within the budget.
-        ValueError: memory outside of the graphs, such as optimizer state, exceeds the budget.
-    """
-    step = plan_step(traced, recipe, cluster)
-    changes = find_changes(traced, recipe, cluster)
-    peak_us = recipe.accumulate * sum(graph.problem.peak_us for graph in traced.graphs)
-    return ShownForecast(
-        model=model,
-        num_params=int(traced.held.num_params),
-        cluster=cluster,
-        recipe=recipe,
-        tokens=tokens * recipe.accumulate * cluster.num_gpus // recipe.tp,
-        unit=unit,
-        time=step.time,
-        memory=step.memory,
-        mfu=peak_us / step.time.step_us,
-        exposed=tuple(_exposed(step.dumps)),
-        binds=find_bottleneck(step.memory, changes),
-        changes=tuple(sorted(changes, key=lambda change: -change.gain)),
-        dumps=step.dumps,
-        graphs=step.graphs,
-        held=traced.held,
-        notes=tuple(notes),
-        recomputed=tuple(recomputed),
-    )
 
 
 def _exposed(dumps: Sequence[Dump]) -> list[Exposed]:

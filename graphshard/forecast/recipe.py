@@ -84,15 +84,12 @@ class Recipe:
             raise ValueError(f"dtype={self.dtype!r}: must be one of {DTYPES}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={self.optimizer!r}: must be one of {list(OPTIMIZERS)}")
-        if self.strategy == "ddp" and self.dtype == "fp8":
-            raise ValueError(
-                'dtype="fp8" with strategy="ddp": replicated parameters cannot use fp8; use bf16 '
-                "or float32"
-            )
         if self.reduce not in get_args(Reduce):
             raise ValueError(f"reduce={self.reduce!r}: must be one of {get_args(Reduce)}")
-        if not (isinstance(self.accumulate, int) and self.accumulate > 0):
-            raise ValueError(f"accumulate={self.accumulate!r}: must be a positive integer")
+        for name in ("accumulate", "tp", "ep"):
+            value = getattr(self, name)
+            if not (isinstance(value, int) and value > 0):
+                raise ValueError(f"{name}={value!r}: must be a positive integer")
         if not (isinstance(self.recompute, (int, float)) and 0 <= self.recompute <= 1):
             raise ValueError(
                 f"recompute={self.recompute!r}: must be a number from 0 (recompute no layer in "
@@ -103,34 +100,23 @@ class Recipe:
                 'offload with strategy="ddp": replicated parameters stay on the GPU; use a '
                 "strategy that shards, such as zero3"
             )
-        if self.offload and self.dtype == "fp8":
-            raise ValueError(
-                'offload with dtype="fp8": the host\'s time to compute fp8 scales is unknown; use '
-                "bf16 or float32"
-            )
-        if not (isinstance(self.tp, int) and self.tp > 0):
-            raise ValueError(f"tp={self.tp!r}: must be a positive integer")
-        if self.tp > 1 and self.dtype == "fp8":
-            raise ValueError(
-                f'tp={self.tp} with dtype="fp8": split parameters cannot use fp8; use bf16 or '
-                "float32"
-            )
-
-        if not (isinstance(self.ep, int) and self.ep > 0):
-            raise ValueError(f"ep={self.ep!r}: must be a positive integer")
-        if self.ep > 1:
-            self._check_ep()
-
-    def _check_ep(self) -> None:
-        if self.tp > 1:
+        if self.ep > 1 and self.tp > 1:
             raise ValueError(f"ep={self.ep} with tp={self.tp}: set only one of the two")
-        if self.strategy not in ("zero3", "zero2"):
+        if self.ep > 1 and self.strategy not in ("zero3", "zero2"):
             raise ValueError(f"ep={self.ep} with strategy={self.strategy!r}: use zero3 or zero2")
         if self.dtype == "fp8":
-            raise ValueError(
-                f'ep={self.ep} with dtype="fp8": split parameters cannot use fp8; use bf16 or '
-                "float32"
-            )
+            self._check_fp8()
+
+    def _check_fp8(self) -> None:
+        obstacles = {
+            'strategy="ddp"': self.kind == "ddp" and "replicated parameters cannot use fp8",
+            "offload": self.offload and "the host's time to compute fp8 scales is unknown",
+            f"tp={self.tp}": self.tp > 1 and "split parameters cannot use fp8",
+            f"ep={self.ep}": self.ep > 1 and "split parameters cannot use fp8",
+        }
+        for setting, obstacle in obstacles.items():
+            if obstacle:
+                raise ValueError(f'{setting} with dtype="fp8": {obstacle}; use bf16 or float32')
 
     @property
     def kind(self) -> str:

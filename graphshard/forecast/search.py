@@ -173,7 +173,7 @@ def search(
     for i, base in enumerate(bases):
         for j, microbatch in enumerate(sizes):
             searching.done = f"{i * len(sizes) + j} of {len(bases) * len(sizes)}: "
-            if not _any_fits(searching.add(base, microbatch)):
+            if not any(candidate.fits for candidate in searching.add(base, microbatch)):
                 break  # more samples need more memory
     searching.done = ""
     for dtype in searching.dtypes:
@@ -295,7 +295,7 @@ class _Search:
             num_before = len(self.candidates)
             recipe = dataclasses.replace(base, accumulate=size // microbatch)
             self._add_derived(recipe, self.make_workload(microbatch), microbatch)
-            if _any_fits([c for c in self.candidates[num_before:] if not c.recipe.offload]):
+            if any(c.fits and not c.recipe.offload for c in self.candidates[num_before:]):
                 return microbatch
         return None
 
@@ -404,10 +404,6 @@ class _Search:
 
 
 _NO_FP8 = "fp8 with tensor parallelism: split parameters cannot use fp8"
-
-
-def _any_fits(candidates: Sequence[PlannedRecipe]) -> bool:
-    return any(candidate.fits for candidate in candidates)
 
 
 def _fit_if_recomputed(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 import networkx as nx
 from tabulate import tabulate
@@ -198,21 +199,9 @@ def _total_rows(before: Dump, after: Dump) -> list[tuple[str, float, float, str]
 
 def _changed_fields(before: Dump, after: Dump) -> list[str]:
     # List differences that the rest of the report does not show.
-    old_fields, new_fields = _all_fields(before), _all_fields(after)
-    return [
-        f"differs in detail: {name}" for name, old in old_fields.items() if old != new_fields[name]
-    ]
-
-
-def _all_fields(dump: Dump) -> Mapping[str, object]:
-    problem = dump.plan.problem
-    return {
-        "plan.params": dump.plan.params,
-        "plan.kept": dump.plan.kept,
-        "plan.buckets": dump.plan.buckets,
-        "hardware": dump.hardware,
-        **{
-            f"plan.problem.{field.name}": getattr(problem, field.name)
-            for field in dataclasses.fields(problem)
-        },
-    }
+    paths = [field.name for field in dataclasses.fields(before)]
+    paths += [f"plan.{field.name}" for field in dataclasses.fields(before.plan)]
+    paths += [f"plan.problem.{field.name}" for field in dataclasses.fields(before.plan.problem)]
+    whole = ("compiled", "plan", "plan.problem")
+    getters = {path: attrgetter(path) for path in paths if path not in whole}
+    return [f"differs in detail: {p}" for p, get in getters.items() if get(before) != get(after)]

@@ -19,14 +19,6 @@ from ..planning.saving import SavingChoice, TriedSaving
 from ..planning.simulate import COLLECTIVE, COPY_IN
 from .dump import TRANSFER_SLOWDOWN, Dump, Totals, param_name
 
-_KIND_ORDER = (
-    TransferKind.ALL_GATHER,
-    TransferKind.REDUCE_SCATTER,
-    TransferKind.ALL_REDUCE_SHARDS,
-    TransferKind.ALL_REDUCE,
-    TransferKind.ALL_REDUCE_MAX,
-    *HOST_COPIES,
-)
 MAX_LISTED_EXPOSED = 10
 MAX_LISTED_BUCKETS = 24  # limit unless all buckets are requested
 
@@ -71,7 +63,7 @@ def _title(dump: Dump) -> str:
 
 def _kinds_table(dump: Dump) -> str:
     plan, rows = dump.plan, list[_Row]()
-    for kind in _KIND_ORDER:
+    for kind in TransferKind:
         positions = [i for i, bucket in enumerate(plan.buckets) if bucket.kind == kind]
         if positions:
             num_transfers = sum(len(plan.buckets[i].transfers) for i in positions)

@@ -17,7 +17,7 @@ Measured traces come from torch's profiler. They contain the names of the graphs
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Required, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias
 
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
 from ..planning.simulate import (
@@ -51,27 +51,8 @@ _KERNEL_NAMES = {
 _EXCHANGE = "ncclDevKernel_SendRecv"
 
 
-class TraceEvent(TypedDict, total=False):
-    """An event of a trace; its phase ``ph`` determines which keys it has."""
-
-    ph: Required[str]
-    name: Required[str]
-    pid: Required[int]
-    tid: Required[int]
-    ts: Required[float]
-    dur: float
-    cat: str
-    id: int
-    bp: str
-    args: dict[str, object]
-
-
-class Trace(TypedDict, total=False):
-    """Content of a trace file."""
-
-    traceEvents: Required[list[TraceEvent]]
-    displayTimeUnit: str
-    distributedInfo: dict[str, int]
+TraceEvent: TypeAlias = dict[str, Any]  # its phase "ph" determines which keys it has
+Trace: TypeAlias = dict[str, Any]  # content of a trace file
 
 
 class _Span(NamedTuple):
@@ -219,7 +200,7 @@ def _memory_counters(dump: Dump, spans: Mapping[Slot, _Span]) -> Iterator[TraceE
     for step, sizes in enumerate(zip(timeline.alive_bytes, timeline.in_flight_bytes)):
         ts = spans[dump.slots[STEP, step]].begin_ns / 1e3
         for name, num_bytes in zip(("alive", "in flight"), sizes):
-            args: dict[str, object] = {"bytes": num_bytes}
+            args = {"bytes": num_bytes}
             yield {"ph": "C", "name": name, "pid": PID, "tid": 0, "ts": ts, "args": args}
 
 

@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from benchmarks.forecast_cpu import Case, Store, cases, machine_of
 from benchmarks.forecast_report import Row, orders, paragraphs
@@ -19,8 +21,9 @@ from graphshard.cost.model import CostModel
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.estimate import MEMORY, STEP_TIME, error_interval
 from graphshard.forecast.forecast import forecast_text
-from graphshard.forecast.plan import make_forecast
+from graphshard.forecast.plan import forecast
 from graphshard.forecast.recipe import Recipe
+from graphshard.forecast.workload import module_workload
 from graphshard.kinds import TransferKind
 
 from .test_trace import trace_stack
@@ -65,9 +68,10 @@ def test_an_interval_covers_nine_of_ten_and_the_median(ratios: list[float]) -> N
 
 def test_a_forecast_has_the_interval_of_the_source_of_its_rates() -> None:
     traced = trace_stack(1, Recipe())
+    workload = module_workload(nn.Identity(), (torch.zeros(64),))
     for source in (DATASHEET, CALIBRATED):
         machine = cluster(dataclasses.replace(HARDWARE["H100"], source=source), 8)
-        found = make_forecast(traced, Recipe(), machine, model="stack", tokens=64)
+        found = forecast(workload, Recipe(), machine, traced=traced)
         raw = json.loads(found.to_json())
         time, memory, errors = raw["time"], raw["memory"], STEP_TIME[source]
         parts = sum(time[f"{part}_us"] for part in ("compute", "exposed", "lost", "optimizer"))

@@ -14,10 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import graphshard
 from graphshard.fake_mesh import Ranks
 from graphshard.forecast.cluster import cluster
-from graphshard.forecast.plan import make_forecast
+from graphshard.forecast.plan import forecast
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.trace import TracedStep, trace
-from graphshard.forecast.workload import BatchShape, find_workload
+from graphshard.forecast.workload import BatchShape, find_workload, module_workload
 from graphshard.kinds import TransferKind
 from graphshard.tensor_parallel import parallelize
 from tests.ranks import on_ranks
@@ -63,14 +63,15 @@ def test_groups_of_an_earlier_trace_are_not_used() -> None:
 
 
 def test_ranks_that_share_a_batch_count_its_tokens_once() -> None:
-    forecast = make_forecast(_trace(RECIPE), RECIPE, cluster("H100", 8), model="", tokens=64)
-    assert forecast.tokens == 4 * 64
-    assert "hsdp:2, tp 2, bf16" in str(forecast)
+    workload = module_workload(nn.Identity(), (torch.zeros(64),))
+    shown = forecast(workload, RECIPE, cluster("H100", 8), traced=_trace(RECIPE))
+    assert shown.tokens == 4 * 64
+    assert "hsdp:2, tp 2, bf16" in str(shown)
     assert (
         'mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))\n'
         'parallelize(model, mesh["tp"])'
-    ) in forecast.code()
-    assert 'graphshard.backend(mesh["replicate", "shard"], ' in forecast.code()
+    ) in shown.code()
+    assert 'graphshard.backend(mesh["replicate", "shard"], ' in shown.code()
 
 
 def test_a_llama_is_split_as_its_configuration_says() -> None:
