@@ -73,7 +73,6 @@ from .pipeline.settings import CompileSettings
 from .pipeline.traced_graph import Runnable, TracedGraph
 from .planning.plan import Plan
 from .ranks.plan_consensus import PlanConsensus
-from .show.dump import exposure
 from .show.dump_folder import DumpWriter
 from .show.metrics import metrics
 from .show.table import summary
@@ -225,7 +224,8 @@ class Backend:
         Every forward and backward graph compiled so far counts once; the result is 0 if there are
         none. The prediction is for ``schedule.hardware``.
         """
-        return exposure([dump for graph in self._graphs for dump in graph.dumps])
+        dumps = [dump for graph in self._graphs for dump in graph.dumps]
+        return metrics(dumps)["predicted_exposure"]
 
     def summary(self) -> str:
         """Return tables of every compiled graph: its collectives, predicted times and peak memory.

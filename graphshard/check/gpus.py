@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,35 +11,25 @@ from .._torch.no_gpu.stand_ins import DeviceProperties, compile_kernel
 from ..cost.devices import MEMORY_BYTES, TABLE
 
 
-def _gpu(
-    memory_bytes: int,
-    *,
-    name: str,
-    capability: tuple[int, int],
-    processors: int,
-    cache_mib: int,
-    shared_kib: int,
-) -> DeviceProperties:
-    major, minor = capability
+def _gpu(memory_bytes: int, entry: Mapping[str, Any]) -> DeviceProperties:
+    major, minor = entry["capability"]
     return DeviceProperties(
-        name=name,
+        name=entry["name"],
         major=major,
         minor=minor,
-        multi_processor_count=processors,
+        multi_processor_count=entry["processors"],
         total_memory=memory_bytes,
-        L2_cache_size=cache_mib << 20,
-        shared_memory_per_multiprocessor=shared_kib << 10,
+        L2_cache_size=entry["cache_mib"] << 20,
+        shared_memory_per_multiprocessor=entry["shared_kib"] << 10,
         # A thread block may use 1 KiB less than its multiprocessor has.
-        shared_memory_per_block_optin=(shared_kib - 1) << 10,
+        shared_memory_per_block_optin=(entry["shared_kib"] - 1) << 10,
     )
 
 
-_ENTRIES: dict[str, dict[str, Any]] = TABLE["gpus"]
-
 # Device properties as CUDA reports them, keyed by name in the device table.
 GPUS = {
-    name: _gpu(MEMORY_BYTES[name], **entry["simulated"])
-    for name, entry in _ENTRIES.items()
+    name: _gpu(MEMORY_BYTES[name], entry["simulated"])
+    for name, entry in TABLE["gpus"].items()
     if "simulated" in entry
 }
 

@@ -52,19 +52,7 @@ _NO_VALUES = (
 
 @dataclass(frozen=True)
 class Target:
-    """Model and machine of a check.
-
-    Attributes:
-        script: path of a Python file.
-        function: name of a function in ``script``; see ``check``.
-        device: one of ``gpus.GPUS``.
-        replicas: number of groups of ranks that hold the same shards.
-        rank: rank whose step is checked.
-        tp: number of ranks over which tensor parallelism splits the model.
-        tp_plan: "SCRIPT:FUNCTION", a function ``(model, mesh)`` that splits the model for ``tp``
-            (default: ``tensor_parallel.parallelize``).
-        ep: number of ranks over which ``expert_parallel.parallelize`` splits experts.
-    """
+    """The arguments of ``graphshard check``."""
 
     script: str
     function: str

@@ -188,12 +188,7 @@ def _matmul_rate(name: str, sizes: Sequence[int], timer: Timer, launch_us: float
             operands = torch.randn(2, n, n, device=timer.device).to(dtype)
             copies = [operands.clone() for _ in range(num_cold(3 * n * n * dtype.itemsize))]
             out = torch.empty(n, n, device=timer.device, dtype=dtype)
-            layouts = (  # forward, gradient of the input, gradient of the weight
-                _matmul(out, transpose_right=True),
-                _matmul(out),
-                _matmul(out, transpose_left=True),
-            )
-            us = statistics.mean(timer.median_us(rotating(work, copies)) for work in layouts)
+            us = statistics.mean(timer.median_us(rotating(f, copies)) for f in _products(out))
             samples.append(Sample(2 * n**3, us - launch_us))  # the launch is priced separately
     return fit_rate(samples)
 
@@ -208,16 +203,13 @@ def _float32_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _matmul(
-    out: Tensor, *, transpose_left: bool = False, transpose_right: bool = False
-) -> Callable[[Tensor], Tensor]:
-    def multiply(operands: Tensor) -> Tensor:
-        left, right = operands  # ``[2, n, n]``
-        left = left.t() if transpose_left else left
-        right = right.t() if transpose_right else right
-        return torch.mm(left, right, out=out)
-
-    return multiply
+def _products(out: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """Return functions of two operands, ``[2, n, n]``: forward, gradients of input and weight."""
+    return (
+        lambda pair: torch.mm(pair[0], pair[1].t(), out=out),
+        lambda pair: torch.mm(pair[0], pair[1], out=out),
+        lambda pair: torch.mm(pair[0].t(), pair[1], out=out),
+    )
 
 
 def _copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:

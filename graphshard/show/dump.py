@@ -15,14 +15,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..cost.hardware import Hardware
 from ..cost.model import CostModel, optimizer_passes
-from ..kinds import HOST_COPIES, GraphKind, TransferKind
+from ..kinds import HOST_COPIES, TransferKind
 from ..planning.live_bytes import alive_by_point
 from ..planning.memory_budget import FreeMemory, ScheduleLimits
 from ..planning.plan import Bucket, Plan, PlanParam, UserCollective
@@ -234,10 +234,3 @@ class Dump:
 def param_name(param: PlanParam) -> str:
     """Return the FQN of a parameter, or the number of its graph input if it has no name."""
     return param.fqn or f"input {param.input}"
-
-
-def exposure(dumps: Sequence[Dump]) -> float:
-    """Return the fraction of the training graphs' time that is exposed; 0 without such graphs."""
-    training = [dump.totals for dump in dumps if dump.plan.graph != GraphKind.INFERENCE]
-    total_us = sum(totals.total_us for totals in training)
-    return sum(totals.exposed_us for totals in training) / total_us if total_us else 0.0
