@@ -37,23 +37,15 @@ class Free:
 
 @dataclass(frozen=True)
 class Work:
-    """A kernel, a copy or a collective.
+    """A kernel, a copy or a collective."""
 
-    Attributes:
-        name: name of the kernel or operator.
-        reads: blocks that it reads.
-        writes: blocks that it writes.
-        kernels: number of device kernels; 0 for a collective, a copy to or from the host, and the
-            host's own work.
-        blocks_host: whether the host blocks until the work is done.
-    """
-
-    name: str
+    name: str  # name of the kernel or operator
     stream: str
-    reads: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()  # blocks
     writes: tuple[int, ...] = ()
+    # Number of device kernels; 0 for collectives, copies to or from the host, and work of the host.
     kernels: int = 0
-    blocks_host: bool = False
+    blocks_host: bool = False  # whether the host blocks until the work is done
 
 
 @dataclass(frozen=True)
@@ -96,18 +88,13 @@ class RecordedLaunch:
 
 @dataclass
 class GraphCall:
-    """One call of a graph.
-
-    Attributes:
-        order: launches and waits, as ``i`` for launch ``i`` and ``~i`` for the first wait for it.
-        arguments: blocks of the arguments.
-        actions: range of the call's actions, as (start, stop).
-    """
+    """One call of a graph."""
 
     launches: list[RecordedLaunch] = field(default_factory=list)
+    # Launches and waits, as ``i`` for launch ``i`` and ``~i`` for the first wait for it.
     order: list[int] = field(default_factory=list)
-    arguments: tuple[int, ...] = ()
-    actions: tuple[int, int] = (0, 0)
+    arguments: tuple[int, ...] = ()  # blocks of the arguments
+    actions: tuple[int, int] = (0, 0)  # start and stop of the call's actions
 
     def launch(self, launch: RecordedLaunch) -> int:
         self.launches.append(launch)

@@ -22,22 +22,14 @@ class Counts:
     """Numbers of kernels, copies and waits in a step.
 
     Waits and ``blocking`` are counted over the whole step, all else only within its graphs.
-
-    Attributes:
-        kernels: number of kernels, including ``bucket_copies``.
-        bucket_copies: number of kernels that copy into and out of packed buffers.
-        collectives: number of collective launches.
-        host_copies: number of tensors copied between host and device.
-        host_waits: number of times that the host waits for the device, including ``blocking``.
-        blocking: names of the copies and synchronizations that block the host.
     """
 
-    kernels: int
-    bucket_copies: int
-    collectives: int
-    host_copies: int
-    host_waits: int
-    blocking: tuple[str, ...]
+    kernels: int  # including ``bucket_copies``
+    bucket_copies: int  # kernels that copy into and out of packed buffers
+    collectives: int  # launches
+    host_copies: int  # tensors copied between host and device
+    host_waits: int  # times that the host waits for the device, including ``blocking``
+    blocking: tuple[str, ...]  # names of the copies and synchronizations that block the host
 
 
 def count(actions: Sequence[Action], calls: Iterable[GraphCall]) -> Counts:

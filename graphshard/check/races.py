@@ -29,18 +29,12 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two unordered accesses to a block.
-
-    Attributes:
-        first: access that is issued first.
-        second: later access, or None if the block's memory may be reused while ``first`` runs.
-        stream: stream of ``second``, or the stream that may reuse the memory.
-    """
+    """Two unordered accesses to a block."""
 
     block: int
     first: Access
-    second: Access | None
-    stream: str
+    second: Access | None  # None: the block's memory may be reused while ``first`` runs
+    stream: str  # stream of ``second``, or the stream that may reuse the memory
 
     def __str__(self) -> str:
         if self.second is None:

@@ -44,25 +44,15 @@ def forward_backward(model: nn.Module, compiled: Callable[..., object], inputs: 
 
 @dataclass(frozen=True)
 class Recording:
-    """Plans and code of all compiled graphs, and the actions of the last step.
+    """Plans and code of all compiled graphs, and the actions of the last step."""
 
-    Attributes:
-        plans: plans of all graphs; empty for an unsharded model.
-        codes: source code that Inductor wrote for each graph.
-        kernels: name and source of each Triton kernel.
-        actions: all actions of the last step, including the optimizer's.
-        calls: graph calls of the last step.
-        summary: ``Backend.summary()``.
-        trained_bytes: size of the trainable shards on the device, in bytes.
-    """
-
-    plans: tuple[Plan, ...]
-    codes: tuple[str, ...]
-    kernels: tuple[tuple[str, str], ...]
-    actions: tuple[Action, ...]
-    calls: tuple[GraphCall, ...]
-    summary: str = ""
-    trained_bytes: int = 0
+    plans: tuple[Plan, ...]  # empty for an unsharded model
+    codes: tuple[str, ...]  # source code that Inductor wrote for each graph
+    kernels: tuple[tuple[str, str], ...]  # name and source of each Triton kernel
+    actions: tuple[Action, ...]  # including the optimizer's
+    calls: tuple[GraphCall, ...]  # of the last step
+    summary: str = ""  # ``Backend.summary()``
+    trained_bytes: int = 0  # trainable shards on the device
 
 
 def record_steps(

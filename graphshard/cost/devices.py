@@ -139,10 +139,7 @@ _OTHER_VARIANT = re.compile("PCIE|NVL|MIG", re.IGNORECASE)
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the table's entry for a device.
-
-    Args:
-        name: ``torch.cuda.get_device_name()``, "cpu" or an entry's name.
+    """Return the table's entry for ``torch.cuda.get_device_name()``, "cpu" or an entry's name.
 
     Raises:
         ValueError: the table has no such entry.

@@ -67,16 +67,11 @@ def call_with_fallback(
 
 
 class Flops(NamedTuple):
-    """The floating-point operations of a node.
-
-    Attributes:
-        dtype: dtype of the operands, as a key of ``Hardware.flops``.
-        efficiency: rate achieved, as a fraction of the rate of matrix products.
-    """
+    """The floating-point operations of a node."""
 
     num_flops: float
-    dtype: str
-    efficiency: float = 1.0
+    dtype: str  # dtype of the operands, as a key of ``Hardware.flops``
+    efficiency: float = 1.0  # rate achieved, as a fraction of the rate of matrix products
 
 
 def flops(node: fx.Node) -> Flops:

@@ -216,17 +216,11 @@ def _num_bytes(value: object) -> float:
 
 @dataclass
 class FusedKernel:
-    """Nodes that become one kernel; see [Note: fused kernels].
+    """Nodes that become one kernel; see [Note: fused kernels]."""
 
-    Attributes:
-        nodes: nodes in graph order; a dict as an ordered set.
-        num_bytes: bytes that the kernel reads and writes.
-        num_special: number of exponentials and similar functions that it computes.
-    """
-
-    nodes: dict[fx.Node, None] = field(default_factory=dict)
-    num_bytes: float = 0.0
-    num_special: float = 0.0
+    nodes: dict[fx.Node, None] = field(default_factory=dict)  # in graph order; an ordered set
+    num_bytes: float = 0.0  # read and written
+    num_special: float = 0.0  # number of exponentials and similar functions
 
     @property
     def last(self) -> fx.Node:
@@ -359,15 +353,10 @@ class _Expression:
 
 
 class UnmaterializedValues(NamedTuple):
-    """The nodes whose values are never written to memory.
+    """The nodes whose values are never written to memory."""
 
-    Attributes:
-        inside: nodes that only their own kernel reads, without recomputation.
-        inlined: nodes that every kernel that reads them recomputes.
-    """
-
-    inside: frozenset[fx.Node] = frozenset()
-    inlined: frozenset[fx.Node] = frozenset()
+    inside: frozenset[fx.Node] = frozenset()  # only their own kernel reads them
+    inlined: frozenset[fx.Node] = frozenset()  # every kernel that reads them recomputes them
 
 
 def unmaterialized_values(values: GraphValues) -> UnmaterializedValues:

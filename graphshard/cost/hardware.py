@@ -207,12 +207,7 @@ class Hardware:
 
     @classmethod
     def load(cls, path: Path) -> Hardware:
-        """Read a file that ``calibrate`` wrote.
-
-        Raises:
-            ValueError: see ``from_json``.
-            OSError: the file cannot be read.
-        """
+        """Read a file that ``calibrate`` wrote; raise as ``from_json``, or an OSError."""
         return cls.from_json(path.read_text(), str(path))
 
 

@@ -97,19 +97,12 @@ def rotating(work: Callable[[Tensor], object], operands: Sequence[Tensor]) -> Ca
 
 @dataclass(frozen=True)
 class Effort:
-    """The sizes to measure, and the number of samples for each median.
+    """The sizes to measure, and the number of samples for each median."""
 
-    Attributes:
-        dtypes: dtypes of the matrix products; "tf32" means float32 tensors in tf32 mode.
-        matmul_sizes: sizes ``n`` of the matrix products, ``[n, n]`` by ``[n, n]``.
-        copy_bytes: sizes of copies in bytes.
-        collective_bytes: sizes of the collectives' full buffers in bytes.
-    """
-
-    dtypes: tuple[str, ...]
-    matmul_sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]  # of the matrix products; "tf32" means float32 tensors in tf32 mode
+    matmul_sizes: tuple[int, ...]  # ``n`` of the matrix products, ``[n, n]`` by ``[n, n]``
     copy_bytes: tuple[int, ...]
-    collective_bytes: tuple[int, ...]
+    collective_bytes: tuple[int, ...]  # sizes of full buffers
     num_samples: int
 
     @classmethod

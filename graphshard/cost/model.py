@@ -137,8 +137,7 @@ class CostModel:
 
         Args:
             num_bytes: bytes that each rank sends, including the part that it keeps.
-            world: number of ranks.
-            stride: difference between the global ranks of neighbors.
+            world, stride: as in ``collective_us``.
         """
         if world == 1:
             return self.copy_us(num_bytes)
@@ -202,21 +201,13 @@ class CostModel:
 
 
 def optimizer_passes(num_states: int) -> int:
-    """Return the reads and writes per parameter element in a step of a fused optimizer.
-
-    Args:
-        num_states: number of states for each parameter.
-    """
+    """Return the reads and writes per parameter element in a step of a fused optimizer."""
     # All but the gradient are written, too.
     return 2 * (1 + num_states) + 1
 
 
 def _all_to_all_us(link: Interconnect, num_bytes: float, num_sharing: int) -> float:
-    """Return the time of an all-to-all in which each rank sends ``num_bytes``.
-
-    Args:
-        num_sharing: number of ranks that share the bandwidth of a ring.
-    """
+    """Return the time of an all-to-all; ``num_sharing`` ranks share the bandwidth of a ring."""
     if ALL_TO_ALL in link.bus:
         return link.bus[ALL_TO_ALL].us(num_bytes)
     return link.bus[TransferKind.REDUCE_SCATTER].us(num_bytes) * num_sharing

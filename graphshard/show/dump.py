@@ -187,11 +187,7 @@ class Dump:
 
     @classmethod
     def from_json(cls, text: str, source: str = "dump") -> Dump:
-        """Parse the content of a dump file.
-
-        Raises:
-            ValueError: the text is not a dump of this version. The message names ``source``.
-        """
+        """Parse a dump file; raise a ValueError that names ``source`` if it is not a dump."""
         try:
             return cls._from_raw(json.loads(text))
         except (KeyError, TypeError, AttributeError) as error:  # valid JSON, but not a dump
@@ -221,8 +217,7 @@ class Dump:
         """Read a dump file.
 
         Raises:
-            ValueError: the file cannot be read, or is not a dump of this version. The message names
-                the file.
+            ValueError: the file, which is named, cannot be read or is not a dump of this version.
         """
         try:
             text = path.read_text()

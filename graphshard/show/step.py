@@ -19,17 +19,11 @@ class Phase(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """The graphs of one compilation: forward and backward, or only one of the two.
+    """The graphs of one compilation: forward and backward, or only one of the two."""
 
-    Attributes:
-        graphs: positions among the dumps.
-        params: names of the parameters.
-        reduces: whether a graph reduces gradients.
-    """
-
-    graphs: tuple[int, ...]
+    graphs: tuple[int, ...]  # positions among the dumps
     params: frozenset[str]
-    reduces: bool
+    reduces: bool  # whether a graph reduces gradients
 
 
 def graph_names(dumps: Sequence[Dump]) -> list[str]:

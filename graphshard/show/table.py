@@ -144,11 +144,7 @@ def _exposed(totals: Totals) -> str:
 
 
 def _hidden(dump: Dump, busy_us: float, counts: Sequence[bool]) -> str:
-    """Return the busy time of lanes in ms, and the fraction of it that is hidden.
-
-    Args:
-        counts: for each bucket, whether it uses the lanes.
-    """
+    """Return the busy time in ms of lanes of the buckets that ``counts``, and its hidden part."""
     if not busy_us:
         return f"{busy_us:.3f}"
     exposed_us = sum(us for us, counted in zip(dump.timeline.exposed_us, counts) if counted)

@@ -89,12 +89,7 @@ def _metadata(name: str, tid: int, /, **args: object) -> TraceEvent:
 def run_events(
     dump: Dump, *, start_us: float = 0.0, number: int = 0, streams: bool = True
 ) -> list[TraceEvent]:
-    """Return the events of one run of the graph.
-
-    Args:
-        number: number of the run in its file, for unique arrow IDs.
-        streams: whether events of kernels include their stream.
-    """
+    """Return the events of one run of the graph; ``number`` makes its arrows' IDs unique."""
     spans = {slot: _span(slot, start_us) for slot in dump.timeline.slots}
     drawn = {slot: span for slot, span in spans.items() if span.begin_ns < span.end_ns}
     events = [_slice(dump, slot, span, streams) for slot, span in drawn.items()]
