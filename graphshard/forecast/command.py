@@ -162,11 +162,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def gigabytes(name: str, text: str) -> float:
-    """Parse a size such as "72GB" into GB (1e9 bytes).
-
-    Raises:
-        ValueError: ``text`` is not a positive size; the message names the option ``name``.
-    """
+    """Parse the size, such as "72GB", of option ``name`` into GB (1e9 bytes)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB)?", text, re.IGNORECASE)
     if match is None or not float(match[1]):
         raise ValueError(f'{name} {text}: must be a size in GB (1e9 bytes), as in "72GB"')

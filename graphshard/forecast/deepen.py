@@ -32,15 +32,10 @@ class NotPeriodicError(ValueError):
 
 @dataclass(frozen=True)
 class Layers:
-    """Name and repeating pattern of a model's layers.
+    """Name and repeating pattern of a model's layers."""
 
-    Attributes:
-        path: name of the list of layers; parameters are called ``path.0.*``, ``path.1.*``, ...
-        period: number of layers in the repeating pattern.
-    """
-
-    path: str
-    period: int = 1
+    path: str  # name of the list of layers; parameters are called ``path.0.*``, ``path.1.*``, ...
+    period: int = 1  # number of layers in the repeating pattern
 
     def shifted(self, fqn: str, num_layers: int) -> str:
         """Add ``num_layers`` to the layer number in ``fqn``; return other names unchanged."""
@@ -123,11 +118,7 @@ class _Segment:
 
     @classmethod
     def find(cls, short: StepGraph, longer: StepGraph, layers: Layers) -> _Segment:
-        """Return the segment that turns the short graph into the longer one.
-
-        Raises:
-            NotPeriodicError: no such segment exists.
-        """
+        """Return the segment that turns the short graph into the longer one, or raise."""
         # Containing the short graph is not enough. The segment must also equal the steps just
         # before or just after it, and live bytes must grow by a constant amount in the period
         # before it, by another constant in the period after it, and linearly in between.

@@ -59,24 +59,16 @@ def _few(num_layers: int, period: int) -> int:
 
 
 class ShallowCopies(NamedTuple):
-    """The steps of shallow copies of a model whose layers repeat.
+    """The steps of shallow copies of a model whose layers repeat."""
 
-    Attributes:
-        steps: grid of steps. The second column has one more period of recomputed layers, the second
-            row one more period of saved layers; each is absent if that kind does not grow.
-        shallow: depth of the first step.
-    """
-
+    # The second column has one more period of recomputed layers, the second row one more period of
+    # saved layers; each is absent if that kind does not grow.
     steps: Sequence[Sequence[TracedStep]]
     layers: Layers
-    shallow: Depth
+    shallow: Depth  # depth of the first step
 
     def at_depth(self, depth: Depth) -> TracedStep:
-        """Return the step at ``depth``, rounded down to whole periods.
-
-        Raises:
-            NotPeriodicError: the copies do not show that layers repeat.
-        """
+        """Return the step at ``depth``, rounded down to whole periods; raise as ``deepen``."""
         first, rest = (
             max(0, deep - few) // self.layers.period for deep, few in zip(depth, self.shallow)
         )

@@ -278,24 +278,16 @@ def outside_of_graphs(held: HeldMemory, recipe: Recipe, device_bytes: int) -> Me
 
 
 class OtherGraphBytes(NamedTuple):
-    """Memory that other graphs of a step hold while one graph runs, in bytes.
+    """Memory that other graphs of a step hold while one graph runs, in bytes."""
 
-    Attributes:
-        saved: activations saved by earlier forward graphs.
-        gradients: gradients reduced by earlier backward graphs.
-    """
-
-    saved: int
-    gradients: int
+    saved: int  # activations saved by earlier forward graphs
+    gradients: int  # gradients reduced by earlier backward graphs
 
 
 def other_graph_bytes(graphs: Sequence[PlannedGraph]) -> list[OtherGraphBytes]:
-    """Return, for each graph, the memory that the other graphs hold while it runs.
-
-    Args:
-        graphs: pairs of forward and backward graph, in forward order.
-    """
-    # A model with graph breaks has several pairs, whose backward graphs run in reverse order.
+    """Return, for each graph, the memory that the other graphs hold while it runs."""
+    # A model with graph breaks has several pairs of a forward and a backward graph, in forward
+    # order. The backward graphs run in reverse order.
     saved, own, others = 0, 0, list[OtherGraphBytes]()
     for position, graph in enumerate(graphs):
         if graph.problem.graph != GraphKind.BACKWARD:

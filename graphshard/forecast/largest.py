@@ -28,20 +28,14 @@ HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"
 
 @dataclass(frozen=True)
 class LargestFit:
-    """The largest model or batch that fits with a strategy.
-
-    Attributes:
-        grown: quantity that was increased: "layers", "layers and width" or "samples".
-        what: description of the size, as in "136 layers".
-        memory_bytes: peak memory of a rank, including the margin.
-    """
+    """The largest model or batch that fits with a strategy."""
 
     strategy: str
-    grown: str
-    what: str
+    grown: str  # quantity that was increased: "layers", "layers and width" or "samples"
+    what: str  # description of the size, as in "136 layers"
     num_params: int
     step_us: float
-    memory_bytes: int
+    memory_bytes: int  # peak of a rank, including the margin
 
     def row(self) -> list[str | float]:
         # The columns of ``HEADERS``.
@@ -92,9 +86,6 @@ def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
     """Return the numbers of HSDP shards to try: the ranks of one, two and four nodes.
 
     A number is left out if it is 1 or does not divide the cluster into several replicas.
-
-    Args:
-        tp: number of ranks over which tensor parallelism splits the model.
     """
     node, num_groups = cluster.hardware.ranks_per_node // tp, cluster.num_gpus // tp
     sizes = (node, 2 * node, 4 * node)
@@ -104,11 +95,7 @@ def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
 def largest_that_fits(
     memory_at: Callable[[int], int], limit: int, least: int, most: float = float("inf")
 ) -> int | None:
-    """Return the largest number in ``[least, most]`` whose memory is at most ``limit``, or None.
-
-    Args:
-        memory_at: function that maps a number to its memory in bytes.
-    """
+    """Return the largest number in ``[least, most]`` whose memory is at most ``limit``, or None."""
     # Memory grows almost linearly with the number: extrapolate from the last two numbers that fit,
     # and bisect after a number that does not fit.
     fits, memory = least, memory_at(least)

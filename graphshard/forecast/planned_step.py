@@ -50,12 +50,7 @@ from .trace import (
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A training step, planned for one machine.
-
-    Attributes:
-        dumps: plan of each graph, with its machine and limits.
-        graphs: problem, buckets and input shard size of each graph.
-    """
+    """A training step, planned for one machine."""
 
     dumps: tuple[Dump, ...]
     graphs: tuple[PlannedGraph, ...]

@@ -21,15 +21,10 @@ DTYPES = ("float32", "bf16", "fp8")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A fused optimizer of ``torch.optim``.
+    """A fused optimizer of ``torch.optim``."""
 
-    Attributes:
-        states: number of states for each parameter, each as large as the parameter.
-        code: Python expression that constructs the optimizer.
-    """
-
-    states: int
-    code: str
+    states: int  # number of states for each parameter, each as large as the parameter
+    code: str  # Python expression that constructs the optimizer
 
 
 OPTIMIZERS = {
@@ -44,23 +39,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a training run.
-
-    Attributes:
-        strategy: one of ``STRATEGIES``.
-        dtype: "float32"; "bf16": parameters gathered and used in bfloat16, gradients reduced in
-            float32; "fp8": as "bf16", with inner linears gathered and computed in fp8.
-        optimizer: key of ``OPTIMIZERS``.
-        recompute: fraction of the layers that backward recomputes, starting with the first:
-            backward reaches those last, after freeing the activations of the others.
-        accumulate: number of microbatches in a step; each reduces its gradients.
-        budget_gb: limit in GB for the peak of each graph plus the parameters, gradients, optimizer
-            state and buffers that a rank holds outside of it (default: no limit).
-        offload: whether the host keeps shards, gradients and optimizer state, and runs the
-            optimizer.
-        tp: number of ranks over which tensor parallelism splits the model; they share a microbatch.
-        reduce: how gradients are reduced, as in ``SchedulePolicy``.
-        ep: number of ranks over which experts are split; each has its own microbatch.
+    """The settings of a training run: arguments of ``graphshard.plan``.
 
     Raises:
         ValueError: a value is invalid, or two values are incompatible.

@@ -49,21 +49,14 @@ HEADERS = ["strategy", "tp", "dtype", "recompute", "offload", "microbatches", "s
 
 @dataclass(frozen=True)
 class PlannedRecipe:
-    """A recipe, planned with one microbatch size.
-
-    Attributes:
-        microbatch: number of samples in a microbatch of a rank, or of ``recipe.tp`` ranks.
-        step_us: time of a whole step.
-        memory_bytes: peak memory of a rank, including the margin.
-        fits: whether the step fits on a device, and into the budget.
-        traced: traced step that a forecast of this candidate can reuse, if any.
-    """
+    """A recipe, planned with one microbatch size."""
 
     recipe: Recipe
-    microbatch: int
-    step_us: float
-    memory_bytes: int
-    fits: bool
+    microbatch: int  # samples in a microbatch of a rank, or of ``recipe.tp`` ranks
+    step_us: float  # time of a whole step
+    memory_bytes: int  # peak of a rank, including the margin
+    fits: bool  # whether the step fits on a device, and into the budget
+    # A forecast of this candidate can reuse this step.
     traced: TracedStep | None = field(default=None, repr=False, compare=False)
 
     def row(self) -> list[str | float]:
@@ -83,16 +76,10 @@ class PlannedRecipe:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search; ``print`` shows the Pareto front of time and memory.
+    """The result of a search; ``print`` shows the Pareto front of time and memory."""
 
-    Attributes:
-        candidates: candidates that fit, fastest first, then the others.
-        refused: recipes that were not planned, and the reasons.
-        num_traces: number of traced steps.
-    """
-
-    candidates: tuple[PlannedRecipe, ...]
-    refused: tuple[str, ...]
+    candidates: tuple[PlannedRecipe, ...]  # those that fit, fastest first, then the others
+    refused: tuple[str, ...]  # recipes that were not planned, and the reasons
     num_traces: int
 
     @property
@@ -166,7 +153,6 @@ def search(
             samples for each rank in a step.
         dtypes: precisions to try (default: bf16, and fp8 if the device has it and ``recipe.tp`` is
             1).
-
     """
     searching = _Search(make_workload, size, recipe, cluster, progress, dtypes)
     bases, sizes = list(searching.bases()), microbatches(size)
@@ -350,11 +336,7 @@ class _Search:
     def _least_recomputed(
         self, recipe: Recipe, copies: ShallowCopies, tried: Sequence[Depth], microbatch: int
     ) -> PlannedRecipe | None:
-        """Plan a recipe with the fewest recomputed layers that fit; return None if no number fits.
-
-        Args:
-            tried: depths to choose from, most recomputed layers first.
-        """
+        """Plan the last of ``tried`` depths with which a recipe fits; return None if none fits."""
 
         @functools.cache
         def planned(number: int) -> PlannedRecipe | None:

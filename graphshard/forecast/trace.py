@@ -56,19 +56,12 @@ class UntraceableError(ValueError):
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One graph of a step.
+    """One graph of a step."""
 
-    Attributes:
-        params: parameters, indexed by ``Transfer.param``.
-        problem: scheduling problem, with the compute times of the machine.
-        compute_us: compute time of every step of ``problem``, keyed by machine (see ``BASELINE``).
-        input_bytes: size of the shards and replicated parameters among the graph's inputs.
-    """
-
-    params: tuple[PlanParam, ...]
-    problem: Problem
-    compute_us: Mapping[str, tuple[float, ...]]
-    input_bytes: int
+    params: tuple[PlanParam, ...]  # indexed by ``Transfer.param``
+    problem: Problem  # with the compute times of the machine
+    compute_us: Mapping[str, tuple[float, ...]]  # of each step, keyed by machine (see ``BASELINE``)
+    input_bytes: int  # shards and replicated parameters among the graph's inputs
 
     @property
     def kind(self) -> GraphKind:
@@ -99,19 +92,12 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A traced training step.
+    """A traced training step."""
 
-    Attributes:
-        graphs: graphs of the step, in compilation order.
-        saved: size of the tensors saved for backward, in bytes, as an expression of the ``symbols``
-            passed to ``trace``.
-        notes: notes on how the step was traced.
-    """
-
-    graphs: tuple[StepGraph, ...]
+    graphs: tuple[StepGraph, ...]  # in compilation order
     held: HeldMemory
-    saved: sympy.Expr = sympy.S.Zero
-    notes: tuple[str, ...] = ()
+    saved: sympy.Expr = sympy.S.Zero  # bytes saved for backward, in the ``symbols`` of ``trace``
+    notes: tuple[str, ...] = ()  # on how the step was traced
 
 
 def trace(

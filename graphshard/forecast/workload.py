@@ -46,30 +46,18 @@ class BatchShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and a microbatch on one rank.
-
-    Attributes:
-        make: function that takes a number of layers (None for all) and returns model and inputs.
-        tokens: number of tokens, or samples, in the microbatch.
-        unit: unit of ``tokens``: "tokens" or "samples".
-        num_layers: number of layers of the model, or None if ``make`` cannot change it.
-        period: number of layers in the repeating pattern.
-        notes: assumptions for forecasts of this workload.
-        parallelize: function that splits a model for tensor parallelism, or None.
-        split_experts: function that splits a model for expert parallelism.
-        symbols: symbols that replace sizes of the inputs, keyed by size; see ``trace``.
-    """
+    """A model and a microbatch on one rank."""
 
     name: str
-    make: Callable[[int | None], tuple[nn.Module, Inputs]]
-    tokens: int
-    unit: str = "tokens"
-    num_layers: int | None = None
-    period: int = 1
-    notes: tuple[str, ...] = ()
-    parallelize: Parallelize | None = None
+    make: Callable[[int | None], tuple[nn.Module, Inputs]]  # takes the number of layers, or None
+    tokens: int  # in the microbatch
+    unit: str = "tokens"  # unit of ``tokens``: "tokens" or "samples"
+    num_layers: int | None = None  # None: ``make`` cannot change it
+    period: int = 1  # number of layers in the repeating pattern
+    notes: tuple[str, ...] = ()  # assumptions for forecasts
+    parallelize: Parallelize | None = None  # for tensor parallelism
     split_experts: Parallelize = parallelize_balanced
-    symbols: Mapping[int, sympy.Symbol] = field(default_factory=dict)
+    symbols: Mapping[int, sympy.Symbol] = field(default_factory=dict)  # see ``trace``
 
 
 MakeWorkload = Callable[[int], Workload]  # takes the number of samples in a microbatch
@@ -159,11 +147,7 @@ def num_recomputed(num_layers: int, part: float) -> int:
 
 
 def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the outermost ``nn.ModuleList`` of two or more layers of one type, keyed by name.
-
-    Raises:
-        ValueError: the model has no such list.
-    """
+    """Return the outermost lists of two or more layers of one type, keyed by name, or raise."""
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
@@ -183,9 +167,6 @@ def recompute_layers(model: nn.Module, part: float = 1) -> None:
     """Checkpoint the first fraction ``part`` of each list of layers, in place.
 
     If ``part`` is 1 and the model has ``gradient_checkpointing_enable``, call that instead.
-
-    Raises:
-        ValueError: ``layer_lists`` finds no list.
     """
     if not part:
         return
@@ -360,9 +341,7 @@ def _with_layers(config: Any, num_layers: int | None) -> Any:
 def scale_config(config: Any, factor: float, tp: int = 1) -> Any:
     """Return a configuration about ``factor`` times as wide and as deep.
 
-    Args:
-        tp: number of ranks over which tensor parallelism splits the model: it divides the scaled
-            numbers of heads and intermediate size.
+    ``tp`` divides the new numbers of heads and the new intermediate size.
     """
     if factor == 1:
         return config
