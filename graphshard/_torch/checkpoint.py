@@ -1,6 +1,6 @@
 """Checkpoint metadata: safe unpickling, and the location of each value.
 
-Relies on torch/distributed/checkpoint/metadata.py and filesystem.py.
+Relies on torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import _check_box_bounds as is_within
+from torch.distributed.checkpoint.default_planner import _check_box_overlap as overlap
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 
-__all__ = ["StorageInfo", "read_metadata"]
+__all__ = ["StorageInfo", "is_within", "overlap", "read_metadata"]
 
 # Names that the pickle may contain, keyed by module, in addition to dtypes, paths and members of
 # enums. Calling any of them only builds a value.

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .._torch.checkpoint import StorageInfo, read_metadata
+from .._torch.checkpoint import StorageInfo, is_within, overlap, read_metadata
 from .._torch.nn import unflatten_state_dict
 
 BATCH_BYTES = 1 << 30  # a batch of tensors is loaded once it has at least this size
@@ -243,7 +243,7 @@ def _check_tensor(
         )
     volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     require(
-        volume == math.prod(size) and not _overlap(entry.chunks),
+        volume == math.prod(size) and not _any_overlap(entry.chunks),
         f"{name!r} of size {list(size)} has missing or overlapping chunks",
     )
 
@@ -256,36 +256,26 @@ def _is_shape(value: object) -> bool:
     return isinstance(value, tuple) and all(map(_is_size, value))
 
 
-def _is_inside(chunk: ChunkStorageMetadata, size: Sequence[int]) -> bool:
+def _is_inside(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
     return (
         _is_shape(chunk.offsets)
         and _is_shape(chunk.sizes)
         and len(chunk.offsets) == len(chunk.sizes) == len(size)
-        and all(start + n <= end for start, n, end in zip(chunk.offsets, chunk.sizes, size))
+        and is_within(size, chunk)
     )
 
 
-def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+def _any_overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
     full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     full.sort(key=lambda chunk: chunk.offsets)
     active: list[ChunkStorageMetadata] = []  # earlier chunks that extend to the current first row
     for chunk in full:
-        active = [c for c in active if not chunk.offsets or _last_row(c) >= chunk.offsets[0]]
-        if any(_intersect(chunk, other) for other in active):
+        row = chunk.offsets[:1]  # empty for a scalar
+        active = [c for c in active if not row or c.offsets[0] + c.sizes[0] > row[0]]
+        if any(overlap(chunk, other) for other in active):
             return True
         active.append(chunk)
     return False
-
-
-def _last_row(chunk: ChunkStorageMetadata) -> int:
-    return chunk.offsets[0] + chunk.sizes[0] - 1
-
-
-def _intersect(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
-    return all(
-        a < b + b_size and b < a + a_size
-        for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes)
-    )
 
 
 def _check_locations(stored: Mapping[object, object], folder: Path) -> None:
