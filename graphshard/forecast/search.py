@@ -97,10 +97,8 @@ class SearchResult:
 
     def table(self) -> Json:
         """Return a table of all candidates that fit, fastest first."""
-        rows = []
-        for candidate in filter(lambda candidate: candidate.fits, self.candidates):
-            *names, step_ms, gigabytes = candidate.row()
-            rows.append([*names, f"{step_ms:.1f}", f"{gigabytes:.1f}"])
+        fitting = (candidate.row() for candidate in self.candidates if candidate.fits)
+        rows = [[*names, f"{ms:.1f}", f"{gigabytes:.1f}"] for *names, ms, gigabytes in fitting]
         return text_table("recipes that fit", HEADERS, rows)
 
     def __str__(self) -> str:
@@ -154,7 +152,9 @@ def search(
         dtypes: precisions to try (default: bf16, and fp8 if the device has it and ``recipe.tp`` is
             1).
     """
-    searching = _Search(make_workload, size, recipe, cluster, progress, dtypes)
+    refused: list[str] = []
+    dtypes = dtypes or _dtypes(recipe, cluster, refused)
+    searching = _Search(make_workload, size, recipe, cluster, progress, dtypes, refused)
     bases, sizes = list(searching.bases()), microbatches(size)
     for i, base in enumerate(bases):
         for j, microbatch in enumerate(sizes):
@@ -162,13 +162,23 @@ def search(
             if not any(candidate.fits for candidate in searching.add(base, microbatch)):
                 break  # more samples need more memory
     searching.done = ""
-    for dtype in searching.dtypes:
+    for dtype in dtypes:
         searching.add_partial_recomputation(dtype)
     for tp in searching.degrees() if split else ():
         searching.add_split(tp)
     candidates = sorted(searching.candidates, key=lambda c: (not c.fits, c.step_us))
-    refused = tuple(dict.fromkeys(searching.refused))
-    return SearchResult(tuple(candidates), refused, searching.num_traces)
+    return SearchResult(tuple(candidates), tuple(dict.fromkeys(refused)), searching.num_traces)
+
+
+def _dtypes(recipe: Recipe, cluster: Cluster, refused: list[str]) -> list[str]:
+    """Return the precisions to try by default; add to ``refused`` why fp8 is not one of them."""
+    if "float8" not in cluster.hardware.flops:
+        refused.append(f"fp8: {cluster.hardware.name} has no fp8 matrix products")
+        return ["bf16"]
+    if recipe.tp > 1:
+        refused.append(_NO_FP8)
+        return ["bf16"]
+    return ["bf16", "fp8"]
 
 
 @dataclass
@@ -178,26 +188,14 @@ class _Search:
     recipe: Recipe
     cluster: Cluster
     progress: Progress
-    only_dtypes: Sequence[str] | None = None
+    dtypes: Sequence[str]
+    refused: list[str]
     done: str = ""  # count of traced precisions and sizes, for ``progress``
     candidates: list[PlannedRecipe] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
     num_traces: int = 0
-
-    @property
-    def dtypes(self) -> list[str]:
-        if self.only_dtypes is not None:
-            return list(self.only_dtypes)
-        has_fp8 = "float8" in self.cluster.hardware.flops and self.recipe.tp == 1
-        return ["bf16", "fp8"] if has_fp8 else ["bf16"]
 
     def bases(self) -> Iterator[Recipe]:
         """Yield ZeRO-3 recipes for each precision, with no and with all layers recomputed."""
-        refuses_fp8 = self.only_dtypes is None
-        if refuses_fp8 and "float8" not in self.cluster.hardware.flops:
-            self.refused.append(f"fp8: {self.cluster.hardware.name} has no fp8 matrix products")
-        elif refuses_fp8 and self.recipe.tp > 1:
-            self.refused.append(_NO_FP8)
         for dtype in self.dtypes:
             for recompute in (0.0, 1.0):
                 yield self._base(dtype, recompute, self.recipe.tp)
@@ -390,15 +388,12 @@ _NO_FP8 = "fp8 with tensor parallelism: split parameters cannot use fp8"
 
 def _fit_if_recomputed(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
     """Return the ZeRO and HSDP candidates that do not fit, but do with all layers recomputed."""
-
-    def key(candidate: PlannedRecipe) -> tuple[str, bool]:
-        return candidate.recipe.strategy, candidate.recipe.offload
-
-    fits = {key(c) for c in candidates if c.recipe.recompute == 1 and c.fits}
+    recomputed = [c for c in candidates if c.recipe.recompute == 1 and c.fits]
+    fits = {(c.recipe.strategy, c.recipe.offload) for c in recomputed}
     return [
         c
         for c in candidates
         if c.recipe.kind in ("zero3", "zero2", "hsdp")
         and not (c.recipe.recompute or c.fits)
-        and key(c) in fits
+        and (c.recipe.strategy, c.recipe.offload) in fits
     ]

@@ -18,11 +18,8 @@ by all ranks, or one file) and leaves sharding to the user. They change three th
 - Accumulated microbatches reduce no gradients, which Lightning supports only for DDP and FSDP2.
 - Gradients on several meshes can be clipped, as by :func:`graphshard.clip_grad_norm_`.
 
-For tensor parallelism, pass ``tensor_parallel_size`` to the strategy, and to ``configure`` or the
-Fabric strategy a function that splits the model over one axis of Lightning's mesh:
-
-    def parallelize(model, mesh):
-        return parallelize_module(model, mesh["tensor_parallel"], plan)
+For tensor parallelism, pass ``tensor_parallel_size`` to the strategy, and a function that splits
+the model (``Parallelize``) to ``configure`` or to the Fabric strategy.
 
 Based on Lightning 2.6: ``pytorch/strategies/parallel.py``, ``pytorch/strategies/model_parallel.py``
 and ``fabric/strategies/model_parallel.py``.

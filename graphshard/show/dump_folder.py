@@ -234,12 +234,12 @@ def profile(
     """
     path = Path(path)
     folder = path.parent if dump is None else Path(dump)
-    needed = {"path": (path.parent, "create it first")}
-    if dump is not None:
-        needed["dump"] = folder, "pass the folder of graphshard.backend(dump=...)"
-    for name, (required, remedy) in needed.items():
-        if not required.is_dir():
-            raise ValueError(f"{name}: {str(required)!r} is not an existing folder: {remedy}")
+    for name, needed in (("path", path.parent), ("dump", folder)):
+        if not needed.is_dir():
+            raise ValueError(
+                f"{name}: {str(needed)!r} is not an existing folder: create it, or pass the folder "
+                "of graphshard.backend(dump=...)"
+            )
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

@@ -19,8 +19,8 @@ from graphshard.forecast.estimate import PlannedGraph, bytes_by_kind
 from graphshard.forecast.largest import largest_that_fits
 from graphshard.forecast.planned_step import keep_unsharded
 from graphshard.forecast.recipe import Recipe
-from graphshard.forecast.search import PlannedRecipe, _Search, microbatches, pareto_front
-from graphshard.forecast.workload import BatchShape, Workload
+from graphshard.forecast.search import PlannedRecipe, _dtypes, microbatches, pareto_front
+from graphshard.forecast.workload import BatchShape
 from graphshard.kinds import TransferKind
 from graphshard.planning.live_bytes import alive_by_point
 from graphshard.planning.plan import Problem
@@ -131,13 +131,20 @@ def test_the_code_of_a_recipe_imports_all_that_it_uses(strategy: str) -> None:
     assert recipe.ranks(16) == (Ranks(4, 4) if strategy == "hsdp:4" else Ranks(1, 16))
 
 
-@pytest.mark.parametrize(("chosen", "tried"), [(None, {"bf16", "fp8"}), (["bf16"], {"bf16"})])
-def test_search_tries_the_chosen_precisions(chosen: list[str] | None, tried: set[str]) -> None:
-    def make_workload(size: int) -> Workload:
-        raise AssertionError("nothing is traced")
-
-    ask = _Search(make_workload, 1, Recipe(), cluster("H100", 8), print, chosen)
-    assert {recipe.dtype for recipe in ask.bases()} == tried and not ask.refused
+@pytest.mark.parametrize(
+    ("device", "tp", "tried", "obstacle"),
+    [
+        ("H100", 1, ["bf16", "fp8"], ""),
+        ("H100", 2, ["bf16"], "split"),
+        ("A10G", 1, ["bf16"], "A10G"),
+    ],
+)
+def test_search_tries_the_precisions_of_the_device(
+    device: str, tp: int, tried: list[str], obstacle: str
+) -> None:
+    refused: list[str] = []
+    assert _dtypes(Recipe(tp=tp), cluster(device, 8), refused) == tried
+    assert len(refused) == 2 - len(tried) and all(obstacle in text for text in refused)
 
 
 def test_invalid_recipes_and_batches_are_refused() -> None:

@@ -1,8 +1,4 @@
-"""torchtitan's Llama3 configurations, trained with graphshard.
-
-Use: ``torchrun --nproc_per_node=8 -m torchtitan.train
---module graphshard.integrations.torchtitan.llama3 --config llama3_8b``.
-"""
+"""torchtitan's Llama3 configurations, trained with graphshard: ``--config llama3_8b``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""torchtitan's Qwen3 configurations, trained with graphshard.
-
-Use: ``torchrun --nproc_per_node=8 -m torchtitan.train
---module graphshard.integrations.torchtitan.qwen3 --config qwen3_14b``.
-"""
+"""torchtitan's Qwen3 configurations, trained with graphshard: ``--config qwen3_14b``."""
 
 from __future__ import annotations
 
