@@ -139,7 +139,10 @@ def measure(device: torch.device, effort: Effort) -> Hardware:
     flops = {
         dtype: _matmul_rate(dtype, effort.matmul_sizes, timer, launch_us) for dtype in effort.dtypes
     }
-    memory = _copy_rate(effort.copy_bytes, timer, launch_us)
+    memory = host_memory = _copy_rate(effort.copy_bytes, timer, launch_us)
+    if device.type != "cpu":  # depends on the number of this rank's threads
+        host = Timer(torch.device("cpu"), effort.num_samples)
+        host_memory = _copy_rate(effort.copy_bytes, host, launch_us=0.0)
     hardware = dataclasses.replace(
         table_entry,
         name=f"{name}, calibrated",
@@ -150,7 +153,7 @@ def measure(device: torch.device, effort: Effort) -> Hardware:
         host=_host_copy_rate(effort.copy_bytes, timer, launch_us),
         special_per_s=_special_per_s(timer),
         launch_us=launch_us,
-        host_memory=memory if device.type == "cpu" else _host_memory_rate(effort),
+        host_memory=host_memory,
     )
     if dist.is_initialized() and dist.get_world_size() > 1:
         hardware = _with_interconnects(hardware, effort.collective_bytes, timer)
@@ -229,12 +232,6 @@ def _host_copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rat
     return fit_rate(samples)
 
 
-def _host_memory_rate(effort: Effort) -> Rate:
-    # The rate depends on the number of this rank's threads.
-    host = Timer(torch.device("cpu"), effort.num_samples)
-    return _copy_rate(effort.copy_bytes, host, launch_us=0.0)
-
-
 def _special_per_s(timer: Timer) -> float:
     # Use the mean of exponentials and error functions.
     num_elements = _MiB // 4 if timer.device.type == "cpu" else 64 * _MiB
@@ -254,7 +251,8 @@ def _with_interconnects(hardware: Hardware, sizes: Sequence[int], timer: Timer) 
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     # All ranks together measure the interconnect of a single node, or the network between nodes. In
     # the latter case, the ranks of each node then measure the interconnect within the node.
-    everyone = _interconnect(_default_group(), sizes, timer, ranks_per_node)
+    assert dist.group.WORLD is not None
+    everyone = _interconnect(dist.group.WORLD, sizes, timer, ranks_per_node)
     if ranks_per_node == world:
         at_least = max(world, hardware.ranks_per_node)
         return dataclasses.replace(hardware, intra=everyone, ranks_per_node=at_least)
@@ -263,12 +261,6 @@ def _with_interconnects(hardware: Hardware, sizes: Sequence[int], timer: Timer) 
         own_node, _ = dist.new_subgroups(ranks_per_node)
         intra = _interconnect(own_node, sizes, timer, ranks_per_node)
     return dataclasses.replace(hardware, ranks_per_node=ranks_per_node, intra=intra, inter=everyone)
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def _interconnect(

@@ -227,50 +227,49 @@ class _Segment:
             for i in self.transfers:
                 transfer = transfers[i]
                 param = params.add(self.longer, transfer, self.layers, shift)
-                yield self._copied(transfer, copy, periods, param)
+                yield self._moved(transfer, transfer, periods, param, copy)
         rest = zip(self.short.problem.transfers[first.start :], transfers[first.stop :])
         for transfer, other in rest:
             param = params.add(self.short, transfer, self.layers, periods * back)
             yield self._moved(transfer, other, periods, param)
 
     def _moved(
-        self, transfer: Transfer, other: Transfer, periods: int, param: int | None
+        self,
+        transfer: Transfer,
+        other: Transfer,
+        periods: int,
+        param: int | None,
+        copy: int | None = None,
     ) -> Transfer:
-        """Shift a transfer of the short graph; ``other`` is its counterpart in the longer one."""
-        added = periods * self.length
+        """Shift a transfer of the short graph, or the transfer for one copy of the segment.
 
-        def moved(step: int, border: int) -> int:
-            return step + added if step >= border else step
+        Args:
+            other: the transfer's counterpart in the longer graph.
+            copy: number of the copy; None for a transfer of the short graph.
+        """
+        if copy is None:
+            stop, inside, after = self.start, 0, periods  # the short graph has no segment
+        else:
+            stop, inside, after = self.start + self.length, copy, periods - 1
+
+        def moved(step: int, offset: int = 0) -> int:
+            if step < self.start + offset:
+                return step
+            return step + (inside if step < stop + offset else after) * self.length
 
         # A gradient that is ready at ``start`` was completed before the segment: it does not move.
-        ready = moved(transfer.ready, self.start + (not transfer.kind.is_fetch))
-        due = ready if transfer.due == transfer.ready else moved(transfer.due, self.start)
-        last = moved(transfer.last, self.start)
+        ready = moved(transfer.ready, offset=int(not transfer.kind.is_fetch))
         return dataclasses.replace(
             transfer,
             ready=ready,
-            due=due,
-            last=last,
+            due=ready if transfer.due == transfer.ready else moved(transfer.due),
+            last=moved(transfer.last),
             param=param,
             # The transfer of all weights' fp8 scales grows with the number of layers.
             num_bytes=_extrapolate(transfer.num_bytes, other.num_bytes, periods),
             shard_bytes=_extrapolate(transfer.shard_bytes, other.shard_bytes, periods),
             grad_bytes=_extrapolate(transfer.grad_bytes, other.grad_bytes, periods),
         )
-
-    def _copied(self, transfer: Transfer, copy: int, periods: int, param: int | None) -> Transfer:
-        stop = self.start + self.length
-
-        def moved(step: int, begin: int, end: int) -> int:
-            if step < begin:
-                return step
-            return step + (copy if step < end else periods - 1) * self.length
-
-        offset = int(not transfer.kind.is_fetch)
-        ready = moved(transfer.ready, self.start + offset, stop + offset)
-        due = ready if transfer.due == transfer.ready else moved(transfer.due, self.start, stop)
-        last = moved(transfer.last, self.start, stop)
-        return dataclasses.replace(transfer, ready=ready, due=due, last=last, param=param)
 
 
 class _Params:

@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from ..show.page import page
 from .cluster import Cluster
-from .derive import LEAST_PERIODS, Depth, Progress, for_strategy, trace_copies
+from .derive import LEAST_PERIODS, Depth, Progress, ShallowCopies, for_strategy, trace_copies
 from .forecast import GB
 from .planned_step import PlannedStep, plan_step
 from .recipe import Recipe
@@ -154,7 +154,7 @@ class _Grower:
     progress: Progress
 
     def __post_init__(self) -> None:
-        self._traced: dict[tuple[str, int | None, int], Callable[[int], TracedStep]] = {}
+        self._traced: dict[tuple[str, int | None, int], ShallowCopies] = {}
 
     def by_depth(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the deepest model of the same width."""
@@ -242,14 +242,10 @@ class _Grower:
         # model.
         key = workload.name, workload.num_layers, workload.tokens
         if key not in self._traced:
-            self._traced[key] = self._trace(workload)
-        return self._traced[key]
-
-    def _trace(self, workload: Workload) -> Callable[[int], TracedStep]:
-        """Trace shallow copies; return a function that derives the step of any depth."""
-        self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
-        deep = Depth.at((LEAST_PERIODS + 2) * workload.period, self.recipe)
-        copies = trace_copies(workload, deep, self.recipe, self.cluster)
+            self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
+            deep = Depth.at((LEAST_PERIODS + 2) * workload.period, self.recipe)
+            self._traced[key] = trace_copies(workload, deep, self.recipe, self.cluster)
+        copies = self._traced[key]  # determine the step of any depth
         return lambda num_layers: copies.at_depth(Depth.at(num_layers, self.recipe))
 
     def _plan(self, step: TracedStep, strategy: str) -> PlannedStep | None:

@@ -104,19 +104,12 @@ def module_workload(
     model: nn.Module, inputs: Inputs, parallelize: Parallelize | None = None
 ) -> Workload:
     """Return the workload of a module, which is not modified."""
-    tokens, unit = count_tokens(inputs)
-
-    def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
-        return model, inputs
-
-    split_experts = parallelize or parallelize_balanced
     return Workload(
         type(model).__name__,
-        make,
-        tokens,
-        unit,
+        lambda num_layers: (model, inputs),
+        *count_tokens(inputs),
         parallelize=parallelize,
-        split_experts=split_experts,
+        split_experts=parallelize or parallelize_balanced,
     )
 
 
