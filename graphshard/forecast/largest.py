@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from ..show.page import page
+from ..show.page import page, table_data
 from .cluster import Cluster
 from .derive import LEAST_PERIODS, Depth, Progress, ShallowCopies, for_strategy, trace_copies
 from .forecast import GB
 from .planned_step import PlannedStep, plan_step
 from .recipe import Recipe
-from .report import text_table
 from .trace import TracedStep
 from .workload import Workload
 
@@ -69,7 +68,7 @@ class LargestResult:
             [cell if isinstance(cell, str) else f"{cell:.1f}" for cell in fit.row()]
             for fit in self.fits
         ]
-        tables = [text_table("the largest that fits", HEADERS, rows)]
+        tables = [table_data("the largest that fits", HEADERS, rows)]
         return page(title, [], tables=tables, charts=charts)
 
 

@@ -25,14 +25,14 @@ def forecast_page(forecast: Forecast, others: Sequence[Json] = ()) -> str:
     )
     changes = [(what, gain, f"{gb:.1f}") for what, gain, gb in change_rows(forecast)]
     tables = [
-        text_table("forecast", ["", ""], list(summary_rows(forecast))),
-        text_table(
+        table_data("forecast", ["", ""], list(summary_rows(forecast))),
+        table_data(
             f"memory of a rank in {forecast.memory.when}",
             ["kind", "GB"],
             [(name, f"{gb:.2f}") for name, gb in memory_rows(forecast)],
         ),
-        text_table("what would help", ["change", *CHANGE_HEADERS], changes),
-        text_table("code", [""], [(line,) for line in forecast.code().splitlines()]),
+        table_data("what would help", ["change", *CHANGE_HEADERS], changes),
+        table_data("code", [""], [(line,) for line in forecast.code().splitlines()]),
         *others,
     ]
     notes = [f"assumed: {note}" for note in forecast.notes]
@@ -61,14 +61,3 @@ def _graph(forecast: Forecast, number: int, name: str, graph: PlannedGraph) -> J
     data["memory"]["limits"] = named_bytes({"device": forecast.memory.device})
     data["predicted"]["peak_bytes"] = max(map(sum, zip(*areas.values())))
     return data
-
-
-def text_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Json:
-    """Return a table of strings; columns after the first are numeric if all their cells are."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    numbers = [
-        column
-        for column in range(1, len(headers))
-        if all(row[column].strip("+-%").replace(".", "").isdigit() for row in cells)
-    ]
-    return table_data(title, headers, cells, numbers)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from ..show.page import Json
+from ..show.page import Json, table_data
 from .cluster import Cluster
 from .deepen import NotPeriodicError
 from .derive import (
@@ -35,7 +35,6 @@ from .forecast import GB
 from .largest import largest_that_fits, shard_groups
 from .planned_step import plan_step
 from .recipe import OPTIMIZERS, Recipe
-from .report import text_table
 from .trace import TracedStep
 from .workload import MakeWorkload, Workload
 
@@ -99,7 +98,7 @@ class SearchResult:
         """Return a table of all candidates that fit, fastest first."""
         fitting = (candidate.row() for candidate in self.candidates if candidate.fits)
         rows = [[*names, f"{ms:.1f}", f"{gigabytes:.1f}"] for *names, ms, gigabytes in fitting]
-        return text_table("recipes that fit", HEADERS, rows)
+        return table_data("recipes that fit", HEADERS, rows)
 
     def __str__(self) -> str:
         front = self.front()

@@ -47,8 +47,8 @@ def diff_page(before: Dump, after: Dump) -> str:
     ]
     changes = [[line] for line in _changes(before, after)] or [["no difference"]]
     tables = [
-        table_data("totals", _HEADERS, totals, [1, 2, 3]),
-        table_data("changes", [""], changes, []),
+        table_data("totals", _HEADERS, totals),
+        table_data("changes", [""], changes),
     ]
     title = f"graphshard diff: {before.plan.graph}"
     return page(title, graphs, steps, tables=tables if totals else tables[1:], compares=True)

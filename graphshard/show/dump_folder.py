@@ -95,9 +95,7 @@ def saving_choices(folder: Path) -> list[SavingChoice]:
 
 def _saving_data(choice: SavingChoice) -> Json:
     rows = saving_rows(choice)
-    headers = list(rows[0])
-    numbers = [headers.index(name) for name in ("ms", "peak GB")]
-    return table_data(saving_title(choice), headers, [list(row.values()) for row in rows], numbers)
+    return table_data(saving_title(choice), list(rows[0]), [list(row.values()) for row in rows])
 
 
 # Cached because the page is rewritten whenever a graph is added.

@@ -64,11 +64,14 @@ def page(
     return re.sub("<!--(title|data)-->", lambda match: parts[match[1]], TEMPLATE.read_text())
 
 
-def table_data(
-    title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], numbers: Sequence[int]
-) -> Json:
-    """Return a table's data; ``numbers`` are the positions of numeric columns."""
+def table_data(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Json:
+    """Return a table's data; columns after the first are numeric if their nonempty cells are."""
     cells = [[str(cell) for cell in row] for row in rows]
+    numbers = [
+        column
+        for column in range(1, len(headers))
+        if all(re.fullmatch(r"[-+\d.%]*", row[column]) for row in cells)
+    ]
     return {"title": title, "headers": headers, "numbers": numbers, "rows": cells}
 
 
