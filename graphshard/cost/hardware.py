@@ -92,22 +92,17 @@ HOST_MEMORY = Rate(409.6e9 / 8, ((1.0, 0.5),))
 class Interconnect:
     """Latency and bandwidth of collectives over one kind of link between ranks.
 
-    Attributes:
-        latency_us: fixed time of a collective, excluding ring steps and bytes.
-        hop_us: added time per ring step over this link.
-        buffer_us: added time per tensor after the first in a coalesced collective.
-        bus: bus bandwidth in bytes/s of each kind of collective, by size of the full buffer, as
-            defined by nccl-tests (doc/PERFORMANCE.md), but without ``latency_us`` in the time. The
-            bandwidth of ``ALL_TO_ALL`` counts only the bytes that travel over this kind of link; if
-            missing, it is derived from that of a reduce-scatter.
-
     Raises:
         ValueError: a time is negative or infinite, or ``bus`` lacks one of ``COLLECTIVE_KINDS``.
     """
 
-    latency_us: float
-    hop_us: float
-    buffer_us: float
+    latency_us: float  # fixed time of a collective, excluding ring steps and bytes
+    hop_us: float  # added time per ring step over this link
+    buffer_us: float  # added time per tensor after the first in a coalesced collective
+    # Bus bandwidth in bytes/s of each kind of collective, by size of the full buffer, as defined by
+    # nccl-tests (doc/PERFORMANCE.md), but without ``latency_us`` in the time. The bandwidth of
+    # ``ALL_TO_ALL`` counts only the bytes that travel over this kind of link; if missing, it is
+    # derived from that of a reduce-scatter.
     bus: Mapping[str, Rate]
 
     def __post_init__(self) -> None:
@@ -125,41 +120,25 @@ class Interconnect:
 class Hardware:
     """Rates of one device and of its interconnects to other devices.
 
-    Attributes:
-        name: name of the device, or origin of the file.
-        flops: floating-point operations per second of matrix products, by dtype: float32, tf32,
-            bfloat16, float16, float8.
-        memory: bytes read and written per second in device memory.
-        host: bytes copied per second between pinned host memory and the device, per direction.
-        special_per_s: exponentials, error functions and similar functions per second.
-        launch_us: time of an empty kernel.
-        issue_us: compute time lost to the launch of each collective, even if hidden.
-        contention: additional compute time lost to a hidden collective, as a fraction of its time.
-        ranks_per_node: number of ranks in a node; groups that span nodes also use ``inter``.
-        intra: interconnect between the ranks of a node.
-        inter: interconnect between nodes.
-        device_type: torch device type, "cuda" or "cpu".
-        source: source of the rates, ``DATASHEET`` or ``CALIBRATED``.
-        host_memory: bytes that an optimizer reads and writes per second in host memory, per
-            device.
-
     Raises:
         ValueError: a value is out of range, or ``flops`` lacks float32.
     """
 
-    name: str
+    name: str  # name of the device, or origin of the file
+    # Operations per second of matrix products, by dtype: float32, tf32, bfloat16, float16, float8.
     flops: Mapping[str, Rate]
-    memory: Rate
-    host: Rate
-    special_per_s: float
-    launch_us: float
-    issue_us: float
-    contention: float
-    ranks_per_node: int
-    intra: Interconnect
-    inter: Interconnect
-    device_type: str = "cuda"
-    source: str = DATASHEET
+    memory: Rate  # bytes read and written per second in device memory
+    host: Rate  # bytes copied per second between pinned host memory and the device, per direction
+    special_per_s: float  # exponentials, error functions and similar functions per second
+    launch_us: float  # time of an empty kernel
+    issue_us: float  # compute time lost to the launch of each collective, even if hidden
+    contention: float  # further compute time lost to a hidden collective, as a fraction of its time
+    ranks_per_node: int  # groups that span nodes also use ``inter``
+    intra: Interconnect  # between the ranks of a node
+    inter: Interconnect  # between nodes
+    device_type: str = "cuda"  # or "cpu"
+    source: str = DATASHEET  # or ``CALIBRATED``
+    # Bytes that an optimizer reads and writes per second in host memory, per device.
     host_memory: Rate = HOST_MEMORY
 
     def __post_init__(self) -> None:

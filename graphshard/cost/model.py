@@ -37,23 +37,15 @@ _PREDICTED_AS = {
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predict times in microseconds.
+    """Predict times in microseconds."""
 
-    Attributes:
-        hardware: machine that runs the graphs.
-        node_cost: function that returns a node's time, or None to have it predicted.
-        tf32: whether float32 matrix products run in tf32, as after
-            ``torch.set_float32_matmul_precision("high")``.
-        fuses: whether values that fusion keeps out of memory count as 0 bytes; times assume fusion
-            in any case.
-        device_type: device type that kernels are compiled for (default: that of the tensors).
-    """
-
-    hardware: Hardware
-    node_cost: Callable[[fx.Node], float | None] | None = None
+    hardware: Hardware  # machine that runs the graphs
+    node_cost: Callable[[fx.Node], float | None] | None = None  # returns None to have it predicted
+    # Whether float32 products run in tf32, as after ``set_float32_matmul_precision("high")``.
     tf32: bool = False
+    # Whether values that fusion keeps out of memory count as 0 bytes; times always assume fusion.
     fuses: bool = True
-    device_type: str | None = None
+    device_type: str | None = None  # that kernels are compiled for (default: that of the tensors)
 
     def unmaterialized(self, values: GraphValues) -> UnmaterializedValues:
         """Return the nodes whose values never reach memory; empty if not ``fuses`` or unknown."""

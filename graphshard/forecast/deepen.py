@@ -96,23 +96,16 @@ def _extrapolate(short: _Number, longer: _Number, periods: int) -> _Number:
 
 @dataclass(frozen=True)
 class _Segment:
-    """The steps that the longer graph inserts into the short one.
-
-    Attributes:
-        start: index of the segment's first step in the longer graph, and of the step that follows
-            the segment in the short graph.
-        transfers: positions of the segment's transfers in the longer problem.
-        front_shift: number of layers by which each inserted segment renumbers the parameters of
-            transfers before it.
-        back_shift: number of layers by which it renumbers the parameters of transfers after it.
-    """
+    """The steps that the longer graph inserts into the short one."""
 
     short: StepGraph
     longer: StepGraph
     layers: Layers
-    start: int
+    start: int  # its first step in the longer graph, and the step that follows it in the short one
     length: int
-    transfers: range
+    transfers: range  # positions of its transfers in the longer problem
+    # Numbers of layers by which each inserted segment renumbers the parameters of transfers before
+    # and after it.
     front_shift: int
     back_shift: int
 

@@ -211,18 +211,13 @@ BusyUs: TypeAlias = list[tuple[float, float]]
 
 
 class GraphRun(NamedTuple):
-    """A measured run of the graph of ``dump``.
+    """A measured run of the graph of ``dump``."""
 
-    Attributes:
-        start_us: start of its first GPU kernel or copy, or of the call if it launched none.
-        us: time until the end of its last GPU kernel or copy, or of the call if it launched none.
-        lanes: start, counted from ``start_us``, and duration of the busy times of each lane. On a
-            CPU, compute is busy unless it waits for a collective.
-    """
-
-    start_us: float
-    us: float
+    start_us: float  # start of its first GPU kernel or copy, or of the call if it launched none
+    us: float  # time until the end of its last GPU kernel or copy, or of the call
     dump: Dump
+    # Start, counted from ``start_us``, and duration of the busy times of each lane. On a CPU,
+    # compute is busy unless it waits for a collective.
     lanes: dict[str, BusyUs]
 
 

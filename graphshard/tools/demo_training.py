@@ -65,19 +65,13 @@ class Settings:
 
 @dataclass(eq=False)
 class Training:
-    """One of the training runs, with its measurements.
-
-    Attributes:
-        losses: loss of each step, averaged over ranks.
-        seconds: time of each step on the slowest rank.
-        held_bytes: bytes of parameters, of gradients and of AdamW state, each on the rank with the
-            most; empty before ``count_memory``.
-    """
+    """One of the training runs, with its measurements."""
 
     name: str
     model: nn.Module
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of each step, averaged over ranks
+    seconds: list[float] = field(default_factory=list)  # of each step on the slowest rank
+    # Parameters, gradients and AdamW state, each on the rank with the most; by ``count_memory``.
     held_bytes: Sequence[float] = ()
 
     def __post_init__(self) -> None:
