@@ -61,7 +61,7 @@ def _plan(args: argparse.Namespace) -> int:
             )
 
     def make_workload(size: int) -> Workload:
-        return _workload(args, batch._replace(size=size))
+        return _with_plan(args, find_workload(args.model, batch._replace(size=size)))
 
     tables, traced, saved = [], None, ""
     if args.search:
@@ -90,10 +90,6 @@ def _plan(args: argparse.Namespace) -> int:
     show_line("")
     print(shown)
     return 0 if shown.fits else 1
-
-
-def _workload(args: argparse.Namespace, batch: BatchShape) -> Workload:
-    return _with_plan(args, find_workload(args.model, batch))
 
 
 def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:
