@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -152,12 +151,6 @@ class Forecast:
 
     def __str__(self) -> str:
         return forecast_text(self)
-
-    def _repr_html_(self) -> str:
-        from .report import forecast_page  # imports this module
-
-        page = html.escape(forecast_page(self))
-        return f'<iframe srcdoc="{page}" width="100%" height="900"></iframe>'
 
 
 def _with_properties(part: TimeForecast | MemoryForecast, *names: str) -> dict[str, object]:

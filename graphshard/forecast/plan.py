@@ -17,6 +17,7 @@ from .derive import Progress, trace_step
 from .forecast import Exposed, Forecast
 from .planned_step import find_bottleneck, find_changes, plan_step
 from .recipe import Recipe
+from .report import ShownForecast
 from .trace import TracedStep
 from .workload import Workload, module_workload, recomputed_layers
 
@@ -102,7 +103,7 @@ def forecast(
     step = plan_step(traced, recipe, cluster)
     changes = find_changes(traced, recipe, cluster)
     peak_us = recipe.accumulate * sum(graph.problem.peak_us for graph in traced.graphs)
-    return Forecast(
+    return ShownForecast(
         model=workload.name,
         num_params=int(traced.held.num_params),
         cluster=cluster,

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 
 from ..show.page import Json, graph_data, named_bytes, page, steps_data, table_data
 from ..show.step import graph_names
 from .estimate import PlannedGraph, bytes_by_kind, other_graph_bytes, outside_of_graphs
 from .forecast import CHANGE_HEADERS, Forecast, change_rows, memory_rows, summary_rows
+
+
+class ShownForecast(Forecast):
+    """A forecast that notebooks show as the page of ``plan --html``."""
+
+    def _repr_html_(self) -> str:
+        shown = html.escape(forecast_page(self))
+        return f'<iframe srcdoc="{shown}" width="100%" height="900"></iframe>'
 
 
 def forecast_page(forecast: Forecast, others: Sequence[Json] = ()) -> str:
