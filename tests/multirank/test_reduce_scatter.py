@@ -87,10 +87,8 @@ def _means(model: nn.Module) -> list[Tensor]:
     return means
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_bf16_gradients_travel_in_bf16_and_are_summed_in_float32(
-    world: int, tmp_path: Path
-) -> None:
+def test_bf16_gradients_travel_in_bf16_and_are_summed_in_float32(tmp_path: Path) -> None:
+    world = 4
     for reduced, expected in ranks.run(world, _bf16_gradients, tmp_path):
         for grad, mean in zip(reduced, expected, strict=True):
             assert grad.dtype == torch.float32

@@ -69,9 +69,8 @@ def _step_alone(alone: int) -> str:
     return message(go_on).splitlines()[0]
 
 
-@pytest.mark.parametrize("alone", [0, 3])
-def test_evaluation_on_one_rank(alone: int) -> None:
-    messages = ranks.run_fresh(4, _step_alone, alone)
+def test_evaluation_on_one_rank() -> None:
+    messages = ranks.run_fresh(4, _step_alone, 3)
     assert_same(messages, "calls a graph for inference", "calls graphs for training")
 
 
@@ -90,6 +89,5 @@ def _leave(alone: int) -> str:
     return message(call_log.raise_posted_error, RuntimeError("of a collective"))
 
 
-@pytest.mark.parametrize("alone", [1, 2])
-def test_error_of_one_rank_releases_all(alone: int) -> None:
-    assert_same(ranks.run_fresh(4, _leave, alone), "something went wrong")
+def test_error_of_one_rank_releases_all() -> None:
+    assert_same(ranks.run_fresh(4, _leave, 1), "something went wrong")
