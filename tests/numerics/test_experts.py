@@ -88,10 +88,12 @@ class Broken(Dense):
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "kept unsharded": {"reshard_after_forward": False},
     "hpZ": {"reshard_after_forward": 2},
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "from the last": {"overrides": {"*w1": {"dim": -1}, "*w2": {"dim": -2}}},
+    "kept unsharded, dims from the last": {
+        "reshard_after_forward": False,
+        "overrides": {"*w1": {"dim": -1}, "*w2": {"dim": -2}},
+    },
 }
 
 
