@@ -55,7 +55,6 @@ FOUND: dict[str, Case] = {
         9356,
         (("linear",), ("expanded",)),
         dim=16,
-        mesh=(2, 2),
         precision="fp8",
         schedule=(("activation_memory_budget", 0.5),),
         dynamic=True,
@@ -117,10 +116,9 @@ FOUND: dict[str, Case] = {
         dim=2,
         entry="tokens",
         output="tensor",
-        mesh=(4,),
         overrides=(
             ("blocks.0.*", "shard", False),
-            ("blocks.0.*", "reshard_after_forward", 4),
+            ("blocks.0.*", "reshard_after_forward", 2),
         ),
         precision="float32",
         schedule=(

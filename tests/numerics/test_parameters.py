@@ -182,17 +182,28 @@ class EqualGradients(nn.Module):
 KINDS = [Tiny, Strided, Frozen, Whole, Mixed, Unused, Reused, EqualGradients]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_every_kind(kind: Trainable) -> None:
+    ranks.run(2, train, kind)
+
+
+class Unusual(nn.Module):
+    """Unusual parameters in one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Tiny(), Strided(), Whole(), Mixed()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([part(x).double() for part in self.parts]).sum()
+
+    batch = staticmethod(_rows)
+
+
 # On four ranks, more of the parameters have fewer rows than ranks.
-@pytest.mark.parametrize(
-    ("kind", "world_size"), [*((kind, 2) for kind in KINDS), (Tiny, 4), (Strided, 4), (Mixed, 4)]
-)
-def test_parameters_of_every_kind(kind: Trainable, world_size: int) -> None:
-    ranks.run(world_size, train, kind)
-
-
-@pytest.mark.parametrize("kind", [Tiny, Strided, Whole])
-def test_unusual_parameters_with_inductor(kind: Trainable) -> None:
-    ranks.run(2, train, kind, compiler="inductor", steps=2)
+@pytest.mark.parametrize(("world_size", "compiler"), [(4, "aot_eager"), (2, "inductor")])
+def test_unusual_parameters_in_one_graph(world_size: int, compiler: str) -> None:
+    ranks.run(world_size, train, Unusual, compiler=compiler, steps=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

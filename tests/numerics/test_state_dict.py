@@ -144,8 +144,8 @@ def _assert_same_step(model: nn.Module, reference: nn.Module, kind: Trainable) -
 
 def test_checkpoint_of_four_ranks_loads_elsewhere(tmp_path: Path) -> None:
     saved = ranks.run(4, _save_trained, ConvNet, tmp_path)
-    for world_size, prepare in ((4, sharded), (2, sharded), (2, fsdp2), (2, plain)):
-        ranks.run(world_size, _load, ConvNet, prepare, tmp_path, saved)
+    for world_size in (4, 2):
+        ranks.run(world_size, _load, ConvNet, sharded, tmp_path, saved)
 
 
 def _save_other(kind: Trainable, prepare: Prepare, path: Path) -> dict[str, torch.Tensor]:
