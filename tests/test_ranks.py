@@ -18,8 +18,6 @@ import torch.distributed as dist
 from tests import ranks
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.alone
-
 # Results.
 
 
@@ -228,6 +226,7 @@ def _sleep_on(rank: int) -> None:
         time.sleep(600)
 
 
+@pytest.mark.alone  # the first rank has to end within a second
 def test_timeout_shows_stack_of_hanging_rank() -> None:
     with pytest.raises(ranks.RankError, match="still running after 1 s") as caught:
         ranks.run(2, _sleep_on, 1, timeout_s=1)

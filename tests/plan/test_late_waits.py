@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
@@ -19,7 +20,7 @@ from graphshard.cost.devices import HARDWARE
 from graphshard.kinds import TransferKind
 from graphshard.planning.live_bytes import Footprint, in_flight_bytes, num_points
 from graphshard.planning.memory_budget import ScheduleLimits, Sent, place_waits
-from graphshard.planning.plan import Bucket, Problem, UserCollective, next_in_chain
+from graphshard.planning.plan import Bucket, Plan, Problem, UserCollective, next_in_chain
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import simulate
 from tests.plan.problems import Line, lines, problem, problems, reduction
@@ -139,11 +140,15 @@ def _with_user_collectives(graph: Problem, num_bytes: int) -> Problem:
     )
 
 
+@functools.cache
+def _plans() -> list[Plan]:
+    return trace(LlamaSizes(1024, 4, 8, 8, 4096, recompute=False, vocab=8192))
+
+
 @pytest.mark.parametrize("link", robustness.LINKS)
 def test_schedules_around_user_collectives_hold_up_at_other_speeds(link: float) -> None:
     # Scenarios include links of half the speed, and kernels that take 20 % longer.
-    sizes = LlamaSizes(1024, 4, 8, 8, 4096, recompute=False, vocab=8192)
-    plans = trace(sizes)
+    plans = _plans()
     graphs = [_with_user_collectives(at_world(plan, 4), 4 << 20) for plan in plans]
     hardware = robustness.slowed(HARDWARE["H100"], robustness.Scenario(link, 1.0, 1.0))
     ours = robustness.plan_for(graphs, hardware)
@@ -159,8 +164,7 @@ def test_schedules_around_user_collectives_hold_up_at_other_speeds(link: float) 
 @pytest.mark.parametrize("link", robustness.LINKS)
 @pytest.mark.parametrize("gpus", [8, 64])
 def test_no_scenario_is_slower_than_fsdp2(gpus: int, link: float) -> None:
-    sizes = LlamaSizes(1024, 4, 8, 8, 4096, recompute=False, vocab=8192)
-    plans = trace(sizes)
+    plans = _plans()
     graphs = [at_world(plan, gpus) for plan in plans]
     hardware = robustness.slowed(HARDWARE["H100"], robustness.Scenario(link, 1.0, 1.0))
     ours = robustness.plan_for(graphs, hardware)
