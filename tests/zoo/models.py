@@ -93,7 +93,11 @@ _DECODER: dict[str, Any] = dict(
 )
 # grouped_mm requires rows of a multiple of 16 bytes.
 _MIXTURE: dict[str, Any] = dict(
-    _DECODER, intermediate_size=44, num_local_experts=4, num_experts_per_tok=2
+    _DECODER,
+    num_hidden_layers=1,
+    intermediate_size=44,
+    num_local_experts=4,
+    num_experts_per_tok=2,
 )
 
 
@@ -130,8 +134,8 @@ def llama(**changes: Any) -> PreTrainedModel:
 
 
 def llama_checkpointed() -> PreTrainedModel:
-    """Return a Llama that recomputes its layers in backward."""
-    model = llama()
+    """Return a Llama that recomputes its layer in backward."""
+    model = llama(num_hidden_layers=1)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
@@ -147,7 +151,7 @@ def bert(**changes: Any) -> PreTrainedModel:
     config = transformers.BertConfig(
         vocab_size=VOCAB,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=45,
         max_position_embeddings=32,
@@ -158,14 +162,14 @@ def bert(**changes: Any) -> PreTrainedModel:
     return transformers.BertForMaskedLM(config)
 
 
-def t5(num_layers: int = 2) -> PreTrainedModel:
+def t5() -> PreTrainedModel:
     """Return a T5, whose encoder and decoder share an embedding."""
     config = transformers.T5Config(
         vocab_size=VOCAB,
         d_model=32,
         d_kv=8,
         d_ff=45,
-        num_layers=num_layers,
+        num_layers=1,
         num_heads=4,
         dropout_rate=0.0,
         decoder_start_token_id=0,
@@ -192,14 +196,13 @@ def vit() -> PreTrainedModel:
 
 
 def mixtral(**changes: Any) -> PreTrainedModel:
-    """Return a Mixtral: a mixture of four experts in each layer."""
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**_MIXTURE, **changes}))
+    """Return a Mixtral of one layer: a mixture of four experts."""
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_MIXTURE, **changes))
 
 
 def mixtral_eager() -> PreTrainedModel:
     """Return a Mixtral with a loop over experts that have tokens, which Dynamo cannot trace."""
     return mixtral(
-        num_hidden_layers=1,
         experts_implementation="eager",
         output_router_logits=True,
         router_aux_loss_coef=0.1,
@@ -230,6 +233,5 @@ ZOO: dict[str, Entry] = {
     "t5": Entry(t5, translation_batch, one_graph=_TRACES_DEEPCOPY),
     "vit": Entry(vit, image_batch),
     "mixtral": Entry(mixtral, causal_batch),
-    "mixtral-shallow": Entry(lambda: mixtral(num_hidden_layers=1), causal_batch),
     "mixtral-breaks": Entry(mixtral_eager, few_tokens_batch, one_graph=False),
 }

@@ -298,7 +298,7 @@ class ShardedSeq2SeqTrainer(ShardedTrainerMixin, Seq2SeqTrainer):
 
 def _already_sharded(folder: str) -> None:
     """Train a model that is sharded already, and evaluate it by generation."""
-    model = t5(num_layers=1)
+    model = t5()
     graphshard.shard(model, **SHARDING)
     as_by_torchrun()
     arguments = Seq2SeqTrainingArguments(

@@ -32,7 +32,7 @@ from tests.numerics.compare import (
 
 from .models import ZOO, Batch
 
-STEPS, LEARNING_RATE = 5, 0.1
+STEPS, LEARNING_RATE = 3, 0.1
 # Lower bound of the norm in relative errors, as a fraction of the norm of all gradients: some
 # gradients, such as those of a key's bias, are zero except for rounding.
 FLOOR = 1e-4
