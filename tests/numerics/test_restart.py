@@ -10,7 +10,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +28,6 @@ from tests import ranks
 from tests.numerics.compare import assert_rounded, assert_same, full_grads, generator
 
 REPLICATED = {"overrides": {"*": {"shard": False}}}
-SHARDS_OF_ONE = (2, 1)  # a mesh of two replicas, each with its own shard group
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 REDUCE_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 
@@ -131,7 +130,6 @@ def _in_new_processes(run: Run, caches: Path, **env: str) -> list[Found]:
 
 
 def _with_hardware_file(folder: Path) -> dict[str, Any]:
-    folder.mkdir()
     path = folder / "machine.json"
     path.write_text(HARDWARE["cpu"].to_json())
     return {"schedule": graphshard.SchedulePolicy(hardware=str(path))}
@@ -220,21 +218,19 @@ def _misses(run: Run, caches: Path) -> int:
     return _sum_of_misses(ranks.run(2, _train, run, str(caches)))
 
 
-@pytest.fixture(scope="module")
-def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("own_caches")
+# Two replicas, each with its own shard group. No other test compiles these graphs.
+REPLICAS = Run((2, 1), Relu)
 
 
 @pytest.fixture(scope="module")
-def unchanged(own_caches: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Found]]:
+def unchanged(caches: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Found]]:
     """Return the results of two runs that differ only in folders, group names and string hashes."""
-    found = []
-    for seed, prepare in ("1", int), ("2", _create_other_groups):
-        folder = tmp_path_factory.mktemp("temporary")
-        options = _with_hardware_file(folder / f"hardware {seed}")
-        run = Run(SHARDS_OF_ONE, options=options, prepare=prepare)
-        found.append(_in_new_processes(run, own_caches, TMPDIR=str(folder), PYTHONHASHSEED=seed))
-    return found
+    folders = [tmp_path_factory.mktemp("temporary") for _ in range(2)]
+    here, there = (replace(REPLICAS, options=_with_hardware_file(f)) for f in folders)
+    there = replace(there, prepare=_create_other_groups)
+    # Python hashes the strings of the first run with a seed that it draws.
+    env = {"TMPDIR": str(folders[1]), "PYTHONHASHSEED": "2"}
+    return [_in_new_processes(here, caches), _in_new_processes(there, caches, **env)]
 
 
 def test_replicas_share_code(unchanged: list[list[Found]]) -> None:
@@ -248,9 +244,9 @@ def test_unchanged_restart_compiles_nothing(unchanged: list[list[Found]]) -> Non
         assert new.hits and new.plans == old.plans and len(new.plans) == 2
 
 
-def test_lost_plan_file_is_rebuilt(unchanged: list[list[Found]], own_caches: Path) -> None:
-    for path in (own_caches / "graphshard").glob("*-backward.json"):
+def test_lost_plan_file_is_rebuilt(unchanged: list[list[Found]], caches: Path) -> None:
+    for path in (caches / "graphshard").glob("*-backward.json"):
         path.unlink()
-    after = _in_new_processes(Run(SHARDS_OF_ONE), own_caches)
+    after = _in_new_processes(REPLICAS, caches)
     for old, new in zip(unchanged[0], after):
         assert new.plans == old.plans and len(new.plans) == 2
