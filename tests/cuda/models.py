@@ -182,6 +182,17 @@ def llama() -> Made:
     return Llama(sizes), (_tokens(1024), _tokens(1024))
 
 
+def small_gpt() -> Made:
+    """Return the same GPT with two layers."""
+    return GPT(layers=2), (_tokens(1024),)
+
+
+def small_llama() -> Made:
+    """Return the same Llama with two layers."""
+    sizes = LlamaSizes(2048, 2, 16, 4, 5632, recompute=False, vocab=32000)
+    return Llama(sizes), (_tokens(1024), _tokens(1024))
+
+
 def llama_8b() -> Made:
     """Return one layer of Llama-3 8B, with embedding and head."""
     return _layer_of("8B")

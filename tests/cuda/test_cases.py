@@ -48,14 +48,14 @@ pytestmark = [
     pytest.mark.timeout(600),  # the first test waits for all cases
 ]
 # The other cases launch much the same kernels, and compiling one takes a second.
-COMPILED = [Case("gpt", strategy) for strategy in ("ZeRO-3", "fp8 rowwise", "exchange")]
+COMPILED = [Case("small_gpt", strategy) for strategy in ("ZeRO-3", "fp8 rowwise", "exchange")]
 CASES = [
     *COMPILED,
-    Case("gpt", "CPU offload"),
+    Case("small_gpt", "CPU offload"),
     *(Case(model, "offloaded activations") for model in ("moe", "wide_convnet")),
-    Case("gpt", "ZeRO-3", rank=7),
-    Case("gpt", "HSDP", world=1024, rank=1023),
-    Case("llama", "TP=2", world=1024, rank=1023),
+    Case("small_gpt", "ZeRO-3", rank=7),
+    Case("small_gpt", "HSDP", world=1024, rank=1023),
+    Case("small_llama", "TP=2", world=1024, rank=1023),
     Case("routed", "EP=8", world=1024, rank=1023),
 ]
 """A few of ``cases.ALL``; `python -m tests.cuda` runs them all."""
@@ -127,7 +127,7 @@ def test_fp8_kernels_store_no_single_bytes_far_apart() -> None:
     # Inductor's loops over a row ``r0_1`` would otherwise write columns: ``x0 + 4096*r0_1``.
     column = re.compile(r"tl\.store\(\w+ \+ \(x\d+ \+ \d+\*r0_\d\)")
     row = re.compile(r"tl\.store\(\w+ \+ \(r0_\d \+ \d+\*x\d+\)")  # the names are still these
-    codes = recording_of(Case("gpt", "fp8 rowwise")).codes
+    codes = recording_of(Case("small_gpt", "fp8 rowwise")).codes
     assert "*fp8e4nv" in codes[1] and row.search(codes[1])
     assert not [store for code in codes for store in column.findall(code)]
 
@@ -177,7 +177,7 @@ def test_step_needs_no_more_memory_than_eager_fsdp2(case: Case) -> None:
 
 
 def test_all_ranks_run_the_same_code() -> None:
-    first, last = (recording_of(Case("gpt", "ZeRO-3", rank=rank)) for rank in (0, 7))
+    first, last = (recording_of(Case("small_gpt", "ZeRO-3", rank=rank)) for rank in (0, 7))
     assert is_same_text(first.codes, last.codes)
 
 
@@ -212,7 +212,7 @@ def _last_wait(actions: Sequence[Action], stream: str, on: str) -> WaitEvent:
 
 
 def test_collective_without_a_wait_is_a_race() -> None:
-    recording = recording_of(Case("gpt", "ZeRO-3"))
+    recording = recording_of(Case("small_gpt", "ZeRO-3"))
     start, stop = recording.calls[0].actions  # the forward graph: it uses its last gather
     wait = _last_wait(recording.actions[start:stop], COMPUTE, "nccl")
     races = _races_without(recording.actions, wait)
@@ -220,7 +220,7 @@ def test_collective_without_a_wait_is_a_race() -> None:
 
 
 def test_optimizer_reading_gradients_before_their_copy_is_a_race() -> None:
-    actions = recording_of(Case("gpt", "CPU offload")).actions
+    actions = recording_of(Case("small_gpt", "CPU offload")).actions
     races = _races_without(actions, _last_wait(actions, HOST, "stream"))
     assert any(race.first.name.startswith("aten.copy_") and race.stream == HOST for race in races)
 
@@ -232,7 +232,7 @@ def test_activation_read_before_its_copy_back_is_a_race() -> None:
 
 
 def test_early_wait_is_an_order_fault() -> None:
-    recording = recording_of(Case("gpt", "ZeRO-3"))
+    recording = recording_of(Case("small_gpt", "ZeRO-3"))
     run = recording.calls[-1]
     last_launch = max(i for i, number in enumerate(run.order) if number >= 0)
     order = [*run.order[: last_launch - 1], run.order[last_launch], run.order[last_launch - 1]]
@@ -244,7 +244,7 @@ def test_early_wait_is_an_order_fault() -> None:
 
 @functools.cache
 def _planted() -> Planted:
-    kernel = recording_of(Case("gpt", "ZeRO-3")).kernels[0]
+    kernel = recording_of(Case("small_gpt", "ZeRO-3")).kernels[0]
     planted: Planted = call("tests.cuda.cases:plant", DEVICE, *kernel)
     return planted
 
@@ -278,8 +278,8 @@ def _split_into_kernels(action: Action) -> Action:
 
 
 def test_bucket_copy_of_many_kernels_is_found() -> None:
-    recording = recording_of(Case("gpt", "ZeRO-3"))
-    outcome = _outcome(Case("gpt", "ZeRO-3"))
+    recording = recording_of(Case("small_gpt", "ZeRO-3"))
+    outcome = _outcome(Case("small_gpt", "ZeRO-3"))
     assert outcome.unsharded
     theirs = count(outcome.unsharded.actions, outcome.unsharded.calls)
     ours = count(recording.actions, recording.calls)
@@ -291,7 +291,7 @@ def test_bucket_copy_of_many_kernels_is_found() -> None:
 
 
 def test_unplanned_memory_is_found() -> None:
-    recording = recording_of(Case("gpt", "ZeRO-3"))
+    recording = recording_of(Case("small_gpt", "ZeRO-3"))
     plan, run = recording.plans[0], recording.calls[0]
     needed = peak_bytes(recording.actions, run)
     start, stop = run.actions
@@ -303,7 +303,7 @@ def test_unplanned_memory_is_found() -> None:
 
 
 def test_ranks_with_different_code_are_found() -> None:
-    codes = recording_of(Case("gpt", "ZeRO-3")).codes
+    codes = recording_of(Case("small_gpt", "ZeRO-3")).codes
     launch = "torch.ops._c10d_functional.all_gather_into_tensor"
     assert launch in codes[0]
     planted = [codes[0].replace(launch, f"{launch}_out", 1), *codes[1:]]

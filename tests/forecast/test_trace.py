@@ -92,8 +92,7 @@ def assert_same_step(made: TracedStep, traced: TracedStep) -> None:
     "recipe",
     [
         Recipe(),
-        Recipe(dtype="fp8", recompute=True),
-        Recipe("hsdp:4"),
+        Recipe("hsdp:4", "fp8", recompute=True),
         Recipe("hpz:2"),
         Recipe("ddp"),
     ],

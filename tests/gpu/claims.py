@@ -46,7 +46,7 @@ class Profiled:
     plans: tuple[Plan, ...]
 
 
-def _model(device: str, layers_on_cpu: int = 4) -> tuple[DeepMLP, Tensor]:
+def _model(device: str, layers_on_cpu: int = 2) -> tuple[DeepMLP, Tensor]:
     """Return a model and a batch; equal arguments give equal values."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -190,7 +190,7 @@ def devices_of_an_offloaded_model(device: str) -> tuple[set[str], set[str]]:
     return {p.device.type for p in params}, {b.device.type for b in buffers}
 
 
-def _losses(device: str, layers_on_cpu: int = 4) -> Tensor:
+def _losses(device: str, layers_on_cpu: int = 2) -> Tensor:
     model, x = _model(device, layers_on_cpu)
     return _train(model, torch.compile(model, backend=_backend(device)), x)
 

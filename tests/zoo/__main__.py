@@ -114,12 +114,12 @@ def _sft(folder: str) -> Found:
 
 def _lightning(folder: str) -> Found:
     losses = _on_ranks("test_lightning", "compare_with_ddp", folder, backend="recording")
-    return Found(max(losses), **_kept("test_lightning", "resume", folder, False))
+    return Found(max(losses), **_kept("test_lightning", "resume", folder))
 
 
 def _fabric(folder: str) -> Found:
     losses = _on_ranks("test_lightning", "fabric_against_ddp", backend="recording")
-    return Found(max(losses), **_kept("test_lightning", "fabric_resume", folder, False))
+    return Found(max(losses), **_kept("test_lightning", "fabric_resume", folder))
 
 
 def _torchtitan(whole_loss: bool) -> Callable[[str], Found]:

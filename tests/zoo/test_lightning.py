@@ -74,13 +74,13 @@ class Model(lightning.LightningModule):
 
 
 class Saves(lightning.Callback):
-    """Callback that saves a checkpoint in the middle of a fit and keeps a copy of the weights."""
+    """Callback that saves a checkpoint after a step and keeps a copy of the weights."""
 
-    def __init__(self, path: str) -> None:
-        self.path, self.weights = path, dict[str, torch.Tensor]()
+    def __init__(self, path: str, step: int) -> None:
+        self.path, self.step, self.weights = path, step, dict[str, torch.Tensor]()
 
     def on_train_batch_end(self, trainer: lightning.Trainer, owner: Any, *_: Any) -> None:
-        if trainer.global_step == STEPS // 2 and not self.weights:
+        if trainer.global_step == self.step and not self.weights:
             self.weights = _weights(owner.net)
             trainer.save_checkpoint(self.path)
 
@@ -151,33 +151,28 @@ def test_lightning_fits_like_ddp_and_reduces_once_per_step(tmp_path: Path) -> No
     assert float(rows[-1]["graphshard/measured_exposure"]) > 0
 
 
-def resume(folder: str, distributed: bool) -> Kept:
-    """Resume from a checkpoint saved midway; also load it into a plain model."""
-    saving = {"save_distributed_checkpoint": distributed}
+def resume(folder: str) -> Kept:
+    """Resume from shards saved midway, and save one file at the end; a plain model loads both."""
     through, again = Model(True, "AdamW"), Model(True, "AdamW")
-    saves = Saves(f"{folder}/saved.ckpt")
-    _fit(folder, through, callbacks=[saves], **saving)
+    shards, end = Saves(f"{folder}/shards.ckpt", STEPS // 2), Saves(f"{folder}/end.ckpt", STEPS)
+    _fit(folder, through, callbacks=[shards], save_distributed_checkpoint=True)
     dist.barrier()
-    _fit(folder, again, start=saves.path, **saving)
+    _fit(folder, again, shards.path, [end], save_distributed_checkpoint=False)
     rest = through.losses[-len(again.losses) :]
     assert len(rest) == STEPS * MICROBATCHES // 2
     resumed = again.losses == rest and same(_weights(again), _weights(through))
+    file = f"{folder}/{dist.get_rank()}.safetensors"
+    consolidate(shards.path, file, "state_dict", strip_prefix="net.")
     plain = small_llama()
-    if distributed:
-        file = f"{folder}/{dist.get_rank()}.safetensors"
-        consolidate(saves.path, file, "state_dict", strip_prefix="net.")
-        state = load_file(file)
-    else:
-        state = torch.load(saves.path, weights_only=False)["state_dict"]
-        state = {name.removeprefix("net."): value for name, value in state.items()}
-    plain.load_state_dict(state)
-    return Kept(same(saves.weights, plain), resumed)
+    plain.load_state_dict(load_file(file))
+    saved = same(shards.weights, plain)
+    state = torch.load(end.path, weights_only=False)["state_dict"]
+    plain.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
+    return Kept(saved and same(end.weights, plain), resumed)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_lightning_saves_and_resumes_bitwise(tmp_path: Path, distributed: bool) -> None:
-    kept = ranks.run(2, resume, str(tmp_path), distributed)
-    assert kept == [Kept(True, True)] * 2
+def test_lightning_saves_and_resumes_bitwise(tmp_path: Path) -> None:
+    assert ranks.run(2, resume, str(tmp_path)) == [Kept(True, True)] * 2
 
 
 def _refuse_strategy(folder: str) -> None:
@@ -255,15 +250,13 @@ def fabric_against_ddp() -> float:
     return max(abs(a - b) / b for a, b in zip(losses, expected))
 
 
-def fabric_resume(folder: str, distributed: bool) -> Kept:
-    """Save and resume with Fabric, like `resume`; `saved` is False for a distributed checkpoint."""
-    saving = {"save_distributed_checkpoint": distributed, **SHARDING}
+def fabric_resume(folder: str) -> Kept:
+    """Resume from one file saved midway; also load it into a plain model."""
+    saving = {"save_distributed_checkpoint": False, **SHARDING}
     losses, weights = _train_by_fabric(ShardedFabricStrategy(**saving), folder)
     dist.barrier()
     rest, again = _train_by_fabric(ShardedFabricStrategy(**saving), folder, STEPS // 2)
     resumed = losses[-len(rest) :] == rest and same(again, weights)
-    if distributed:
-        return Kept(False, resumed)
     plain = small_llama()
     plain.load_state_dict(torch.load(f"{folder}/saved")["model"], strict=False)
     return Kept(same(torch.load(f"{folder}/weights{dist.get_rank()}.pt"), plain), resumed)
@@ -273,10 +266,8 @@ def test_fabric_trains_like_ddp_and_reduces_once_per_step() -> None:
     ranks.run(2, fabric_against_ddp, backend="recording")
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_fabric_saves_and_resumes_bitwise(tmp_path: Path, distributed: bool) -> None:
-    kept = ranks.run(2, fabric_resume, str(tmp_path), distributed)
-    assert kept == [Kept(not distributed, True)] * 2
+def test_fabric_saves_and_resumes_bitwise(tmp_path: Path) -> None:
+    assert ranks.run(2, fabric_resume, str(tmp_path)) == [Kept(True, True)] * 2
     first = min(tmp_path.rglob("metrics.csv"))
     (row,) = csv.DictReader(first.read_text().splitlines())
     assert float(row["graphshard/measured_exposure"]) > 0

@@ -110,7 +110,7 @@ def _fit(
 
 @on_ranks(4)
 def test_lightning_fits_and_resumes_like_fsdp2(tmp_path: Path) -> None:
-    first, resumed, saves = Model(), Model(), Saves(str(tmp_path / "saved"))
+    first, resumed, saves = Model(), Model(), Saves(str(tmp_path / "saved"), STEPS)
     _fit(tmp_path, first, EPOCHS * STEPS, callbacks=[saves])
     _fit(tmp_path, resumed, EPOCHS * STEPS, start=saves.path)
     expected = _by_fsdp2()

@@ -25,7 +25,8 @@ from tests.ranks import on_ranks
 from .models import Batch, causal_batch, llama
 from .training import model_loss
 
-EVEN = {"vocab_size": 102, "intermediate_size": 44}  # sizes that two ranks can split evenly
+# One layer, of sizes that two ranks can split evenly.
+EVEN = {"num_hidden_layers": 1, "vocab_size": 102, "intermediate_size": 44}
 
 
 def _llama() -> Any:

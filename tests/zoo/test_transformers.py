@@ -30,7 +30,7 @@ from tests.numerics.compare import (
 )
 from tests.ranks import on_ranks
 
-from .models import ZOO, Batch, causal_batch
+from .models import ZOO, Batch, causal_batch, gpt2_with_loss
 from .training import LEARNING_RATE, STEPS, bfloat16_autocast, by_fsdp2, model_loss
 
 NEW_TOKENS = 5
@@ -146,7 +146,7 @@ def _gathered() -> list[dict[str, int]]:
     for context in (contextlib.nullcontext, bfloat16_autocast):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         backend = graphshard.backend(mesh, compiler="aot_eager")
-        model = torch.compile(ZOO["gpt2"].build(), backend=backend, fullgraph=True)
+        model = torch.compile(gpt2_with_loss(n_layer=1), backend=backend, fullgraph=True)
         with context():
             model(**causal_batch(torch.Generator())).loss.backward()
         recording.clear()
