@@ -1,1 +1,1 @@
-"""Tests of passes and compiled graphs, on a fake process group of eight ranks in one process."""
+"""Tests of passes and compiled graphs, mostly on a fake process group of eight ranks."""

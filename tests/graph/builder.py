@@ -39,7 +39,10 @@ PlanBuckets = Callable[[Problem], tuple[Bucket, ...]]
 
 
 class Builder:
-    """A graph under construction; all its markers use one process group."""
+    """A graph under construction.
+
+    Most methods add a node with a fake value and return it. Markers use `group` by default.
+    """
 
     def __init__(self, group: str, world_size: int = 8, device: str = "cpu") -> None:
         self.graph = fx.Graph()
@@ -52,24 +55,20 @@ class Builder:
     def _placeholder(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str = ""
     ) -> fx.Node:
-        """Add an input with a fake value."""
         node = self.graph.placeholder(name)
         with self._mode:
             node.meta["val"] = torch.empty(shape, dtype=dtype, device=device or self._device)
         return node
 
     def primal(self, *shape: int, dtype: torch.dtype = torch.float32, device: str = "") -> fx.Node:
-        """Add the next input of a forward graph."""
         self._num_primals += 1
         return self._placeholder(f"primals_{self._num_primals}", shape, dtype, device)
 
     def tangent(self, *shape: int) -> fx.Node:
-        """Add a gradient as the next input of a backward graph."""
         number = sum(node.op == "placeholder" for node in self.graph.nodes) + 1
         return self._placeholder(f"tangents_{number}", shape, torch.float32)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a call of `op`, and compute its fake value."""
         node = self.graph.call_function(op, args, kwargs)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self._mode:
@@ -98,20 +97,14 @@ class Builder:
         )
 
     def replicate(self, param: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
-        """Add the marker of a replicated parameter."""
         return self.marker(ReplicateSpec(param=param, group=self.group, dtype=dtype))
 
     def reduce(self, grad: fx.Node, **fields: Any) -> fx.Node:
-        """Add the marker that reduce-scatters a gradient.
-
-        Args:
-            fields: other fields of the marker.
-        """
+        """Add the marker that reduce-scatters a gradient; `fields` are other fields of its spec."""
         rows = padded_rows(grad.meta["val"].shape[0], self.world_size)
         return self.marker(ReduceGradSpec(grad=grad, padded_rows=rows, group=self.group, **fields))
 
     def all_reduce(self, grad: fx.Node) -> fx.Node:
-        """Add the marker that averages a gradient over all ranks."""
         return self.marker(AllReduceGradSpec(grad=grad, group=self.group))
 
     def marker(self, spec: MarkerSpec) -> fx.Node:
@@ -119,7 +112,6 @@ class Builder:
         return node
 
     def module(self, *outputs: fx.Node | None) -> fx.GraphModule:
-        """Finish the graph and return it as a module."""
         self.graph.output(outputs)
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
@@ -149,12 +141,10 @@ def overlapped(limits: ScheduleLimits) -> PlanBuckets:
 
 
 def targets(graph: fx.Graph) -> list[Any]:
-    """Return the targets of all calls in a graph, in order."""
     return [node.target for node in graph.nodes if node.op == "call_function"]
 
 
 def count(graph: fx.Graph, op: Any) -> int:
-    """Return the number of calls of `op` in a graph."""
     return targets(graph).count(op)
 
 

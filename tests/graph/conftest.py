@@ -33,5 +33,4 @@ def mesh(_group: None) -> Iterator[DeviceMesh]:
 
 @pytest.fixture
 def group(mesh: DeviceMesh) -> str:
-    """Return the name of the fake group."""
     return mesh.get_group().group_name

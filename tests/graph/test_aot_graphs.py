@@ -1,4 +1,4 @@
-"""Inputs of AOTAutograd's graphs, distinguished from saved activations by their names."""
+"""Inputs of AOTAutograd's graphs, as opposed to saved activations, tokens and constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Backend.plans` and `Backend.summary()` after compilation."""
+"""`Backend.plans`, `Backend.summary()` and `Backend.metrics()`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_plans_describe_parameters(mesh: DeviceMesh) -> None:
 
 
 class WrappedFirst(nn.Module):
-    """A model with a frozen tensor subclass, which AOTAutograd unwraps, before a parameter."""
+    """A model whose first parameter is a frozen tensor subclass, which AOTAutograd unwraps."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""Copy-in of a bucket in Inductor's code: one call casts, pads and packs.
-
-It reads the tensors of the bucket directly, with no kernels before it.
-"""
+"""Copy-in of a bucket: one call in Inductor's code, and the kernels that it runs."""
 
 from __future__ import annotations
 

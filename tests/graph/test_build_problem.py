@@ -1,4 +1,4 @@
-"""`normalize` is idempotent; `build_problem` changes no graph and counts memory by kernel."""
+"""`normalize`, and `build_problem`, which counts memory by kernel."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ FOLDERS = [os.path.dirname(os.path.realpath(p.__file__)) for p in (graphshard, g
 
 
 def _sources_on_disk() -> set[str]:
-    """Return the real paths of all Python files and data tables of the package and its passes."""
     return {
         os.path.join(folder, name)
         for top in FOLDERS

@@ -42,8 +42,6 @@ class _Calls:
 
 
 class _Part(nn.Module):
-    """A part of the model under test; reads before and after a graph break."""
-
     def __init__(self, calls: _Calls) -> None:
         super().__init__()
         self.calls = calls
@@ -59,7 +57,7 @@ class _Part(nn.Module):
 
 
 class _Model(nn.Module):
-    """A module that calls a part of the model under test twice, and is not in that model itself."""
+    """Calls a part twice. Scopes belong to calls of `_Part`, not of this class."""
 
     def __init__(self, calls: _Calls) -> None:
         super().__init__()

@@ -1,8 +1,4 @@
-"""CPU kernels compile in few files, and forward's kernels compile while backward is lowered.
-
-Results are bitwise equal to those of one file per kernel. Kernels that cannot share a file, and all
-kernels of a file that does not compile, compile alone.
-"""
+"""CPU kernels compile in few files, and forward's kernels compile while backward is lowered."""
 
 from __future__ import annotations
 
@@ -31,8 +27,6 @@ HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
 
 
 class Deep(nn.Module):
-    """A model of matmuls with a different kernel after each."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
@@ -46,7 +40,6 @@ class Deep(nn.Module):
 
 
 def _train(folder: Path) -> list[Tensor]:
-    """Train one step with an empty cache in `folder`; return the loss and gradients."""
     # A mesh of one rank: no fake collectives, so results are real.
     mesh = init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("others", "own"))["own"]
     torch._dynamo.reset()

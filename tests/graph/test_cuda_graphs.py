@@ -1,4 +1,4 @@
-"""Inductor's CUDA graphs are disabled, with a warning if requested, unless a policy is set."""
+"""Inductor's CUDA graphs are disabled with a warning, unless `cudagraph_policy` is set."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ def _backward(
     policy: MixedPrecisionPolicy = _BF16,
     **options: Any,
 ) -> tuple[Plan, str]:
-    """Return the plan and the code of a backward graph."""
     schedule = graphshard.SchedulePolicy(reduce=reduce, **options)  # type: ignore[arg-type]
     backend = graphshard.backend(
         mesh, compiler="aot_eager", mp_policy=policy, schedule=schedule, dump=folder

@@ -12,8 +12,6 @@ from graphshard._torch.frames import compile_request
 
 
 class Named:
-    """A backend that records what torch.compile is compiling when it reads the backend's name."""
-
     def __init__(self) -> None:
         self.given: list[object] = []
         self.off: list[bool] = []

@@ -1,8 +1,4 @@
-"""Graphs of fp8 training.
-
-One all-reduce finds all scales, backward reuses them, one kernel prepares the shards of a bucket,
-and plans say why a weight chosen for fp8 travels in another dtype.
-"""
+"""Graphs of models with linears in fp8."""
 
 from __future__ import annotations
 
@@ -68,7 +64,6 @@ def _plans(mesh: DeviceMesh, model: nn.Module, *batch: Tensor, **options: Any) -
 
 
 def _gathered(plan: Plan) -> dict[str, str]:
-    """Return the dtypes in which parameters are gathered, by name."""
     return {
         plan.fqn_of(t): t.dtype for t in plan.problem.transfers if t.kind == TransferKind.ALL_GATHER
     }

@@ -1,9 +1,4 @@
-"""After a step, neither Python, autograd nor compiled code holds a full parameter.
-
-The profiler records all allocations and frees of this thread; with a fake process group, no other
-thread allocates. Among tensors alive after a step, only shards may be as large as a full weight in
-fp8.
-"""
+"""After a step, neither Python, autograd nor compiled code holds a full parameter."""
 
 from __future__ import annotations
 
@@ -94,12 +89,7 @@ def _batch() -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how to train it.
-
-    Attributes:
-        options: arguments of ``graphshard.backend``.
-        step: function that runs a step; gradients are applied and freed after it.
-    """
+    """A model, its mesh's shape, arguments of ``graphshard.backend``, and a step without optimizer."""
 
     model: type[Linears] = Linears
     mesh: tuple[int, ...] = (WORLD_SIZE,)
@@ -130,7 +120,10 @@ CASES = {
 
 
 def _alive(step: Callable[[], None]) -> dict[int, int]:
-    """Return the sizes of the allocations that a step did not free, by address."""
+    """Return the sizes of the allocations that a step did not free, by address.
+
+    The profiler records only this thread; with a fake process group, no other thread allocates.
+    """
     with profile(use_kineto=True, profile_memory=True) as recorded:
         step()
     events = list(recorded.kineto_results.experimental_event_tree())
@@ -150,7 +143,7 @@ def _alive(step: Callable[[], None]) -> dict[int, int]:
 
 
 def _leaks(case: Case, compiler: str) -> list[tuple[int, list[int]]]:
-    """Return how many plain parameters live after each step, and the sizes of other leaks.
+    """Return the number of unsharded parameters after each of two steps, and the sizes of leaks.
 
     A leak is an allocation of at least `LIMIT` bytes that is not a shard.
     """

@@ -1,8 +1,4 @@
-"""Inductor's caches: repeating a training run in new processes compiles nothing.
-
-All ranks compute the same cache keys, so one rank's compiled code serves all. Plans from the cache
-equal those of the first run, also in dumps and in torch's trace log.
-"""
+"""Inductor's caches: repeating a training run in new processes compiles nothing."""
 
 from __future__ import annotations
 
@@ -31,8 +27,6 @@ from tests.multirank.test_dump_folder import INFERENCE, STEP
 
 @dataclass(frozen=True)
 class Run:
-    """Cache counters, cache keys and results of one rank's training."""
-
     counters: dict[str, int]
     keys: dict[str, list[str]]
     plans: list[str]
@@ -137,7 +131,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cold(cache: Path) -> list[Run]:
-    """Train with an empty cache and without a dump."""
     return ranks.run_fresh(2, _train_patiently, env={"TORCHINDUCTOR_CACHE_DIR": str(cache)})
 
 

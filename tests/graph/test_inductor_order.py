@@ -39,7 +39,6 @@ class Deep(nn.Module):
 
 
 def _events_of_code(code: str) -> list[str]:
-    """Return the events in the function that runs the graph, without asserts and comments."""
     body = code[code.index("def call(") :]
     lines = [line.strip() for line in body.splitlines()]
     calls = [line for line in lines if not line.startswith(("assert", "#"))]
@@ -108,5 +107,4 @@ def test_inductor_keeps_the_order(
 
 
 def _products_before(event: str, events: list[str]) -> list[int]:
-    """Return the number of matmuls before each event of a kind."""
     return [events[:i].count("product") for i, other in enumerate(events) if other == event]

@@ -74,8 +74,6 @@ def test_nodes_that_need_no_later_wait_stay() -> None:
 
 @dataclass(eq=False)
 class _Fused(_Node):
-    """Two nodes that Inductor fused."""
-
     snodes: list[_Node] = field(default_factory=list)
     scheduler: Any = field(default_factory=lambda: SimpleNamespace(name_to_fused_node={}))
 

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def _saving(build: Builder, saved: fx.Node, total: fx.Node, new: fx.Node) -> fx.GraphModule:
-    """Return a graph that returns `total`, saves `saved` and writes `new` to its first input."""
+    """Run the pass on a graph that returns `total`, saves `saved` and writes `new` to input 0."""
     first = next(iter(build.graph.nodes))
     build.call(aten.copy_.default, first, new)
     gm = build.module(total, saved)

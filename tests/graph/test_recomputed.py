@@ -1,7 +1,4 @@
-"""Predicted time of a checkpointed region.
-
-Includes operators that AOTAutograd wraps to save the RNG state.
-"""
+"""Predicted time of a checkpointed region."""
 
 from __future__ import annotations
 

@@ -38,7 +38,6 @@ def _calls(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _layer(x: Tensor, w: Tensor) -> Tensor:
-    """Apply a matmul, views and pointwise ops."""
     h = (x @ w.t()).view(2, 2, 8).transpose(0, 1).contiguous().view(4, 8)
     return x + torch.sigmoid(h * 0.5).exp() * h
 
@@ -171,7 +170,6 @@ def test_mutating_ops_are_in_no_region() -> None:
 
 
 def _normalized(x: Tensor, w: Tensor) -> Tensor:
-    """Normalize in float32, with bfloat16 input and output."""
     convert = torch.ops.prims.convert_element_type.default
     h = convert(x @ w.t(), torch.float32)
     centred = (h - h.mean(0, keepdim=True)) * torch.rsqrt(h.var(0, keepdim=True) + 1e-5)
@@ -190,7 +188,6 @@ def _wide_inputs(layers: int = 9) -> list[Tensor]:
 
 
 def _insert_cuts_after(gm: fx.GraphModule, op: Any) -> None:
-    """Insert a planned node after every call of ``op``."""
     anything = next(iter(gm.graph.nodes))
     for node in gm.graph.find_nodes(op="call_function", target=op):
         with gm.graph.inserting_after(node):
@@ -199,7 +196,6 @@ def _insert_cuts_after(gm: fx.GraphModule, op: Any) -> None:
 
 
 def _results(gm: fx.GraphModule) -> list[Tensor]:
-    """Return the fake results of all region calls."""
     parts = gm.graph.find_nodes(op="call_function", target=operator.getitem)
     return [part.meta["val"] for part in parts if part.args[0].target is INVOKE]
 

@@ -1,7 +1,6 @@
-"""ZeRO-3: forward saves shards and activations, but no full parameters.
+"""ZeRO-3: forward saves no full parameters, and nothing as large that is computed from them.
 
-Casts, transposes and products of full parameters are not saved, either. Except in `Deep`, batches
-are so small that every activation is smaller than the smallest full weight.
+Except in `Deep`, every activation is smaller than the smallest full weight.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ class Plain(_Model):
 
 
 class Cast(_Model):
-    """Mixed precision with explicit casts."""
-
     def forward(self, x: Tensor) -> Tensor:
         low = torch.bfloat16
         x = F.linear(x.to(low), self.first.weight.to(low), self.first.bias.to(low))
@@ -63,8 +60,6 @@ class Transposed(_Model):
 
 
 class OfSeveral(_Model):
-    """Weights that are computed from several parameters."""
-
     def forward(self, x: Tensor) -> Tensor:
         both = torch.cat([self.first.weight, self.second.weight])
         x = torch.tanh(x @ both.t()) @ both
@@ -72,8 +67,6 @@ class OfSeveral(_Model):
 
 
 class Scaled(_Model):
-    """Weights that are computed from a sharded and a replicated parameter."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(x @ (self.first.weight * self.scale).t())
         return (x @ (self.second.weight.tanh() * self.scale.exp()).t()).square().mean()
@@ -89,8 +82,6 @@ class Normed(_Model):
 
 
 class Adapted(_Model):
-    """Frozen weights plus a trainable low-rank product."""
-
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
@@ -103,8 +94,6 @@ class Adapted(_Model):
 
 
 class Quantised(_Model):
-    """Integer weights that the graph dequantizes."""
-
     def __init__(self) -> None:
         super().__init__()
         codes = torch.randint(-8, 8, (DIM, DIM), dtype=torch.int8)
@@ -126,8 +115,6 @@ class Checkpointed(_Model):
 
 
 class Attention(_Model):
-    """A transformer layer with a tied embedding."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(DIM, DIM)
@@ -181,8 +168,6 @@ def test_nothing_of_full_size_is_saved_by_inductor(kind: type[nn.Module], mesh: 
 
 
 class Deep(nn.Module):
-    """A model whose activations are larger than its parameters."""
-
     LAYERS, ROWS = 3, 512
 
     def __init__(self) -> None:

@@ -23,7 +23,6 @@ WARNING = "compiling a graph that the loaded file does not have"
 
 
 def _train(rows: int = 4, factor: int = 1, **options: Any) -> list[float]:
-    """Train two steps, by default with the options of the saved code; return their losses."""
     torch.manual_seed(0)
     model, losses = MLP(), []
     options = {"schedule": _AUTO, **options}

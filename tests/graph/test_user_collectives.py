@@ -21,7 +21,7 @@ ROWS = 1 << 17  # too large to share a bucket
 
 
 def _lowered(group: str) -> tuple[fx.Graph, Plan]:
-    """Return a graph that averages activations between the uses of two parameters, and its plan."""
+    """Lower a graph with an all-reduce between the uses of two parameters; return it and its plan."""
     build = Builder(group)
     x = build.primal(ROWS, 4)
     first, second = (build.unshard(build.primal(ROWS // 8, 4), ROWS) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The verifier detects every kind of fault in a rewritten graph."""
+"""The verifier refuses faulty lowered graphs, and forward graphs that save full parameters."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ def _other_size(graph: fx.Graph, plan: Plan) -> Plan:
 
 
 def _out_of_order(graph: fx.Graph, plan: Plan) -> Plan:
-    """Move a wait before its collective."""
     gather, wait = _find(graph, GATHER)[0], _find(graph, WAIT)[0]
     gather.prepend(wait)
     return plan

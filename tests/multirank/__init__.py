@@ -1,1 +1,1 @@
-"""Tests on several gloo ranks that do not compare training with another implementation."""
+"""Tests on several gloo ranks: agreement, errors, communication, memory and files."""

@@ -1,7 +1,4 @@
-"""One rank waits for a call of its peers, which are blocked in a collective.
-
-All ranks raise the same error within seconds. A rank that is only slow causes no error.
-"""
+"""A rank waits in a call while its peers are blocked in a collective: all raise the same error."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ pytestmark = pytest.mark.alone
 
 
 def _meet_elsewhere(group: Group, call_log: CallLog, alone: int, chooses: bool) -> str:
-    """Return this rank's error if rank `alone` makes a call while its peers run a collective."""
     gather(group)
     if group.rank() == alone:
         began = time.monotonic()
@@ -44,10 +40,6 @@ def test_call_while_peers_are_blocked_raises_on_all_ranks(
 
 
 def _wait_for_a_slow_rank(group: Group, call_log: CallLog) -> None:
-    """Make calls with a slow rank 2, for which the other ranks wait in collectives or calls.
-
-    Rank 0 makes each call first: it leaves the gather early and is not in the broadcast's group.
-    """
     others: Any = dist.new_group([1, 2], use_local_synchronization=True) if group.rank() else None
     for collect in (_gather_to_1, _broadcast_among):
         if group.rank() == 2:

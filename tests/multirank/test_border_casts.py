@@ -20,8 +20,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class CastBoundary(nn.Module):
-    """A model that takes a dict of tensors as a keyword argument and returns one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 3)

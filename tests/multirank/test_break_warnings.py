@@ -1,7 +1,4 @@
-"""The warning about graph breaks: once per model, with file and line.
-
-`tests/numerics/test_breaks.py` tests the training of such models.
-"""
+"""The warning about graph breaks: once per model, with file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="graphshard", options=...)`` with containers in the options."""
+"""``torch.compile(model, backend="graphshard", options=...)``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from .test_unsharded import config_disable, force_eager, refuse_step, sequential
 
 
 def _train_by_name(folder: Path) -> list[str]:
-    """Train two models with equal but distinct options; return the names of the dumped files."""
     for dtype in (torch.float32, torch.float64):  # prevents sharing a graph
         model: Any = MLP().to(dtype)
         options = {

@@ -1,8 +1,4 @@
-"""Calibration: the file that one rank writes, and the rates fitted to measured times.
-
-The file contains measured values, completed from the built-in table. No test depends on the speed
-of the machine.
-"""
+"""The `calibrate` command, its measurements, and the rates fitted to them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The call log: if ranks run different graphs, all of them raise the same error.
-
-This includes ranks that are blocked in a collective. Ranks that run the same graphs never raise,
-however late some of them are.
-"""
+"""The call log: ranks that make different calls all raise the same error."""
 
 from __future__ import annotations
 
@@ -72,7 +68,6 @@ def gather(group: Group) -> None:
 
 
 def call(call_log: CallLog, collective: Callable[[Group], object], group: Group) -> None:
-    """Run a collective and explain its errors, as a compiled graph does."""
     try:
         collective(group)
     except Exception as error:
@@ -81,7 +76,6 @@ def call(call_log: CallLog, collective: Callable[[Group], object], group: Group)
 
 
 def choose(group: Group, key: str, text: str = "") -> str:
-    """Return the first rank's text on all ranks."""
     return choose_on_first_rank(lambda: text, key, key, [group.group_name])
 
 
@@ -117,7 +111,6 @@ def test_equal_plans_with_a_late_rank_agree(world: int, seconds: float) -> None:
 
 
 def _recompile_alone(group: Group, call_log: CallLog) -> None:
-    """Recompile to the same plan on one rank while the others run their existing graph."""
     call_log.first_run("plan", PLAN)
     for step in range(30):
         if step == 7 * group.rank():
@@ -132,7 +125,6 @@ def test_recompile_to_same_plan_on_one_rank_agrees() -> None:
 
 
 def _compile_late(group: Group, call_log: CallLog) -> None:
-    """Make rank 1 lag several calls behind rank 0, which is idle and then waits for it."""
     call_log.first_run("plan", PLAN)
     call_log.run("plan")
     if group.rank() == 0:
@@ -237,7 +229,7 @@ def test_transfer_on_its_way_ends_before_the_abort() -> None:
 
 
 def test_sends_succeed_until_the_end_is_read() -> None:
-    """Gloo queues a send that fails, and forgets it when it reads the end of the connection."""
+    """A failed send would wait in gloo's queue without end: see [Note: sends that never end]."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as ours,
@@ -344,8 +336,6 @@ def test_failed_choice_on_first_rank_raises_on_others() -> None:
 
 
 class _Counting:
-    """A store that counts the operations of the thread that created the store."""
-
     def __init__(self, store: Any) -> None:
         self._store, self._thread, self.num_operations = store, threading.get_ident(), 0
 

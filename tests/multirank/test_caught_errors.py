@@ -1,7 +1,4 @@
-"""Errors within a graph that the user catches, for example to retry with a smaller batch.
-
-No collective stays in flight, and training continues with correct gradients.
-"""
+"""Caught errors within a graph: no collective stays in flight, and training continues."""
 
 from __future__ import annotations
 
@@ -85,12 +82,10 @@ class _Event:
         self.waits: list[str] = []
 
     def wait_event(self, event: object) -> None:
-        """Record a wait by the compute stream."""
         assert event is self
         self.waits.append("stream")
 
     def synchronize(self) -> None:
-        """Record a wait by the host."""
         self.waits.append("host")
 
 

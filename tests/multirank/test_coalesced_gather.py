@@ -1,7 +1,4 @@
-"""One collective gathers tensors of several dtypes, over gloo and over the recording group.
-
-On its own, gloo casts all tensors of a coalesced gather to the dtype of the first.
-"""
+"""Gathers of several dtypes at once, which gloo would cast to the dtype of the first tensor."""
 
 from __future__ import annotations
 

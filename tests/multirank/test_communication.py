@@ -1,9 +1,4 @@
-"""Collectives of a training step, observed by a recording process group.
-
-The tests check the parameters gathered and reduced, their counts and bytes, and that all ranks use
-the same order. The parameters that backward needs are determined independently, from
-what eager autograd saves for the plain model.
-"""
+"""Collectives of training and evaluation: what is sent, how often, and how long it is exposed."""
 
 from __future__ import annotations
 
@@ -38,8 +33,6 @@ Sent = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Step:
-    """The collectives of one rank in forward and in backward, with the plans of both graphs."""
-
     forward: Sent
     backward: Sent
     plans: tuple[Plan, Plan]
@@ -76,7 +69,6 @@ def _record(kind: Trainable, options: dict[str, Any]) -> Step:
 
 @functools.cache
 def _run(kind: Trainable, world_size: int = 2, **options: Any) -> Step:
-    """Return the step of rank 0; assert that all ranks sent the same bytes, as planned."""
     steps = ranks.run(world_size, _record, kind, options, backend="recording")
     for step in steps:
         assert (step.forward, step.backward) == (steps[0].forward, steps[0].backward)
@@ -93,7 +85,7 @@ def _padded_bytes(param: Tensor, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """Sorted names of a plain model's parameters by their use in eager autograd."""
+    """A plain model's parameters, and sorted names of some by their use in eager autograd."""
 
     params: dict[str, nn.Parameter]
     saved: list[str]  # saved for backward
@@ -237,7 +229,7 @@ def test_optimizer_step_sends_nothing() -> None:
 
 
 class _Event:
-    """A CUDA event of a stream on which all work is done at once."""
+    """A fake CUDA event that is complete once it is recorded."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -254,14 +246,13 @@ class _Event:
 
 @contextlib.contextmanager
 def _events() -> Iterator[None]:
-    """Measure as on a GPU."""
     events = mock.patch.object(torch.cuda, "Event", _Event)
     with events, mock.patch.object(meter, "_HostClock", meter._DeviceClock):
         yield
 
 
 def _measure(compiler: str, by_events: bool) -> tuple[float, float, dict[str, float]]:
-    """Return the seconds that a step's collectives and the step take, and the last metrics."""
+    """Return the delays of a step's collectives and its wall time, in seconds, and the metrics."""
     with _events() if by_events else contextlib.nullcontext():
         return _measure_step(compiler)
 

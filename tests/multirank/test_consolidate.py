@@ -21,7 +21,6 @@ from tests.numerics.compare import compile_sharded, draw, whole
 
 
 def _save(folder: str) -> dict[str, Any]:
-    """Save a checkpoint of a model and its optimizer after a step; return the unsharded content."""
     model = GPT()
     compiled = compile_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,7 +1,4 @@
-"""`dump="folder"` in real training: each rank's files, and a profile with predictions.
-
-`tests/graph/test_inductor_cache.py` tests dumps with a warm cache.
-"""
+"""`dump="folder"` in training: the first rank's files, and profiles with predictions."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ INFERENCE = [
 
 
 def _train(folder: Path) -> None:
-    """Train a step, with a dump folder for each rank."""
     backend = graphshard.backend(compiler="aot_eager", dump=folder / str(dist.get_rank()))
     torch.compile(MLP(), backend=backend)(torch.ones(5, 7)).backward()
 

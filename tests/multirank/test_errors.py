@@ -1,8 +1,4 @@
-"""Unsupported models and options raise an error on every rank.
-
-The error names the parameter or option, and is raised before anything changes: parameters are still
-the same objects with the same values.
-"""
+"""Unsupported models and options raise an error on every rank before anything changes."""
 
 from __future__ import annotations
 
@@ -139,8 +135,6 @@ def test_mesh_of_another_device_is_refused(make: Any) -> None:
 
 
 class _Dressed(nn.Module):
-    """A model with a submodule that the test has prepared."""
-
     def __init__(self, prepare: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
         self.inner = nn.Linear(7, 7)
@@ -270,10 +264,7 @@ def test_model_that_differs_between_ranks_is_refused(
 
 @on_ranks(2)
 def test_parameters_in_different_order_keep_their_values() -> None:
-    """Shard a model whose parameters rank 1 registers in a different order.
-
-    A broadcast in registration order would mix up their values.
-    """
+    """An error is fine, too; a broadcast in registration order would mix up the values."""
     model = nn.Module()
     names = ["a", "b"] if dist.get_rank() == 0 else ["b", "a"]
     for name in names:
@@ -384,8 +375,6 @@ def test_parameter_without_a_module_is_refused() -> None:
 
 
 class _Final(type):
-    """Metaclass of classes that cannot be subclassed."""
-
     def mro(cls) -> list[type]:
         if any(isinstance(base, _Final) for base in cls.__bases__):
             raise TypeError("it is final")

@@ -1,8 +1,4 @@
-"""An error within a graph during host copies leaves no copy in flight.
-
-CPU copies are synchronous. Here they are registered like an accelerator's, and stay in flight until
-the graph or its error handler waits for them.
-"""
+"""An error within a graph during host copies leaves no copy in flight."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ LAYERS = 6
 
 
 class _Copy(host_copy._HostCopy):
-    """A copy that counts as in flight until `wait` returns."""
+    """A CPU copy that counts as in flight until `wait` is called, like an accelerator's."""
 
     in_flight: set[int] = set()
 

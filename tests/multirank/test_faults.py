@@ -1,8 +1,6 @@
-"""Faults of one rank at various points of training: it raises, exits, is killed, or is stopped.
+"""Faults of one rank: it raises, exits, is killed, or is stopped.
 
-After a short stop, training continues. Otherwise, no rank hangs: the others fail in time, with the
-same error outside of checkpoints, and training can resume from the last checkpoint.
-`GRAPHSHARD_FAULTS=all` tests every fault at every point; the default tests a few.
+`GRAPHSHARD_FAULTS=all` tests many more combinations of faults and points.
 """
 
 from __future__ import annotations
@@ -117,10 +115,10 @@ class _Faulty:
         self._is_due = self._is_victim = dist.get_rank() == victim
 
     def at(self, point: str) -> None:
-        """Cause the fault if this rank is the victim and `point` is its point.
+        """Cause the fault if it is due at `point`.
 
-        For "in a collective", the other ranks are delayed, so that the fault happens while the
-        victim waits for them.
+        For "in a collective", the other ranks are delayed, so the fault happens while the victim
+        waits for them.
         """
         if point != self._point:
             return
@@ -134,7 +132,6 @@ class _Faulty:
         self._is_due = False
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        """Call :meth:`at` at the points within functions of graphshard and torch."""
         targets: list[tuple[Any, str, str]] = [
             (sys.modules["graphshard.dynamo_backend"], "compile_traced", "compile"),
             (sys.modules["graphshard.ranks.plan_consensus"], "choose_on_first_rank", "plans"),
@@ -154,12 +151,11 @@ class _Faulty:
 def _train(
     fault: str, point: str, folder: Path, steps: range, victim: int = 1, *, splits: bool = False
 ) -> list[Tensor]:
-    """Train and save checkpoints, with a fault only of its step; return the full parameters.
+    """Train `steps`, and return the full parameters.
 
-    Args:
-        steps: steps to train; a range that does not start at 0 resumes from the checkpoint of the
-            preceding step.
-        splits: whether to apply tensor parallelism over pairs of four ranks.
+    Saves a checkpoint of the faulty step or, if `fault` is "none", of every step. A range that does
+    not start at 0 resumes from the checkpoint of the preceding step. With `splits`, tensor
+    parallelism is applied over pairs of four ranks.
     """
     faulty = _Faulty(fault, point, victim)
     with pytest.MonkeyPatch.context() as patch:

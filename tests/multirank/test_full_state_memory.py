@@ -1,9 +1,4 @@
-"""Peak memory of full state dicts and of meta-device initialization.
-
-A full state dict is gathered and scattered one parameter at a time, and a meta-device model is
-initialized one module at a time. The tests bound a rank's memory beyond its shards and, on the
-first rank, beyond the result.
-"""
+"""Peak memory of full state dicts and of `materialize`, beyond shards and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups that sharding creates in addition to the mesh's."""
+"""Timeouts of the groups that sharding creates, and names of groups in graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.models import MLP
 
 
 def _timeouts() -> tuple[float, float]:
-    """Return the timeouts of the mesh's group and of the group in which backward gathers."""
     group = dist.new_group(list(range(4)), timeout=timedelta(seconds=77))
     mesh = DeviceMesh.from_group(group, "cpu")
     model = graphshard.shard(MLP(), mesh, reshard_after_forward=2)

@@ -16,8 +16,6 @@ DIM = 1024
 
 
 class Experts(nn.Module):
-    """Stacked experts that all process every token."""
-
     def __init__(self, num_experts: int, dim: int) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(num_experts, dim, dim) / dim)
@@ -29,7 +27,6 @@ class Experts(nn.Module):
 def _warned(
     num_experts: int, mesh_shape: tuple[int, ...] = (4,), dim: int = DIM, **options: Any
 ) -> list[str]:
-    """Shard a model; return this rank's warnings."""
     mesh, model = init_device_mesh("cpu", mesh_shape), Experts(num_experts, dim)
     with graphshard_warnings() as texts:
         graphshard.shard(model, mesh, **options)
@@ -37,7 +34,6 @@ def _warned(
 
 
 def _trained(num_experts: int) -> tuple[list[str], str]:
-    """Train for two steps; return this rank's warnings and the last line of the summary."""
     backend = graphshard.backend(init_device_mesh("cpu", (4,)), compiler="aot_eager")
     with graphshard_warnings() as texts:
         compiled = torch.compile(Experts(num_experts, DIM), backend=backend, fullgraph=True)

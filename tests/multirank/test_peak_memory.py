@@ -1,7 +1,4 @@
-"""Peak memory of a rank in a training step, compared with eager FSDP2, and while sharding a model.
-
-`benchmarks/memory.py` measures it in new processes.
-"""
+"""Peak memory of a rank in a training step and while sharding a model."""
 
 from __future__ import annotations
 
@@ -36,11 +33,7 @@ STEP = 560e6, 20, WORLD, True
 
 
 def _is_no_more(ours: Memory, theirs: Memory) -> bool:
-    """Return whether our peak exceeds theirs by at most 5 %.
-
-    The same must hold without the memory that is resident before the step, that is, for gathered
-    parameters and full gradients alone.
-    """
+    """Return whether our peak exceeds theirs by at most 5 %, also without the memory before."""
     in_step = ours.peak - ours.before, theirs.peak - theirs.before
     return ours.peak <= 1.05 * theirs.peak and in_step[0] <= 1.05 * in_step[1]
 

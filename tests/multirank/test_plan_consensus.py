@@ -38,7 +38,8 @@ def _train(compiler: str, dynamic: bool) -> tuple[list[Any], int]:
     """Train with a larger batch on rank 1, where it grows again in the third step.
 
     Returns:
-        The collectives of every step, and the number of buckets in this rank's own plan.
+        The collectives of every step, and the number of buckets that this rank would plan for the
+        first graph.
     """
     rank, schedule = dist.get_rank(), _fast_or_slow(dist.get_rank())
     twins = Twins(Chain(), compiler=compiler, schedule=schedule, dynamic=dynamic)
@@ -67,8 +68,6 @@ def test_ranks_follow_the_plan_of_the_first_rank(compiler: str, dynamic: bool) -
 
 
 class Forked(nn.Module):
-    """A model that uses one of its two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)

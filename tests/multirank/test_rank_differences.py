@@ -1,7 +1,4 @@
-"""Typical user mistakes on some ranks, and the error that they raise on every rank.
-
-The error names the first difference and its likely cause, without listing parameters.
-"""
+"""Typical user mistakes on some ranks, and the error that they raise on every rank."""
 
 from __future__ import annotations
 

@@ -25,8 +25,6 @@ pytestmark = pytest.mark.alone
 
 
 class Model(nn.Module):
-    """A module with its own ``save_pretrained``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 5)
@@ -119,7 +117,6 @@ def test_save_on_one_rank_is_an_error_at_once(
 
 @on_ranks(2)
 def test_save_on_all_ranks_is_allowed(tmp_path: Path) -> None:
-    """Save in supported ways: on all ranks, full state, in memory, and a copy in a thread."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
     model = graphshard.shard(Model(), mesh)
     state, own = model.state_dict(), tmp_path / f"{rank}.pt"

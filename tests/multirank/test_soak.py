@@ -1,8 +1,6 @@
 """Resource usage does not grow with the number of steps or models.
 
-The tests measure memory, Python objects, threads, open files, collectives in flight, and keys in
-the store, over steps with varying batch sizes, frozen layers, evaluation, microbatches, caught
-errors and saves. GRAPHSHARD_SOAK_STEPS=5000 runs more steps.
+GRAPHSHARD_SOAK_STEPS=5000 runs more steps.
 """
 
 from __future__ import annotations
@@ -80,8 +78,6 @@ def _store() -> dist.Store:
 
 
 class _Training:
-    """A model, its optimizer, and training steps that repeat periodically."""
-
     def __init__(self, compiler: str) -> None:
         torch._dynamo.config.recompile_limit = 64
         self.model = Fallible(layers=3)
@@ -93,7 +89,6 @@ class _Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
 
     def step(self, number: int) -> None:
-        """Train on one batch, with the events due at this step of the period."""
         turn = number % PERIOD
         self.model.layers[0].requires_grad_(turn < 15)
         if turn % 5 == 1:
@@ -154,8 +149,6 @@ def test_resources_do_not_grow_over_steps() -> None:
 
 
 class _Sweep:
-    """Trains one model after another, each with ``torch.compile``."""
-
     def __init__(self, kind: str) -> None:
         self._kind, self._shared = kind, self._backend()
 
@@ -171,7 +164,6 @@ class _Sweep:
         }[self._kind]
 
     def train(self) -> None:
-        """Train a new model for two steps, and drop it."""
         model = MLP()
         compiled, optimizer = torch.compile(model, **self.options()), sgd(model)
         for step in range(2):

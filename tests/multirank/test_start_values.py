@@ -1,9 +1,4 @@
-"""Initial values of a sharded model.
-
-All ranks start from the first rank's values or, with `sync_module_states=False`, from their own.
-Copies made before sharding stay plain, copies made after it are independent, and using an old
-parameter object raises an error with advice.
-"""
+"""Initial values of a sharded model, copies of it, and its old parameter objects."""
 
 from __future__ import annotations
 
@@ -34,8 +29,6 @@ from tests.ranks import on_ranks
 
 
 class _Odds(nn.Module):
-    """Parameters and buffers of many dtypes and strides."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(7, 5)
@@ -180,7 +173,6 @@ def test_copy_of_sharded_model_keeps_tied_weights() -> None:
 
 @on_ranks(2)
 def test_gradients_from_before_the_first_step_are_kept() -> None:
-    """Accumulate into gradients of a plain backward, which the first compiled step averages."""
     twins = Twins(MLP())
     xs = draw(MLP.batch, 7)
     twins.model(xs[dist.get_rank()]).backward()

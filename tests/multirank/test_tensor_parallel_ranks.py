@@ -1,7 +1,4 @@
-"""Differences along the tensor parallel axis: all ranks of the 2D mesh raise the same error.
-
-A rank also shares collectives with ranks that are not its dp peers.
-"""
+"""Differences along the tensor parallel axis: all ranks of the 2D mesh raise the same error."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ def test_buffer_on_one_rank() -> None:
 
 
 def _step_alone(alone: int) -> str:
-    """Train, then evaluate on a single rank."""
     mesh = mesh_2d()
     _, compiled = under_graphshard(MLP, mesh)
     data = batches(MLP, mesh, 3)

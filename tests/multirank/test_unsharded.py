@@ -1,7 +1,4 @@
-"""On several ranks, a model compiled with graphshard never silently trains unsharded.
-
-If no call runs compiled, the model is sharded anyway, or the first optimizer step raises or warns.
-"""
+"""On several ranks, a model compiled with graphshard never silently trains unsharded."""
 
 from __future__ import annotations
 
@@ -133,8 +130,6 @@ def test_model_is_sharded_although_nothing_is_compiled(
 
 
 class _Unsized(MLP):
-    """A model for which ``bool()`` raises."""
-
     def __len__(self) -> int:
         raise TypeError("has no length")
 
@@ -199,7 +194,6 @@ def test_model_with_eager_loop_in_compiled_function_is_sharded(by_argument: bool
 
 @on_ranks(2)
 def test_model_that_reuses_a_graph_does_not_warn() -> None:
-    """Train two models; the second reuses the graph of the first."""
     backend, models = _backend(), [MLP(), MLP()]
     with graphshard_warnings() as texts:
         for model in models:
@@ -210,7 +204,6 @@ def test_model_that_reuses_a_graph_does_not_warn() -> None:
 
 @on_ranks(2)
 def test_copy_made_before_first_call_stays_plain() -> None:
-    """Assert that a call of a copy does not shard it, although any call of the original does."""
     model = MLP()
     called = _disabled(model, _backend())
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -264,7 +257,6 @@ def test_single_rank_may_train_unsharded() -> None:
 
 @on_ranks(2)
 def test_models_of_other_backends_stay_plain() -> None:
-    """Compile a function whose eager part calls a model compiled with another backend."""
     model, other = MLP(), torch.compile(MLP(), backend="aot_eager")
     outside = torch.compiler.disable(lambda x: other(x), recursive=False)
     compiled = torch.compile(lambda x: model(x) + outside(x), backend=_backend())
@@ -285,7 +277,6 @@ class _Disabled(nn.Module):
 
 @on_ranks(2)
 def test_eager_model_in_compiled_function_raises_at_step() -> None:
-    """Compile a function that uses two models, one of them eagerly."""
     model, other = MLP(), _Disabled()
     compiled = torch.compile(lambda x: model(x) + other(x).sum(), backend=_backend())
     compiled(torch.ones(5, 7)).sum().backward()

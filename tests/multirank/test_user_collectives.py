@@ -28,11 +28,7 @@ DIM = 64
 
 
 class Blocks(nn.Module):
-    """Tensor-parallel linears, with additional all-reduces of activations over the same group.
-
-    Attributes:
-        sums: number of these all-reduces, which do not change results.
-    """
+    """Linears for tensor parallelism, and `sums` all-reduces that do not change results."""
 
     def __init__(self, sums: int = 0) -> None:
         super().__init__()
@@ -95,7 +91,7 @@ def test_ranks_with_other_costs_launch_in_the_order_of_the_first() -> None:
 
 
 def _sum(sums: list[int]) -> str:
-    """Run a step with a rank-dependent number of all-reduces; return the counts or the error."""
+    """Run a step with sums[rank] all-reduces; return the user collectives per graph, or the error."""
     mesh = mesh_2d()
     model = Blocks(sums[dist.get_rank()]).parallelize(mesh["tp"])
     backend = graphshard.backend(mesh["dp"], compiler="aot_eager")
