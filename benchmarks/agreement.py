@@ -34,8 +34,6 @@ IDLE_S = 3.0
 
 
 class SimulatedMembers(Members):
-    """One rank of a simulated group, without a process group."""
-
     def __init__(self, rank: int, num_ranks: int, port: int) -> None:
         self.name, self.rank = "simulated", rank
         self.global_ranks = list(range(num_ranks))
@@ -92,8 +90,6 @@ class Phase:
 
 
 class Simulation:
-    """A TCPStore, and the call logs of all ranks that use it."""
-
     def __init__(self, num_ranks: int) -> None:
         timeout = timedelta(seconds=300)
         self._server = dist.TCPStore(
@@ -173,7 +169,6 @@ def _differ(rank: int, call_log: CallLog) -> str:
 
 
 def measure(num_ranks: int) -> tuple[list[Phase], set[str]]:
-    """Return the cost of each phase, and the distinct errors of the last phase."""
     simulation, errors = Simulation(num_ranks), list[str]()
     try:
         phases = [

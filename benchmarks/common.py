@@ -32,7 +32,6 @@ GRAPHSHARD, GRAPHSHARD_FP8 = "graphshard", "graphshard, fp8"
 
 
 def new_parser(doc: str | None, *, with_device: bool = False) -> argparse.ArgumentParser:
-    """Return a parser that shows ``doc`` unwrapped, optionally with an option ``--device``."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=doc, formatter_class=formatter)
     if with_device:
@@ -43,7 +42,6 @@ def new_parser(doc: str | None, *, with_device: bool = False) -> argparse.Argume
 
 
 def add_counts(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """Add positive-integer options with these defaults; ``warm_up`` becomes ``--warm-up``."""
     for name, value in defaults.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=count, default=value, help="default: %(default)s")
@@ -56,7 +54,6 @@ def add_variants(parser: argparse.ArgumentParser, names: Collection[str]) -> Non
 
 
 def add_out(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add the option ``--out``, the Markdown file to write; default: no file."""
     path = None if default is None else Path(default)
     text = "Markdown file to write; default: %(default)s"
     parser.add_argument("--out", type=Path, default=path, help=text)
@@ -72,13 +69,12 @@ def count(text: str) -> int:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """Return the device ``name``, by default a GPU if there is one, otherwise the CPU."""
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @contextmanager
 def group_of_one(device: torch.device) -> Iterator[DeviceMesh]:
-    """Create a process group of this process only, over NCCL or gloo, and yield its mesh."""
+    """Yield the mesh of a process group of this process only; on a CPU, torch uses one thread."""
     if device.type == "cpu":
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -142,7 +138,6 @@ def interleave(runs: Mapping[str, Callable[[], T]], steps: int, warm_up: int) ->
 
 
 def heading(module: str, device: torch.device) -> str:
-    """Return a line with the command line, the torch version and the machine."""
     command = shlex.join(["python", "-m", module, *sys.argv[1:]])
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
@@ -152,10 +147,6 @@ def heading(module: str, device: torch.device) -> str:
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a Markdown table of ``rows``, whose keys are the column headings.
-
-    The first column is text; the others are numbers.
-    """
     align = ("left", *("right" for _ in list(rows[0])[1:]))
     return tabulate(rows, "keys", "github", disable_numparse=True, colalign=align)
 
@@ -166,7 +157,6 @@ def show(*paragraphs: str) -> None:
 
 
 def write_report(path: Path | None, paragraphs: Sequence[str]) -> None:
-    """Write paragraphs to a Markdown file, unless ``path`` is None; create its folder if needed."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n".join(paragraphs) + "\n")

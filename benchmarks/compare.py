@@ -104,7 +104,6 @@ class Sent:
 
 
 def _model(args: argparse.Namespace) -> GPT:
-    """Return the model on the CPU, with the same parameters on every call."""
     sizes = {"dim": args.dim, "layers": args.layers, "context": args.context}
     return GPT.seeded(torch.device("cpu"), **sizes, head_dim=HEAD_DIM, vocab=VOCAB)
 
@@ -114,8 +113,6 @@ def variants(args: argparse.Namespace, device_type: str) -> dict[str, Build]:
 
 
 class _Training:
-    """A copy of the model, trained by one variant."""
-
     def __init__(self, args: argparse.Namespace, name: str, build: Build, mesh: DeviceMesh) -> None:
         self._device = torch.device(mesh.device_type)
         model = _model(args).to(self._device)
@@ -135,7 +132,6 @@ class _Training:
 
 
 def measure(args: argparse.Namespace, device_type: str) -> dict[str, Result]:
-    """Return this rank's measurements of each variant, graphshard last."""
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     builds = variants(args, device_type)
     backend = sharding(mesh, hardware=args.hardware, mp_policy=mp_policy(args.mixed))
@@ -176,7 +172,6 @@ def _predict(plans: Sequence[Plan], cost_model: CostModel) -> tuple[float, float
 
 
 def _peak(training: _Training) -> int:
-    """Return the peak GPU memory of a step, minus memory allocated before."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     training.step()
@@ -184,7 +179,6 @@ def _peak(training: _Training) -> int:
 
 
 def measure_sent(args: argparse.Namespace, name: str) -> Sent:
-    """Return the memory and communication of a step of variant ``name`` on this rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     training = _Training(args, name, variants(args, "cpu")[name], mesh)
     training.step()
@@ -350,7 +344,6 @@ def _or_dash(value: float | None, digits: int = 1) -> str:
 def publish(
     args: argparse.Namespace, results: dict[str, Result], sent: dict[str, Sent], setting: str
 ) -> None:
-    """Print the report, and write it to ``args.out`` with a chart next to it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     head = common.heading("benchmarks.compare", device)
     parts = [head, *paragraphs(args, results, sent, setting)]

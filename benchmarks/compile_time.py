@@ -167,7 +167,6 @@ def _repeat(settings: Sequence[Setting], args: argparse.Namespace) -> tuple[Runs
 
 
 def _in_new_processes(setting: Setting, cache: str, timeout_s: float) -> First:
-    """Measure in one new process per rank, with Inductor's caches in folder ``cache``."""
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "GLOO_SOCKET_IFNAME": "lo"}
     env.pop("TRITON_CACHE_DIR", None)  # Inductor then uses its own subfolder
     command = [sys.executable, "-m", "benchmarks.compile_time"]
@@ -318,7 +317,6 @@ def _adding(spent: dict[str, float], part: str, function: Callable[..., Any]) ->
 
 
 def _spent(*names: str) -> float:
-    """Return the seconds that torch recorded for these parts of a compile."""
     return sum(sum(compilation_time_metrics.get(name, ())) for name in names)
 
 
@@ -326,7 +324,6 @@ def _spent(*names: str) -> float:
 
 
 def _table(cold: Runs, warm: Runs) -> str:
-    """Return a table with a row per variant; ratios are to unsharded ``torch.compile``."""
     base = _median(cold[PLAIN], "seconds") if PLAIN in cold else None
     rows = []
     for variant, runs in cold.items():

@@ -206,7 +206,6 @@ def time_row(published: Published, found: Forecast) -> list[Any]:
 
 
 def interval(ratios: Sequence[float]) -> str:
-    """Describe the prediction interval fitted to ``ratios``, and its leave-one-out accuracy."""
     errors = error_interval(ratios)
     others = [error_interval([*ratios[:i], *ratios[i + 1 :]]) for i in range(len(ratios))]
     covered = sum(error.covers(ratio) for error, ratio in zip(others, ratios))
@@ -220,16 +219,11 @@ def interval(ratios: Sequence[float]) -> str:
 
 
 def deepspeed_bytes(num_params: int, largest_layer: int, num_gpus: int) -> float:
-    """Return the size of a GPU's parameters, gradients and optimizer state under ZeRO-3, in bytes.
-
-    Args:
-        largest_layer: number of parameters of the largest module.
-    """
+    """Return DeepSpeed's estimate of a GPU's memory; ``largest_layer`` is in parameters."""
     return 4 * largest_layer + 18 * num_params / num_gpus
 
 
 def megatron_bytes(num_params: int, num_gpus: int, published: Published) -> float:
-    """Return Megatron-LM's estimate of a GPU's memory, including activations, in bytes."""
     sizes, tokens = published.sizes, published.batch * published.length
     states = num_params * (6 + 12 / num_gpus)
     layers = tokens * sizes.dim * 34 * sizes.layers
@@ -239,11 +233,6 @@ def megatron_bytes(num_params: int, num_gpus: int, published: Published) -> floa
 
 
 def memory_table(found: Iterable[tuple[Published, Forecast]]) -> str:
-    """Return a table in GiB with one row per setting.
-
-    Of runs with equal settings, the last one is shown. Uncompiled runs with measured memory, and
-    those with tensor parallelism, are left out.
-    """
     lines = {}
     for published, result in found:
         if published.tp > 1:

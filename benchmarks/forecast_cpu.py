@@ -67,7 +67,6 @@ class Case(NamedTuple):
 
     @property
     def wire(self) -> Wire | None:
-        """The modelled wire, or None for real links or one rank."""
         return None if self.link in (ALONE, LOOPBACK) else parse_wire(self.link)
 
     @property
@@ -77,13 +76,11 @@ class Case(NamedTuple):
 
     @property
     def recipes(self) -> list[Recipe]:
-        """Recipes to train with; in bfloat16 only ZeRO-3."""
         names = STRATEGIES[self.ranks][: None if self.dtype == "float32" else 1]
         return [Recipe(name, self.dtype) for name in names]
 
 
 def cases(models: Iterable[str], num_ranks: Iterable[int], dtypes: Iterable[str]) -> list[Case]:
-    """Return all cases; bfloat16 is not combined with wires."""
     return [
         Case(model, world, link, dtype)
         for model in models
@@ -109,7 +106,6 @@ class Store:
 
     @classmethod
     def load(cls, path: Path) -> Store:
-        """Read a store from a file; return an empty store if there is no file."""
         if not path.exists():
             return cls(path)
         raw = json.loads(path.read_text())
@@ -130,7 +126,6 @@ class Store:
 
 
 def calibrate(busy: int) -> Hardware:
-    """Return this machine's rates, calibrated in ``busy`` processes at once."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "machine.json")
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(busy)]
@@ -183,7 +178,7 @@ def _in_new_process(job: Job) -> list[Measured]:
 
 @functools.cache
 def _traced(model: str, num_ranks: int, recipe: Recipe, hardware_json: str) -> TracedStep:
-    """Return a traced step with times of the calibrated machine; links do not change it."""
+    """Trace a step with times of the calibrated machine; the trace does not depend on links."""
     hardware = Hardware.from_json(hardware_json)
     machine = cluster(hardware, num_ranks, memory_gb=MEMORY_GB)
     made = MODELS[model]()
@@ -208,7 +203,6 @@ def predicted(case: Case, recipe: Recipe, calibrated: Hardware) -> dict[str, Any
 
 
 def measured_rows(case: Case, calibrated: Hardware, steps: int) -> Iterator[Row]:
-    """Measure a case and yield its rows, without predictions."""
     for recipe, found in zip(case.recipes, measured(case, calibrated, steps), strict=True):
         yield Row(
             *case,

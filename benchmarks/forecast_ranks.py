@@ -86,7 +86,6 @@ class Step(NamedTuple):
 
 
 def measure(job: Job) -> list[Measured]:
-    """Return the measurements of this rank for each recipe."""
     torch.set_num_threads(1)
     trainings = [_Training(job, recipe, file) for recipe, file in job.recipes]
     runs = {str(i): training.step for i, training in enumerate(trainings)}
@@ -143,7 +142,7 @@ class _Training:
         return Step(end - start, end - middle, time.process_time() - processor)
 
     def peak_bytes(self) -> int:
-        """Return the peak memory allocated in a step, in bytes."""
+        """Run a step and return its peak of allocated bytes."""
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profile:
@@ -203,7 +202,6 @@ def gpt() -> Made:
 
 
 def llama() -> Made:
-    """Return a Llama with grouped queries."""
     ids = _ids(LENGTH)
     sizes = LlamaSizes(384, 6, 6, 2, 1024, recompute=False, vocab=VOCAB)
     return Made(Llama(sizes), (ids, ids))
@@ -246,7 +244,6 @@ def _images(rows: int, size: int) -> dict[str, Any]:
 
 
 def t5() -> Made:
-    """Return an encoder-decoder model with relative positions."""
     import transformers
 
     config = transformers.T5Config(
@@ -264,7 +261,6 @@ def t5() -> Made:
 
 
 def moe() -> Made:
-    """Return a mixture of experts: four experts per layer, two per token."""
     import transformers
 
     config = transformers.MixtralConfig(

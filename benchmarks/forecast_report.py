@@ -126,7 +126,11 @@ def _models(rows: Iterable[Row]) -> list[str]:
 
 
 def orders(rows: Sequence[Row]) -> tuple[int, int]:
-    """Return the number of pairs predicted in the right order, and of pairs that differ."""
+    """Return the number of pairs of runs predicted in the right order, and the number of pairs.
+
+    A pair has equal model, ranks, link and dtype, and measured times whose ratio exceeds
+    ``DIFFERENT``.
+    """
     right = pairs = 0
     for one, other in itertools.combinations(rows, 2):
         if (one.model, *one.group) != (other.model, *other.group):
@@ -140,7 +144,6 @@ def orders(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> str:
-    """Describe the interval fitted to the errors, and how well it covers unseen models."""
     errors = error_interval(map(ratio_of, rows))
     covered = sum(errors.covers(ratio_of(row)) for row in rows)
     text = (

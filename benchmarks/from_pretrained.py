@@ -54,7 +54,7 @@ class Cost(NamedTuple):
 
 
 def make(folder: Path, layers: int, scale: int = 1) -> None:
-    """Save a Llama with random weights; ``scale`` divides its sizes."""
+    """Save a Llama with random weights; ``scale`` divides its widths and its vocabulary."""
     import transformers
 
     config = transformers.LlamaConfig(

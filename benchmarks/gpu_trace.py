@@ -37,8 +37,6 @@ class Kernel(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """Kernels on the compute stream, and kernels on the streams with collectives."""
-
     compute: list[Kernel]
     links: list[Kernel]
 
@@ -66,11 +64,7 @@ def parse(packed: bytes) -> list[Kernel]:
 
 
 def split(kernels: Sequence[Kernel], steps: int) -> dict[str, float]:
-    """Return the milliseconds per step of each part in ``PARTS``.
-
-    Args:
-        kernels: kernels of ``steps`` consecutive steps.
-    """
+    """Return the milliseconds per step of each of ``PARTS``, from kernels of ``steps`` steps."""
     own, on_links = map(_busy_us, streams(kernels))
     busy = _busy_us(kernels)
     span = max(k.end_us for k in kernels) - min(k.start_us for k in kernels)

@@ -54,12 +54,9 @@ class Wire(NamedTuple):
 
 
 def with_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
-    """Return ``base`` with a modelled wire between all ranks.
+    """Return ``base`` with a modelled wire between all ``world`` ranks.
 
     A collective takes the latency of the wire plus the time of all bytes of its full buffer.
-
-    Args:
-        world: number of ranks.
     """
     share = (world - 1) / world  # fraction of a buffer that a ring moves, an all-reduce twice
     bus = {
@@ -73,7 +70,6 @@ def with_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
 
 
 def write_with_wire(base: Hardware, wire: Wire, world: int, folder: str) -> str:
-    """Write the result of :func:`with_wire` to a file in ``folder``, and return its path."""
     path = Path(folder, "wire.json")
     path.write_text(with_wire(base, wire, world).to_json())
     return str(path)
@@ -169,7 +165,6 @@ class _GpuLink:
         self._stream = torch.cuda.Stream()
 
     def launch(self, outputs: Tensors, inputs: Tensors, num_bytes: int) -> dist.Work:
-        """Launch a collective after the work on the current stream; keep tensors until ``wait``."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._run_kernel(outputs, inputs, self._wire.seconds(num_bytes))
@@ -186,7 +181,6 @@ class _CpuLink:
         self._wire, self._free_at = wire, 0.0
 
     def launch(self, outputs: Tensors, inputs: Tensors, num_bytes: int) -> dist.Work:
-        """Copy now, and occupy the link from now on, or once it is free."""
         for output, sent in zip(outputs, inputs):
             _fill(output.view(-1), sent.reshape(-1))
         start = max(self._free_at, time.perf_counter())
@@ -203,7 +197,6 @@ class _Work(dist.Work):
         self._wait, self._kept = wait, kept
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream (on a GPU) or the host (on a CPU) wait."""
         self._wait()
         self._kept = []
         return True
@@ -269,7 +262,6 @@ class ModelledLinks(dist.ProcessGroup):
 
 
 def _fill(output: Tensor, sent: Tensor) -> None:
-    """Fill ``output`` with copies of a gather's shard, or with the mean of a reduction's shards."""
     if output.data_ptr() == sent.data_ptr() and output.numel() == sent.numel():
         return
     if output.numel() >= sent.numel():
@@ -282,7 +274,8 @@ def _fill(output: Tensor, sent: Tensor) -> None:
 def modelled_group(wire: Wire, num_ranks: int, device: torch.device) -> Iterator[DeviceMesh]:
     """Create a process group of ``num_ranks`` over a modelled link, and yield its mesh.
 
-    It is registered as "fake", so graphshard does not wait for other ranks.
+    The group is registered as "fake", so graphshard does not wait for other ranks. On a CPU, torch
+    uses one thread.
     """
     if device.type == "cpu":
         torch.set_num_threads(1)

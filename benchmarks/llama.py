@@ -72,8 +72,6 @@ ROTARY_BASE = 500000.0
 
 
 class LlamaBlock(nn.Module):
-    """One layer; 9 parameters."""
-
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
         self.head_dim = sizes.dim // sizes.heads
@@ -200,12 +198,10 @@ class TrainableLlama(Llama):
             buffer.copy_(angles)
 
     def angles(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine from the buffers."""
         return self.cos, self.sin
 
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy, computed in float32."""
         return Llama.loss(logits.float(), targets)
 
 
@@ -228,12 +224,7 @@ def as_torchtitan(model: TrainableLlama, mesh: DeviceMesh, **options: Any) -> Tr
 
 
 def trace(sizes: LlamaSizes, world: int = WORLD, tokens: int = TOKENS) -> list[Plan]:
-    """Return the plans of forward and backward, in bfloat16.
-
-    Args:
-        world: number of ranks.
-        tokens: length of the one sequence on each rank.
-    """
+    """Return the plans of forward and backward in bfloat16; each rank has ``tokens`` tokens."""
     policy = graphshard.SchedulePolicy(hardware=DEVICE, overlap=False)  # keeps nothing unsharded
     fake = new_fake_mode()  # accepts the RNG state, which is a real tensor
     with fake_ranks(world):

@@ -51,7 +51,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def kind_name(compiler: str, strategy: str) -> str:
-    """Return the key in ``KINDS`` of graphshard with this compiler and strategy."""
     return f"{compiler}, {strategy}"
 
 
@@ -125,7 +124,6 @@ def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> M
     Args:
         kind: key of ``KINDS``.
         num_bytes: size of all parameters.
-        linears: number of linear layers.
         give_back: whether to apply [Note: freed memory returned to the kernel].
     """
     if give_back:
@@ -149,7 +147,7 @@ def step_memory(kind: str, num_bytes: float, linears: int, give_back: bool) -> M
 
 
 def strategies_memory(compiler: str, num_bytes: float, linears: int) -> list[int]:
-    """Return the peak memory of a step for each strategy, including the model, measured in turn."""
+    """Return the peak bytes of a step, including the model, for each of ``STRATEGIES``."""
     peaks = []
     for strategy in STRATEGIES:
         give_memory_back()

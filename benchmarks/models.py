@@ -44,7 +44,6 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
     def batch(self, rows: int, device: torch.device) -> Tensor:
-        """Return random tokens, ``[rows, context + 1]``."""
         return torch.randint(self.vocab, (rows, self.context + 1), device=device)
 
 

@@ -70,10 +70,7 @@ class Launched:
 
 
 def launches_of(trace: Trace) -> list[Launched]:
-    """Return all launches in a profile, in the order of the host's calls.
-
-    Args:
-        trace: profile as torch.profiler exports it.
+    """Return all launches in a profile of torch.profiler, in the order of the host's calls.
 
     Raises:
         RuntimeError: the profile of a GPU lacks the work of a launch.
@@ -94,7 +91,6 @@ def launches_of(trace: Trace) -> list[Launched]:
 
 
 def _complete(trace: Trace, categories: Sequence[str]) -> list[TraceEvent]:
-    """Return the events of the given categories that have a duration."""
     events = (event for event in trace["traceEvents"] if event.get("ph") == "X")
     return [event for event in events if event.get("cat") in categories]
 

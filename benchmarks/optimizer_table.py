@@ -63,13 +63,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique name of the optimizer's row in the table."""
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         rows = ", even rows" if self.even else ""
         return f"{self.path.replace('.optimization', '')}({options}){rows}"
 
     def build(self, model: nn.Module) -> Any:
-        """Create the optimizer over all parameters of ``model`` that it supports."""
         module, _, kind = self.path.rpartition(".")
         params = [p for p in model.parameters() if p.ndim == 2 or not self.matrices]
         optimizer = getattr(importlib.import_module(module), kind)(params, **self.options)
@@ -202,11 +200,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _resume(case: Case, model: nn.Module, optimizer: Any) -> str:
-    """Save, load into another sharded model, step both, and return whether they are equal.
-
-    Returns:
-        ``SAME``, "differs", or the first line of an error.
-    """
+    """Save, load into another sharded model, step both; return ``SAME``, "differs" or an error."""
     try:
         full, state = graphshard.full_state_dict(model, optimizer)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

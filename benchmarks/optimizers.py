@@ -51,7 +51,6 @@ On n ranks, multiply by (n - 1) / n.
 
 
 def _stepped(dim: int, layers: int) -> tuple[nn.Module, dict[str, Callable[[], object]]]:
-    """Return a sharded model with gradients, and the step function of each Muon."""
     device = torch.device("cpu")
     model = GPT.seeded(
         device, dim=dim, layers=layers, head_dim=HEAD_DIM, vocab=VOCAB, context=CONTEXT

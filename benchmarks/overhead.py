@@ -69,7 +69,6 @@ def _median_host_s(timings: Sequence[Timing]) -> float:
 
 
 def _table(timings: Mapping[str, Sequence[Timing]], device: torch.device) -> str:
-    """Return a table with a row per variant; ratios are to plain torch.compile."""
     base = _median_host_s(timings[PLAIN])
     rows = []
     for name, steps in timings.items():

@@ -67,7 +67,6 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the entry's folder in race.tar.gz."""
         links = f" {self.wire.alpha_s * 1e3:g} {self.wire.bytes_per_s / 1e9:g}" if self.wire else ""
         return re.sub("[^A-Za-z0-9.]+", "-", self.variant + links)
 
@@ -124,7 +123,6 @@ def _arguments() -> argparse.Namespace:
 
 
 def _entries(variants: Sequence[str], links: Sequence[Wire]) -> list[Entry]:
-    """Return the entries to measure, grouped by link; torchao only if it is installed."""
     left_out = (PLAIN, *(() if importlib.util.find_spec("torchao") else (TORCHAO,)))
     sharded = [variant for variant in variants if variant not in left_out]
     unsharded = [Entry(PLAIN, None)] if PLAIN in variants else []
@@ -242,7 +240,6 @@ def _turns(entry: Entry, args: argparse.Namespace, parent: str) -> Iterator[Any]
 def _build(
     entry: Entry, model: TrainableLlama, mesh: DeviceMesh, planned_wire: Wire | None, folder: Path
 ) -> tuple[Trained, Backend | None]:
-    """Return the module to call in place of the model, and graphshard's backend, if it is used."""
     if planned_wire is None or entry.variant == PLAIN:
         return torch.compile(model.bfloat16()), None
     if entry.variant in (GRAPHSHARD, GRAPHSHARD_FP8):
@@ -260,7 +257,6 @@ def _build(
 
 
 def _hardware(wire: Wire, mesh: DeviceMesh, folder: Path) -> str:
-    """Write a file that describes this device and these links to the planner; return its path."""
     base = HARDWARE["cpu"]
     if mesh.device_type == "cuda":
         base = find_hardware_or_default(torch.cuda.get_device_name())
@@ -309,7 +305,6 @@ def _round(step: Callable[[], Tensor], steps: int, device: torch.device) -> tupl
 
 
 def _table(results: Mapping[Entry, Result]) -> str:
-    """Return a table with a row per process; ratios are to FSDP2 or torchao on the same link."""
     rows = []
     for entry, result in results.items():
         base = results.get(Entry(RIVALS.get(entry.variant, FSDP2_BLOCKS), entry.wire))

@@ -195,7 +195,6 @@ def _launch_steps(plan: Plan) -> list[int]:
 
 
 def _measured(stretches: Sequence[Stretch], end_us: float) -> Times:
-    """Return the times from the first copy-in to ``end_us``."""
     kernels = [k for stretch in stretches for k in (*stretch.copies, *stretch.others)]
     kernels = [kernel for kernel in kernels if kernel.start_us < end_us]
     waits_us = _waits_us(kernels, end_us)

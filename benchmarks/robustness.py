@@ -62,7 +62,6 @@ Schedules = Sequence[Sequence[Bucket]]
 def step_us(
     problems: Sequence[Problem], schedules: Schedules, hardware: Hardware, scenario: Scenario
 ) -> float:
-    """Return the time of forward and backward in a scenario, in microseconds."""
     cost_model = CostModel(slowed(hardware, scenario))
     return sum(
         clock(_computing(problem, scenario), buckets, cost_model).total_us
@@ -73,7 +72,6 @@ def step_us(
 def plan_for(
     problems: Sequence[Problem], hardware: Hardware, scenario: Scenario = AS_PLANNED
 ) -> Schedules:
-    """Return schedules that are planned for the times of a scenario."""
     cost_model = CostModel(slowed(hardware, scenario))
     return [
         find_schedule(_computing(problem, scenario), cost_model, ScheduleLimits())
@@ -124,11 +122,7 @@ def ratios(
     *,
     exact: bool,
 ) -> Ratios:
-    """Compare schedules in all ``SCENARIOS``.
-
-    Args:
-        exact: whether to also plan for each scenario, and compare with that.
-    """
+    """Compare schedules in all ``SCENARIOS``; if ``exact``, also with ones planned for each."""
     theirs = [
         [rule(plan, problem) for plan, problem in zip(plans, problems, strict=True)]
         for rule in (fsdp2_rule, uncopied)

@@ -68,7 +68,6 @@ def at_world(plan: Plan, world: int) -> Problem:
 
 
 def _with_more_bytes(problem: Problem, num_bytes: int) -> Problem:
-    """Return ``problem`` with ``num_bytes`` more live bytes throughout."""
     other = [alive + num_bytes for alive in fixed_by_point(problem)]
     return with_fixed_bytes(problem, other)
 
@@ -234,12 +233,7 @@ class Outcome:
 def judge(
     plans: Sequence[Plan], problems: Sequence[Problem], rule: Rule, cost_model: TransferCostModel
 ) -> Outcome:
-    """Predict a step whose graphs are scheduled by ``rule``.
-
-    Args:
-        plans: plans of the traced graphs.
-        problems: problem to schedule for each plan.
-    """
+    """Predict a step of these problems, one for each plan, scheduled by ``rule``."""
     begin = time.perf_counter()
     schedules = [rule(plan, problem) for plan, problem in zip(plans, problems)]
     planning_s = time.perf_counter() - begin
@@ -276,7 +270,7 @@ def judged(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
 
 
 def budgeted(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
-    """Return predictions for graphshard with two budgets: FSDP2's peak, and the minimum."""
+    """Return graphshard's predictions with two budgets: FSDP2's peak if possible, the minimum."""
     problems = [at_world(plan, gpus) for plan in plans]
     least = max(map(smallest_peak, problems))
     theirs = judge(plans, problems, fsdp2_rule, COST_MODEL).peak_bytes

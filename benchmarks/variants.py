@@ -74,7 +74,6 @@ def convert_to_float8(model: Model) -> None:
 
 
 def add_hooks(name: str, model: Trained, optimizer: torch.optim.Optimizer) -> None:
-    """Add the hooks that variant ``name`` needs after each optimizer step."""
     if name == TORCHAO:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -90,13 +89,7 @@ def ddp(model: Model, mesh: DeviceMesh) -> Trained:
 def sharding(
     mesh: DeviceMesh, *, hardware: str = "auto", fp8: str | None = None, **options: Any
 ) -> Backend:
-    """Return the backend that :func:`one_line` uses.
-
-    Args:
-        hardware: ``hardware`` of ``SchedulePolicy``.
-        fp8: name of an fp8 recipe, if any.
-        options: further arguments of ``graphshard.backend``.
-    """
+    """Return the backend of :func:`one_line`; ``fp8`` is the name of a recipe."""
     # Imported here, because it would add to the memory of a process that measures FSDP2.
     import graphshard
 
@@ -153,7 +146,6 @@ def sharded(device_type: str, *, mixed: bool, hardware: str = "auto") -> dict[st
 
 
 def _forms(device_type: str, mixed: bool) -> dict[str, Callable[..., Trained]]:
-    """Return the variants of FSDP2; if ``mixed``, on GPUs also torchao's, if it is installed."""
     if device_type != "cuda":
         return {
             FSDP2: fsdp2,

@@ -114,7 +114,7 @@ def two_levels(
 
 
 def in_turns(problem: Problem) -> Problem:
-    """Return the problem of two microbatches that change turns at each wait of the model's own."""
+    """Return the problem of two microbatches; each wait for a user collective ends a turn of one."""
     waits = {user.wait for user in problem.user_collectives}
     bounds = itertools.pairwise(sorted({0, *waits, problem.num_steps}))
     order = [
@@ -230,7 +230,6 @@ REDUCTIONS: Mapping[str, Price] = {
 
 
 def reductions_row(step: PlannedStep, machine: Cluster) -> dict[str, str]:
-    """Return the step's time with a ring, and what other reductions save."""
     problems = [graph.problem for graph in step.graphs]
     schedules = [graph.buckets for graph in step.graphs]
     args = problems, schedules, CostModel(machine.hardware), step.time.optimizer_us
@@ -242,7 +241,6 @@ def reductions_row(step: PlannedStep, machine: Cluster) -> dict[str, str]:
 
 
 def scales_row(step: PlannedStep, machine: Cluster) -> dict[str, str]:
-    """Return the step's time, and what scales save that are known before forward."""
     problems = [graph.problem for graph in step.graphs]
     before, early = (
         planned(each, machine, step.time.optimizer_us)
@@ -252,7 +250,6 @@ def scales_row(step: PlannedStep, machine: Cluster) -> dict[str, str]:
 
 
 def experts_row(model: str, num_gpus: int, ep: int) -> dict[str, str]:
-    """Return the time of a step with expert parallelism, and what turns save."""
     machine, recipe = cluster(DEVICE, num_gpus), Recipe(ep=ep, recompute=True)
     whole, half = (
         plan_step(
@@ -280,7 +277,6 @@ def without_user_collectives(problem: Problem) -> Problem:
 
 
 def planned(problems: Sequence[Problem], machine: Cluster, outside_us: float) -> Outcome:
-    """Plan and simulate a step."""
     cost_model = CostModel(machine.hardware)
     schedules = [find_schedule(problem, cost_model, ScheduleLimits()) for problem in problems]
     return simulated(problems, schedules, cost_model, outside_us)
