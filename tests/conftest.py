@@ -26,7 +26,6 @@ settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long tests first, and skip those marked `gpu` if there is no CUDA device."""
     # At the end, a long test would run alone, while the other worker has nothing to do.
     items.sort(key=lambda item: item.path.name not in ("test_demo.py", "test_documentation.py"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
@@ -40,7 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Speed up compilation and exempt all imported objects from garbage collection."""
     from tests.quick import compile_quicker  # importable only once ROOT is in sys.path
 
     compile_quicker()
@@ -48,7 +46,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Shut down the idle rank processes, if any were started."""
     if ranks := sys.modules.get("tests.ranks"):
         ranks.close_pools()
 

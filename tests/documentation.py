@@ -77,7 +77,6 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the fenced blocks of a page, in order."""
     fence = re.compile(
         r"(?:^<!-- (?P<mark>file|not run): (?P<text>.+) -->\n)?"
         r"^```(?P<language>.*)\n(?P<code>(?:.*\n)*?)^```$",
@@ -98,19 +97,15 @@ def blocks(page: str) -> list[Block]:
 
 
 def file_of(name: str) -> str:
-    """Return the code of the block marked as the file `name`."""
     (code,) = (b.code for page in PAGES for b in blocks(page) if (b.mark, b.text) == ("file", name))
     return code
 
 
 def commands(block: Block) -> list[list[str]]:
-    """Return the words of each line of a shell block."""
     return [shlex.split(line, comments=True) for line in block.code.splitlines()]
 
 
 class Model(nn.Module):
-    """The `Model` used on the pages; its forward returns the loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
@@ -123,7 +118,6 @@ class Model(nn.Module):
 
 
 def common_names() -> dict[str, Any]:
-    """Return the names that blocks may use without defining them."""
     loader = [torch.randn(16, 32) for _ in range(3)]
     return {
         "Model": Model,
@@ -146,7 +140,6 @@ def renew_model(names: dict[str, Any]) -> None:
 
 
 def train_model(names: dict[str, Any]) -> None:
-    """Train the `model` in `names` for one step, in which all parameters must get gradients."""
     model = names["model"]
     loss = model(next(names["batches"]))
     loss.backward()
@@ -164,7 +157,6 @@ def run_page(
 
     Args:
         folder: working directory, to which blocks marked as files are written.
-        names: namespace of the blocks.
         before: called with `names` before each Python block.
         after: called with `names` after each Python block.
     """

@@ -51,12 +51,10 @@ class Fallible(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss for `x` `[4, 64]`."""
         for layer in self.layers:
             x = may_fail(torch.tanh(layer(x)), "forward")
         return x.square().mean()
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return inputs `[4, 64]`."""
         return torch.randn(ROWS, DIM, generator=rng)

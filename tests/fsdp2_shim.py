@@ -80,7 +80,6 @@ def fully_shard(
 def _overrides(
     part: nn.Module, placement_fn: Callable[..., Any], mesh: DeviceMesh | None
 ) -> dict[str, dict[str, Any]]:
-    """Return the overrides that shard parameters as FSDP2's ``shard_placement_fn`` says."""
     overrides: dict[str, dict[str, Any]] = {}
     for name, param in part.named_parameters():
         if sharded_param_of(param) is None and (result := placement_fn(param)) is not None:

@@ -40,7 +40,7 @@ TO_CPU += [("torch.get_device_module(device_type).current_device()", "None")]
 
 
 class AnyCounts(defaultdict[object, shim.Anything]):
-    """Counts of collectives that equal any expectation; if asked, there is one kind of them."""
+    """Counts of collectives, which equal any expectation; `len` is 1."""
 
     def __init__(self) -> None:
         super().__init__(shim.Anything)
@@ -56,7 +56,6 @@ class CommDebugMode(contextlib.nullcontext[Any]):
         super().__init__(self)
 
     def get_comm_counts(self) -> Mapping[object, shim.Anything]:
-        """Return counts that compare equal to any expectation."""
         return AnyCounts()
 
 
@@ -90,7 +89,6 @@ Replacements = list[tuple[Any, dict[str, Any]]]
 
 
 def _for_graphshard() -> Replacements:
-    """Return the replacements for FSDP2's functions and classes."""
     import torch.distributed.tensor.debug as debug
     import torch.testing._internal.common_fsdp as common_fsdp
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -116,8 +114,6 @@ def _for_ranks() -> Replacements:
     from torch.testing._internal.distributed._tensor import common_dtensor
 
     class RankTest(common_utils.TestCase):
-        """A test case that runs on this rank, in the existing process group."""
-
         rank = property(lambda self: dist.get_rank())
         world_size = property(lambda self: dist.get_world_size())
         process_group = property(lambda self: dist.group.WORLD)
@@ -183,7 +179,6 @@ def _load(path: Path, reference: bool) -> types.ModuleType:
 
 
 def list_tests(path: Path, reference: bool) -> list[tuple[str, str]]:
-    """Return (class, test) for all tests of a file, in the file's order."""
     classes = [value for value in vars(_load(path, reference)).values() if isinstance(value, type)]
     own = [kind for kind in classes if kind.__module__ == path.stem]
     return [(kind.__name__, name) for kind in own for name in vars(kind) if name[:5] == "test_"]
@@ -222,7 +217,6 @@ def _cause(error: ranks.RankError) -> str:
 
 
 def main() -> None:
-    """Run the selected tests and print one row for each."""
     parser = argparse.ArgumentParser(prog="python -m tests.fsdp2_suite")
     parser.add_argument("--torch", type=Path, required=True, help="a checkout of PyTorch")
     parser.add_argument("--ranks", type=int, default=2)

@@ -24,8 +24,6 @@ class Trainable(Protocol):
 
 
 class MLP(nn.Module):
-    """Three linear layers, the second without a bias."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(7, 13)
@@ -33,19 +31,15 @@ class MLP(nn.Module):
         self.down = nn.Linear(11, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss for `x` `[5, 7]`."""
         x = torch.tanh(self.mid(F.gelu(self.up(x))))
         return self.down(x).square().mean()
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return inputs `[5, 7]`."""
         return torch.randn(5, 7, generator=rng)
 
 
 class Block(nn.Module):
-    """One pre-norm layer of the GPT."""
-
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -57,12 +51,10 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * dim + 1, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output `[batch, length, dim]`, the shape of `x`."""
         x = x + self.attend(self.norm1(x))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Return the causal self-attention of `x` `[batch, length, dim]`."""
         batch, length, dim = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -88,7 +80,6 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the mean next-token cross entropy of `ids` `[rows, length]`."""
         inputs, targets = ids[:, :-1], ids[:, 1:]
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         for block in self.blocks:
@@ -97,7 +88,6 @@ class GPT(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator, rows: int = 3, length: int = 8) -> Tensor:
-        """Return token ids `[rows, length]`."""
         return torch.randint(GPT.VOCAB, (rows, length), generator=rng)
 
 
@@ -121,7 +111,6 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(7, 9)
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the cross entropy of a batch (images, labels)."""
         x, labels = batch
         x = F.relu(self.norm1(self.conv1(x)))
         x = F.relu(self.norm2(self.conv2(x))).mean((2, 3))
@@ -129,6 +118,5 @@ class ConvNet(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return images `[6, 3, 10, 10]` and labels `[6]`."""
         x = torch.randn(6, 3, 10, 10, generator=rng)
         return x, torch.randint(9, (6,), generator=rng)

@@ -63,8 +63,6 @@ class Failure:
 
 @dataclass(frozen=True)
 class Spec:
-    """Start-up arguments of a rank process."""
-
     rank: int
     world_size: int
     backend: str
@@ -78,7 +76,6 @@ class Spec:
 
     @property
     def output(self) -> Path:
-        """File with the rank's stdout and stderr."""
         return self.folder / f"output.{self.rank}"
 
     @property
@@ -106,7 +103,6 @@ def pack_task(fn: Callable[..., Any], args: Any, kwargs: Any, env: Mapping[str, 
 
 
 def _call(task: Path) -> Any:
-    """Run the call that the parent has written to the file `task`."""
     path, env, data = pickle.loads(task.read_bytes())
     sys.path[:] = path
     os.environ.update(env)
@@ -141,7 +137,6 @@ def main(pipe: Connection, spec: Spec) -> None:
 
 
 def _coverage() -> Any:
-    """Return the active coverage measurement of this process, or None."""
     module: Any = sys.modules.get("coverage")
     return module and module.Coverage.current()
 
@@ -260,7 +255,6 @@ class _Defaults:
         self.restore()
 
     def restore(self) -> None:
-        """Restore all settings, discard compiled graphs, and seed random generators with 0."""
         set_environ(self._environ)
         for get, put, value in self._settings:
             if get() != value:
@@ -288,7 +282,6 @@ class _Defaults:
         gc.freeze()
 
     def _restore_configs(self) -> None:
-        """Restore the changed settings of torch's compilers."""
         for module, values in self._configs:
             now = module.get_config_copy()
             for name, value in values.items():

@@ -166,7 +166,6 @@ def run_fresh(
 
 
 def close_pools() -> None:
-    """End all idle ranks."""
     while _pools:
         _pools.popitem()[1].close()
 
@@ -199,7 +198,6 @@ class _Pool:
             raise
 
     def _start(self, spec: Spec, context: Any) -> None:
-        """Start the process of one rank, and keep the parent's ends of its pipe and output."""
         spec.stacks.touch()
         spec.output.touch()
         self._outputs.append(spec.output.open(errors="replace"))
@@ -224,11 +222,6 @@ class _Pool:
             raise
 
     def _collect(self, timeout_s: float) -> list[bytes]:
-        """Return the reply of each rank, in rank order.
-
-        Raises:
-            RankError: if a rank fails or does not reply in time.
-        """
         __tracebackhide__ = True
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         values: dict[int, bytes] = {}
@@ -253,7 +246,6 @@ class _Pool:
         return [values[rank] for rank in range(len(self._specs))]
 
     def _receive(self, rank: int) -> bytes | Failure:
-        """Return the reply of a rank that is ready, or a failure if it has died."""
         try:
             reply = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, OSError):
@@ -278,17 +270,14 @@ class _Pool:
         return [Failure(r, text + self._read_stacks(r), time.monotonic()) for r in ranks]
 
     def _read_stacks(self, rank: int) -> str:
-        """Return the stacks that a rank has written, or ""."""
         return self._specs[rank].stacks.read_text(errors="replace")
 
     def _forward_output(self) -> None:
-        """Print the ranks' output since the last call, each line with its rank."""
         for rank, output in enumerate(self._outputs):
             for line in output.read().splitlines():
                 print(f"[rank {rank}] {line}")
 
     def close(self) -> None:
-        """End the idle ranks by closing their pipes."""
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + EXIT_S
@@ -297,7 +286,6 @@ class _Pool:
         self._kill()
 
     def _kill(self) -> None:
-        """Kill the ranks and release the pool's resources."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -316,11 +304,7 @@ atexit.register(close_pools)
 
 
 def _start_context(fork: bool) -> Any:
-    """Return the start method of ranks: fork from a server that has imported torch, or spawn.
-
-    Args:
-        fork: whether to fork if possible.
-    """
+    """Return a fork server that has imported torch if `fork` and there is no GPU, else spawn."""
     # CUDA does not work in a process forked from one that has queried it.
     if not fork or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
@@ -331,7 +315,6 @@ def _start_context(fork: bool) -> Any:
 
 @contextlib.contextmanager
 def _environ(values: Mapping[str, str]) -> Iterator[None]:
-    """Replace the environment with `values` during a `with` block."""
     before = dict(os.environ)
     set_environ(values)
     try:
@@ -341,7 +324,6 @@ def _environ(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _describe_exit(code: int | None) -> str:
-    """Describe a process's exit code; if negative, name the signal."""
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"

@@ -41,8 +41,6 @@ class Event:
 
 
 class _Wire:
-    """Modelled network link of this rank."""
-
     def __init__(self, alpha_s: float, bytes_per_s: float) -> None:
         self.alpha_s = alpha_s
         self.bytes_per_s = bytes_per_s
@@ -50,7 +48,6 @@ class _Wire:
 
     @property
     def instant(self) -> bool:
-        """Whether collectives take no time."""
         return self.alpha_s == 0.0 and math.isinf(self.bytes_per_s)
 
     def send(self, num_bytes: int) -> float:
@@ -65,19 +62,16 @@ _wire = _Wire(0.0, math.inf)
 
 
 def clear() -> None:
-    """Discard all events and restart the index of collectives at 0."""
     global _num_collectives
     _events.clear()
     _num_collectives = 0
 
 
 def events(*kinds: str) -> list[Event]:
-    """Return this rank's events since clear(), in order; only those of `kinds` if any are given."""
     return [event for event in _events if not kinds or event.kind in kinds]
 
 
 def collectives() -> list[Event]:
-    """Return the events that are not waits."""
     return [event for event in _events if event.kind != WAIT]
 
 
@@ -101,7 +95,6 @@ def max_bytes_in_flight(*kinds: str) -> int:
 
 
 def _peak(kinds: Sequence[str], size: Callable[[Event], int]) -> int:
-    """Return the largest sum of `size` over collectives in flight."""
     in_flight: dict[int, int] = {}
     peak = 0
     for event in _events:
@@ -123,7 +116,6 @@ class _RecordedWork(dist.Work):
         self._done_at = done_at
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for gloo and the wire, and record the wait."""
         for work in self._works:
             # None and zero mean the group's timeout; gloo would take zero literally.
             work.wait(timeout) if timeout else work.wait()
@@ -132,12 +124,10 @@ class _RecordedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether a wait would return at once."""
         sent = self._done_at is None or time.perf_counter() >= self._done_at
         return sent and all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Return whether gloo has finished all parts without an error."""
         return all(work.is_success() for work in self._works)
 
     def result(self) -> list[Tensor]:
@@ -157,7 +147,6 @@ class _RecordedWork(dist.Work):
         return future.then(lambda done: (self._await_wire(), done.value())[1])
 
     def _await_wire(self) -> None:
-        """Sleep until the wire has carried the collective."""
         if self._done_at is not None:
             time.sleep(max(0.0, self._done_at - time.perf_counter()))
 
@@ -176,12 +165,7 @@ class RecordingProcessGroup(dist.ProcessGroup):
     def _record(
         self, kind: str, full: Sequence[Tensor], issue: Callable[[], list[dist.Work]]
     ) -> dist.Work:
-        """Record a collective, issue it on gloo, and occupy the wire.
-
-        Args:
-            full: full buffers of the collective.
-            issue: launches the collective and returns gloo's works.
-        """
+        """Record a collective with these full buffers, issue it on gloo, and occupy the wire."""
         global _num_collectives
         num_bytes = sum(tensor.nbytes for tensor in full)
         event = Event(
@@ -290,7 +274,6 @@ class RecordingProcessGroup(dist.ProcessGroup):
         return self._record("recv", tensors, lambda: [self._gloo.recv_anysource(tensors, tag)])
 
     def getBackendName(self) -> str:
-        """Return the name under which this class is registered."""
         return BACKEND
 
 

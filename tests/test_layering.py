@@ -196,7 +196,6 @@ def test_file_imports_are_acyclic() -> None:
 
 
 def _module(path: Path, package: str) -> str:
-    """Return the dotted name of a file's module."""
     return package if path.stem == "__init__" else f"{package}.{path.stem}"
 
 

@@ -49,15 +49,11 @@ def _sources() -> Iterator[Path]:
 
 
 def _is_private(name: str) -> bool:
-    """Return whether ``name`` begins with an underscore; names like ``__version__`` are public."""
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
 def _own_names(tree: ast.AST) -> set[str]:
-    """Return the private names that a file defines.
-
-    These are functions, classes, class and module variables, and attributes of ``self``.
-    """
+    """Return the private names that a file defines, attributes of ``self`` and ``cls`` included."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -20,7 +20,6 @@ Summary = list[tuple[str, int, int]]  # (kind, index, bytes) of each event
 
 
 def _summary() -> Summary:
-    """Return the recorded events, and clear them."""
     summary = [(event.kind, event.index, event.bytes) for event in recording.events()]
     recording.clear()
     return summary

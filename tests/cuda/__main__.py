@@ -66,7 +66,6 @@ parts of larger tensors (of an embedding, of gathered logits) planned without th
 
 
 def main() -> None:
-    """Run all cases; print the table or write it to a file."""
     parser = common.new_parser(__doc__)
     parser.add_argument("--out", type=Path)
     out: Path | None = parser.parse_args().out

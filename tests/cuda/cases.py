@@ -135,11 +135,9 @@ class Case:
 
     @property
     def budget_gb(self) -> float | None:
-        """Device memory budget if activations are offloaded, otherwise None."""
         return BUDGET_GB[self.model] if self.strategy == OFFLOADED else None
 
     def __str__(self) -> str:
-        """Return the id of the case in parametrized tests."""
         return f"{self.model}, {self.strategy}, rank {self.rank} of {self.world}"
 
 
@@ -205,11 +203,7 @@ class Outcome:
 def run(
     recorder: Recorder, cases: Sequence[Case], targets: Sequence[str] = TARGETS
 ) -> list[Outcome]:
-    """Run cases and return their results.
-
-    Args:
-        targets: names of the GPUs for which kernels are compiled.
-    """
+    """Run cases, and compile their kernels for the GPUs named by ``targets``."""
     return [_run(recorder, case, targets) for case in cases]
 
 
@@ -229,11 +223,7 @@ def _record_unsharded(
     step: Step,
     dynamic: bool | None,
 ) -> Recording:
-    """Train a model with plain ``torch.compile`` for a few steps and record the last one.
-
-    Args:
-        dtype: default dtype while the model is made.
-    """
+    """Train a model with plain ``torch.compile`` for a few steps and record the last one."""
     recorder.clear()
     fake, before = new_fake_mode(), torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -35,7 +35,6 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the mean cross entropy of tokens ``[batch, length]``."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
@@ -75,7 +74,6 @@ class LoRALinear(nn.Linear):
 
 
 def add_lora(model: nn.Module) -> None:
-    """Replace the linear layers of a model's blocks by :class:`LoRALinear`."""
     for parent in list(model.get_submodule("blocks").modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
@@ -83,14 +81,11 @@ def add_lora(model: nn.Module) -> None:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Turn on activation checkpointing of a model's blocks."""
     assert isinstance(model, GPT | Llama)
     model.recompute = True
 
 
 class ConvNet(nn.Module):
-    """Convolutions with batch norms, and a linear head."""
-
     def __init__(self, channels: int = 64) -> None:
         super().__init__()
         sizes = [3, *[channels] * 4]
@@ -101,7 +96,6 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(channels, 16)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the mean of the squared outputs."""
         x = images
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             x = F.relu(norm(convolution(x)))
@@ -123,7 +117,6 @@ class MoE(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the mean of the squared outputs; ``x`` is ``[tokens, dim]``."""
         for router, up, down in zip(self.routers, self.up, self.down, strict=True):
             weight, chosen = router(x).softmax(-1).max(-1)
             every = F.silu(x @ up) @ down  # [experts, tokens, dim]
@@ -151,7 +144,6 @@ class Routed(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the mean of the squared outputs; ``x`` is ``[tokens, dim]``."""
         for router, up, down in zip(self.routers, self.up, self.down, strict=True):
             weight, chosen = router(x).softmax(-1).max(-1)
             order = chosen.argsort()
@@ -172,34 +164,28 @@ def split_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def gpt() -> Made:
-    """Return a GPT of four layers and its batch."""
     return GPT(), (_tokens(1024),)
 
 
 def llama() -> Made:
-    """Return a Llama of three layers (grouped-query attention, rotary positions, SwiGLU)."""
     sizes = LlamaSizes(2048, 3, 16, 4, 5632, recompute=False, vocab=32000)
     return Llama(sizes), (_tokens(1024), _tokens(1024))
 
 
 def small_gpt() -> Made:
-    """Return the same GPT with two layers."""
     return GPT(layers=2), (_tokens(1024),)
 
 
 def small_llama() -> Made:
-    """Return the same Llama with two layers."""
     sizes = LlamaSizes(2048, 2, 16, 4, 5632, recompute=False, vocab=32000)
     return Llama(sizes), (_tokens(1024), _tokens(1024))
 
 
 def llama_8b() -> Made:
-    """Return one layer of Llama-3 8B, with embedding and head."""
     return _layer_of("8B")
 
 
 def llama_70b() -> Made:
-    """Return one layer of Llama-3 70B, with embedding and head."""
     return _layer_of("70B")
 
 
@@ -209,7 +195,6 @@ def _layer_of(name: str) -> Made:
 
 
 def convnet() -> Made:
-    """Return four convolutions with batch norms, of 64 channels."""
     return ConvNet(), (torch.randn(8, 3, 32, 32),)
 
 
@@ -219,12 +204,10 @@ def wide_convnet() -> Made:
 
 
 def moe() -> Made:
-    """Return two layers of four experts."""
     return MoE(), (torch.randn(2048, 1024),)
 
 
 def routed() -> Made:
-    """Return two layers of eight experts."""
     return Routed(), (torch.randn(2048, 1024),)
 
 

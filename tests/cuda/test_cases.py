@@ -164,7 +164,6 @@ def test_graphs_need_the_planned_memory(case: Case) -> None:
 
 
 def is_planned(plan: Plan, needed: int) -> bool:
-    """Return whether a graph's peak is within 2 % of its plan."""
     return abs(planned_peak_bytes(plan) - needed) <= 0.02 * needed
 
 
@@ -182,7 +181,6 @@ def test_all_ranks_run_the_same_code() -> None:
 
 
 def is_same_text(codes: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether two ranks run the same generated code."""
     return list(map(_text, codes)) == list(map(_text, others))
 
 

@@ -288,7 +288,6 @@ in_one_process = pytest.mark.usefixtures("one_process")
 
 
 def test_report_on_model_that_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Check the reported numbers, and the warning about an option that the script sets."""
     options = ["--device", "A100-40GB", "--world", "64", "--replicas", "2"]
     assert main(["check", f"{script}:wants_cuda_graphs", *options]) == 0
     text, warnings = capsys.readouterr()
