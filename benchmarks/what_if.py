@@ -114,7 +114,7 @@ def two_levels(
 
 
 def in_turns(problem: Problem) -> Problem:
-    """Return the problem of two microbatches in turns, each of which ends at a wait of the model's."""
+    """Return the problem of two microbatches in turns, which end at waits for user collectives."""
     waits = {user.wait for user in problem.user_collectives}
     bounds = itertools.pairwise(sorted({0, *waits, problem.num_steps}))
     order = [

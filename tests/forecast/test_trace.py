@@ -41,8 +41,6 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A model with an embedding, blocks and a head, which returns its loss."""
-
     def __init__(self, num_layers: int, dim: int = 64) -> None:
         super().__init__()
         self.embed = nn.Embedding(96, dim)
@@ -208,8 +206,6 @@ def test_a_trace_has_no_side_effects() -> None:
 
 
 class Experts(nn.Module):
-    """Stacked experts that all process every token."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.empty(2, 1024, 1024))

@@ -60,11 +60,7 @@ def _backend(device: str, **options: Any) -> graphshard.Backend:
 
 
 def profiled(device: str, sharded: bool, **options: Any) -> Profiled:
-    """Profile a step after three warm-up steps.
-
-    Args:
-        options: arguments of ``graphshard.backend``.
-    """
+    """Profile a step after three warm-up steps; ``options`` are those of ``graphshard.backend``."""
     model, x = _model(device)
     ours = _backend(device, **options) if sharded else None
     compiled = torch.compile(model, backend=ours or "inductor")
@@ -147,11 +143,7 @@ def graphs_that_a_policy_captures(device: str) -> int:
 
 
 def error_of_regions(device: str) -> tuple[int, float]:
-    """Train with repeated layers compiled once.
-
-    Returns:
-        The number of calls of compiled regions, and the relative error of the losses.
-    """
+    """Train with regions; return the number of their calls, and the losses' relative error."""
     without = _losses(device, 8)
     model, x = _model(device, 8)
     ours = _backend(device, schedule=graphshard.SchedulePolicy(regions=True))
@@ -160,7 +152,6 @@ def error_of_regions(device: str) -> tuple[int, float]:
 
 
 def save(device: str, path: Path) -> Tensor:
-    """Train, save the compiled code, and return the losses."""
     losses = _losses(device)
     graphshard.save_compiled(path)
     return losses
@@ -196,7 +187,6 @@ def _losses(device: str, layers_on_cpu: int = 2) -> Tensor:
 
 
 def _train(model: nn.Module, compiled: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Train for three steps with SGD, and return the losses."""
     losses = []
     for _ in range(3):
         loss = compiled(x)

@@ -45,7 +45,6 @@ def run(world_size: int, backend: str, fn: Callable[..., T], *args: Any) -> list
 
 
 def _on_rank(fn: Callable[..., T], *args: Any) -> T:
-    """Call `fn` with this rank's host id and a share of the GPU's memory."""
     os.environ["NCCL_HOSTID"] = f"rank{dist.get_rank()}"
     torch.cuda.set_device(0)
     torch.cuda.set_per_process_memory_fraction(0.9 / dist.get_world_size())
@@ -67,7 +66,6 @@ def refusal(backend: str) -> str | None:
 
 
 def collectives(device: str) -> None:
-    """Run the collectives of sharded training and check their results."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = torch.full((4,), float(rank), device=device)
     full = torch.empty(4 * world, device=device)

@@ -43,7 +43,6 @@ def test_gradients_in_fp8(compiler: str, recipe: str) -> None:
 
 
 def _trainer(reshard_after_forward: bool = True) -> Trainer:
-    """Return a trainer after the warm-up steps."""
     torch.cuda.set_device(0)
     model = DeepMLP(DIM, LINEARS).to("cuda")
     trainer = Trainer(model, "cuda", reshard_after_forward=reshard_after_forward)

@@ -58,7 +58,6 @@ Wrap = Callable[[nn.Module, DeviceMesh], Any]
 
 def by_graphshard(compiler: str) -> Wrap:
     def wrap(model: nn.Module, mesh: DeviceMesh) -> Any:
-        """Return the model, compiled as one graph."""
         backend = graphshard.backend(mesh, compiler=compiler)
         return torch.compile(model, backend=backend, fullgraph=True)
 
@@ -77,7 +76,6 @@ def by_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def train(wrap: Wrap, device: str) -> tuple[nn.Module, History]:
-    """Train a GPT with SGD; return the model and its history."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = DeepGPT().to(device)
@@ -101,7 +99,7 @@ def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
 
 
 def agree_under_tensor_parallelism(device: str, compiler: str) -> list[float]:
-    """Assert that graphshard agrees with FSDP2 on 2 x 2 ranks (dp, tp); return its losses."""
+    """Assert that graphshard agrees with FSDP2 on 2 x 2 ranks (dp, tp); return the former's losses."""
     mesh = mesh_2d(device=device)
     data = batches(Llama, mesh)
     model, compiled = under_graphshard(Llama, mesh, compiler=compiler)
@@ -113,7 +111,7 @@ def agree_under_tensor_parallelism(device: str, compiler: str) -> list[float]:
 
 
 def cosines_in_fp8(device: str, compiler: str, recipe: str) -> list[float]:
-    """Return the cosine similarities of gradients in bfloat16 with fp8 and in float32."""
+    """Return, per parameter, the cosine of its gradients in bfloat16 with fp8 and in float32."""
     size = Size(layers=1, heads=2, dim=128, context=64, batch=4, steps=0)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     fp8 = graphshard.Float8Policy(recipe)
@@ -163,14 +161,12 @@ class Trainer:
 
     @property
     def plans(self) -> list[Plan]:
-        """Plans of forward and backward, available after the first step."""
         return self._backend.plans
 
     def forward(self) -> Tensor:
         return self._compiled(self._x)
 
     def backward(self, loss: Tensor) -> None:
-        """Run backward and an optimizer step, then free the gradients."""
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()

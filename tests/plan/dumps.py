@@ -46,7 +46,6 @@ def bucket(kind: str, buffers: Sequence[tuple[int, ...]], size: int, at: tuple[i
 
 
 def fqns_of(plan: Plan, bucket: Bucket) -> list[str]:
-    """Return the names of parameters in a bucket, one per transfer."""
     transfers = [plan.problem.transfers[i] for i in bucket.transfers]
     return [plan.fqn_of(transfer) for transfer in transfers if transfer.param is not None]
 
@@ -58,7 +57,6 @@ def dump(
     limits: ScheduleLimits | None = None,
     on: Hardware = WIRE,
 ) -> Dump:
-    """Return a dump; its parameters are named ``fqns``, by default p0, p1, ..."""
     num_params = 1 + max((transfer.param for transfer in asked.transfers), default=-1)
     names = fqns or [f"p{i}" for i in range(num_params)]
     params = tuple(PlanParam(i, (4, 2), "torch.float32", 1, n) for i, n in enumerate(names))
@@ -86,7 +84,6 @@ def by_hand() -> Dump:
 
 @st.composite
 def dumps(draw: st.DrawFn) -> Dump:
-    """Draw a dump of a random problem, hardware and schedule."""
     asked, on = draw(problems()), hardware(draw(lines))
     empty = dump(asked, [], on=on)
     cost = draw(lines)  # unlike the hardware: any schedule will do

@@ -52,8 +52,6 @@ COMPUTE = dataclasses.replace(MACHINE, memory=flat_rate(1e15), special_per_s=1e1
 
 
 class Graph:
-    """A builder of graphs of meta tensors, node by node."""
-
     def __init__(self) -> None:
         self.graph = fx.Graph()
 
@@ -63,11 +61,7 @@ class Graph:
         return node
 
     def __call__(self, op: Any, *args: Any, out: Any = None, **kwargs: Any) -> fx.Node:
-        """Add a call of ``op``.
-
-        Args:
-            out: shape of the result, for ops that do not run on meta tensors.
-        """
+        """Add a call of ``op``; ``out`` is its result's shape, for ops without a meta kernel."""
         node = self.graph.call_function(op, args, kwargs)
         if out is not None:
             node.meta["val"] = torch.empty(out, dtype=args[0].meta["val"].dtype, device="meta")

@@ -45,7 +45,6 @@ def _operators() -> list[Any]:
 
 
 def _graphs(info: Any) -> Iterator[fx.Graph]:
-    """Yield the graph of each sample that can be traced."""
     # Not info.sample_inputs, which reads the source of all frames for each sample.
     samples = info.sample_inputs_func(info, "cpu", torch.float32, requires_grad=False)
     for sample in itertools.islice(samples, NUM_SAMPLES):
@@ -65,7 +64,7 @@ def _graphs(info: Any) -> Iterator[fx.Graph]:
 
 
 def _faults(graph: fx.Graph) -> Iterator[str]:
-    """Yield errors in the price of a graph."""
+    """Yield errors in the times, memory and flops of a graph."""
     times = CostModel(MOVES).compute_us(graph)
     wrong = [f"{node.target}: {us} us" for node, us in times.items() if not 0 <= us < math.inf]
     yield from wrong
@@ -111,7 +110,6 @@ def _moved(node: fx.Node, values: GraphValues) -> float:
 
 
 def main() -> None:
-    """Print the number of graphs that were priced, and all errors."""
     num_graphs, faults = 0, []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

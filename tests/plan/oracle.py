@@ -112,7 +112,6 @@ class _Program:
         self._constrain()
 
     def _variable(self, upper: float) -> int:
-        """Add a variable between 0 and `upper` and return its number."""
         self._upper.append(upper)
         return len(self._upper) - 1
 
@@ -133,7 +132,6 @@ class _Program:
         self._rows.append((terms, us / self._ever_us - (condition is not None)))
 
     def _constrain(self) -> None:
-        """Add all constraints (rows): one launch per bucket, their order, the steps, the end."""
         for b, cost in enumerate(self._costs):
             self._one_of([x for (bucket, _), x in self._launched.items() if bucket == b])
             self._require_after(self._sent[b], self._copied[b], cost.lane_us)
@@ -148,7 +146,7 @@ class _Program:
         self._require_after(self._total, self._start[-1], 0.0)
 
     def _ordered(self, a: int, b: int, cost: BucketCost) -> None:
-        """Add the rows that make bucket `b` follow bucket `a` if it comes later."""
+        """Add the rows that make bucket `b` follow bucket `a` if `a` comes first."""
         condition = self._order[a, b]
         if a < b:
             self._one_of([condition, self._order[b, a]])
@@ -160,7 +158,6 @@ class _Program:
         self._rows.append((late | {condition: -float(steps)}, -float(steps)))
 
     def _step(self, step: int) -> None:
-        """Add the rows of a step, which follows its launches and the buckets that it waits for."""
         before = self._start[step - 1] if step else None
         us = self._problem.compute_us[step - 1] if step else 0.0
         self._require_after(self._front[step], before, us)

@@ -34,18 +34,15 @@ class Line:
     contention: float = 0.05
 
     def collective_us(self, kind: str, num_bytes: int, world: int, stride: int = 1) -> float:
-        """Return the time of a collective, the same for all kinds and groups."""
         return self.latency_us + num_bytes * self.us_per_byte
 
     def exchange_us(self, num_bytes: int, world: int, stride: int = 1) -> float:
-        """Return the time of an all-to-all: that of any collective."""
         return self.latency_us + num_bytes * self.us_per_byte
 
     def copy_us(self, num_bytes: int) -> float:
         return num_bytes * self.copy_us_per_byte
 
     def buffer_us(self, world: int, stride: int = 1) -> float:
-        """Return the time of an additional buffer in a collective."""
         return self.parcel_cost_us
 
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
@@ -53,7 +50,6 @@ class Line:
         return world > 1
 
     def slowdown_us(self, lane_us: float) -> float:
-        """Return the compute time lost to a collective that takes `lane_us`."""
         return self.issue_us + self.contention * lane_us
 
 
@@ -67,7 +63,7 @@ def gather(
 ) -> Transfer:
     """Return an all-gather due at step `due`, of a parameter that is freed after step `last`.
 
-    It cannot be launched before step `ready`, like a gather in fp8 before its scale is known.
+    The gather cannot be launched before step `ready`, like one in fp8 whose scale is not known.
     """
     last = due if last is None else last
     shard_bytes = num_bytes // WORLD
@@ -155,7 +151,7 @@ def problem(
 
 @st.composite
 def problems(draw: st.DrawFn, max_replicas: int = 2, on_host: bool = True) -> Problem:
-    """Generate a backward problem of gathers and reductions between the model's own collectives.
+    """Draw a backward problem of gathers, reductions and user collectives.
 
     Gathers may become ready late, reduced shards may be averaged over replicas, and shards may
     be on the host.

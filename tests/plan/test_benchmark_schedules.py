@@ -92,7 +92,7 @@ def test_the_lower_bound_computed_by_hand() -> None:
 
 
 def _padding_bytes(one: Problem, other: Problem) -> list[int]:
-    """Return, for each step, the difference in padding of the parameters that it uses last."""
+    """Return, for each step, the difference in padding of the parameters whose last step it is."""
     differ = [0] * one.num_steps
     for ours, theirs in zip(one.transfers, other.transfers, strict=True):
         if ours.kind == TransferKind.ALL_GATHER:

@@ -46,7 +46,6 @@ OTHER_ARGUMENTS = {"p": 3.0, "ord": 3.0, "unbiased": True, "dtype": torch.float3
 
 
 def _reductions() -> list[Any]:
-    """Return all reductions of one tensor over some of its dims."""
     packets = [getattr(aten, name) for name in aten]
     ops = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     return [op for op in ops if torch.Tag.reduction in op.tags and _takes_dims(op)]
@@ -81,7 +80,6 @@ def _num_bytes(node: Any) -> int:
 
 
 def _cases() -> list[tuple[Any, list[int]]]:
-    """Return reductions with dims of ``[3, 4, 5]`` to reduce; some ops take only one dim."""
     one: list[list[int]] = [[2], [-1], [0], [1]]
     several = [*one, [1, 2], [0, 1], [0, 1, 2]]
     return [(op, dims) for op in _reductions() for dims in (several if _lists(op) else one)]

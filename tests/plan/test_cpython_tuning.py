@@ -21,7 +21,6 @@ def _callee() -> None:
 
 
 def _faults_of_calls() -> int:
-    """Return the number of page faults of calls in a loop."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(CALLS):
         _callee()
@@ -70,7 +69,6 @@ def _num_full_collections() -> int:
 
 
 def _collections_of_new_objects() -> int:
-    """Return the number of full collections while a million objects are created and kept."""
     before = _num_full_collections()
     kept: list[list[int]] = []
     for _ in range(1_000_000):
@@ -80,7 +78,6 @@ def _collections_of_new_objects() -> int:
 
 @pytest.fixture
 def usual_thresholds() -> Iterator[None]:
-    """Use CPython's default thresholds instead of those for tests."""
     thresholds = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield

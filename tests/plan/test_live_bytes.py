@@ -35,7 +35,6 @@ SIZE = 8 * WORLD
 
 
 def _alive(transfers: list[Transfer], *buckets: Bucket) -> list[int]:
-    """Return the bytes alive in three steps that need no other memory."""
     return alive_by_point(problem([1.0] * 3, transfers), buckets)
 
 

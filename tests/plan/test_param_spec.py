@@ -32,7 +32,6 @@ class _Mesh:
 
 
 def _specs(shape: tuple[int, ...], world_size: int) -> list[ParamSpec]:
-    """Return the spec of one parameter on every rank."""
     meshes: list[Any] = [_Mesh(world_size, rank) for rank in range(world_size)]
     return [ParamSpec(torch.Size(shape), MeshGroups(mesh)) for mesh in meshes]
 

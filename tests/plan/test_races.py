@@ -68,7 +68,7 @@ def test_writing_a_buffer_in_flight_is_a_race() -> None:
 
 
 def _copy_to_host(*waits: Action) -> list[Action]:
-    """Return the copy of a gradient to the host, where an optimizer reads it."""
+    """Return the copy of a gradient to the host, then ``waits``, then an optimizer step there."""
     return [
         Allocate(0, 64, COMPUTE),
         Work("grad", COMPUTE, writes=(0,)),
@@ -99,7 +99,6 @@ NUM_BLOCKS = 3
 
 @st.composite
 def _programs(draw: st.DrawFn) -> list[Action]:
-    """Generate random work on allocated blocks, with events, and frees at the end."""
     streams, blocks = st.sampled_from(STREAMS), st.integers(0, NUM_BLOCKS - 1)
     homes = draw(st.lists(streams, min_size=NUM_BLOCKS, max_size=NUM_BLOCKS))
     actions: list[Action] = [Allocate(i, 8, home) for i, home in enumerate(homes)]
@@ -120,7 +119,11 @@ def _programs(draw: st.DrawFn) -> list[Action]:
 
 
 def _has_race(actions: list[Action]) -> bool:
-    """Return whether any two conflicting accesses of a block have no path between them."""
+    """Return whether some conflicting accesses of a block, or a use and its free, may overlap.
+
+    They may if no path connects them. Blocks on the host, and streams recorded for a block, need no
+    path to its free.
+    """
     graph: nx.DiGraph[int] = nx.DiGraph()
     last: dict[str, int] = {}
     records: dict[int, int] = {}

@@ -314,7 +314,7 @@ def _step_label(graph: Json, step: int) -> str:
 
 
 def _look(path: Path, profile: Path) -> tuple[dict[str, Any], list[str]]:
-    """Type and click in a page; return what it shows, and its console output."""
+    """Return what a page with the script ``LOOK`` shows in the browser, and its console output."""
     command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)

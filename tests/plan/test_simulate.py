@@ -121,10 +121,9 @@ def _slots(stride: int) -> list[tuple[str, float, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class Nodes(Line):
-    """A `Line` between nodes and a different one within a node."""
+    """A `Line` on which groups of stride 1 are within a node."""
 
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
-        """Return whether neighbors are on different nodes."""
         return stride > 1
 
 

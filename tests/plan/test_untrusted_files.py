@@ -46,7 +46,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(good: Path, tmp_path: Path) -> Path:
-    """Return a new folder with copies of all files in `good`."""
     shutil.copytree(good, tmp_path, dirs_exist_ok=True)
     return tmp_path
 

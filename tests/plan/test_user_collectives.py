@@ -26,7 +26,6 @@ PARAMS = tuple(PlanParam(i, (), "", 1) for i in range(8))
 
 
 def _sides(graph: Problem, buckets: tuple[Bucket, ...]) -> list[int]:
-    """Return the number of user collectives launched before each bucket."""
     return [sum(u.launch < b.launch for u in graph.user_collectives) for b in buckets]
 
 
@@ -99,7 +98,7 @@ def test_a_plan_of_an_older_file_has_no_user_collectives() -> None:
 
 
 def _shown() -> Dump:
-    """Return the dump of `by_hand`, with an all-reduce in 23.3 us that is launched at 60 us."""
+    """Return the dump of `by_hand`, with an all-reduce of 23.3 us that is launched at 60 us."""
     plan = by_hand().plan
     graph = dataclasses.replace(plan.problem, user_collectives=(user_collective(1),))
     return dataclasses.replace(by_hand(), plan=dataclasses.replace(plan, problem=graph))

@@ -172,7 +172,6 @@ def _cells(row: Row) -> list[object]:
 
 
 def main() -> None:
-    """Train with the frameworks; print the table or write it to a file."""
     parser = common.new_parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only rows of these packages")
     parser.add_argument("--out", type=Path)

@@ -39,7 +39,6 @@ def small_llama() -> PreTrainedModel:
 
 
 def scalars(folder: Path) -> dict[str, list[float]]:
-    """Return the values of each scalar in TensorBoard's files in ``folder``."""
     found: dict[str, list[float]] = {}
     for file in sorted(folder.rglob("events.out.tfevents.*")):
         events = EventAccumulator(str(file)).Reload()
@@ -86,11 +85,7 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def call(module: str, function: str, *args: Any, steps: int | None = None) -> Any:
-    """Call a training loop of a test module in this folder.
-
-    Args:
-        steps: value of the module's STEPS during the call; None: unchanged.
-    """
+    """Call a training loop of a test module in this folder; ``steps`` replaces its STEPS."""
     loops: Any = importlib.import_module(f"tests.zoo.{module}")
     if steps is None:
         return getattr(loops, function)(*args)

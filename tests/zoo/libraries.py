@@ -39,7 +39,6 @@ class Library:
 
 
 def loss_of_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss that a model of transformers computes."""
     loss: Tensor = model(**batch).loss
     return loss
 
@@ -70,13 +69,11 @@ def lora_with_saved_modules() -> nn.Module:
 
 
 def ia3() -> nn.Module:
-    """Return a Llama with IA3, which scales inputs or outputs of some layers."""
     targets = ["k_proj", "v_proj", "down_proj"]
     return _adapted("IA3Config", target_modules=targets, feedforward_modules=["down_proj"])
 
 
 def prompt_tuning() -> nn.Module:
-    """Return a Llama with trainable prompt embeddings."""
     return _adapted("PromptTuningConfig", num_virtual_tokens=5)
 
 
@@ -86,7 +83,6 @@ CHANNELS, CONTEXT = 4, 20
 
 
 def unet() -> nn.Module:
-    """Return a UNet like Stable Diffusion's, with two resolutions."""
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
@@ -105,7 +101,6 @@ def unet() -> nn.Module:
 
 
 def dit() -> nn.Module:
-    """Return a diffusion transformer of one layer."""
     from diffusers import DiTTransformer2DModel
 
     return DiTTransformer2DModel(
@@ -123,7 +118,6 @@ def dit() -> nn.Module:
 
 
 def noise_batch(rng: torch.Generator) -> dict[str, Tensor]:
-    """Return noisy latents, timesteps, text embeddings and class labels."""
     return {
         "latents": torch.randn(2, CHANNELS, 8, 8, generator=rng),
         "noise": torch.randn(2, CHANNELS, 8, 8, generator=rng),
@@ -146,7 +140,6 @@ def unet_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def dit_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean squared error of the class-conditional noise prediction."""
     predicted = model(
         _noisy(batch), timestep=batch["times"], class_labels=batch["classes"], return_dict=False
     )[0]
@@ -157,7 +150,6 @@ def dit_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def sentences() -> nn.Module:
-    """Return a BERT with pooling and normalization that embeds sentences."""
     import transformers
     from safetensors.torch import save_file
     from sentence_transformers import SentenceTransformer

@@ -41,13 +41,11 @@ class Entry:
 
 
 def causal_batch(generator: torch.Generator, rows: int = 2, length: int = LENGTH) -> Batch:
-    """Return token ids `[rows, length]` that are also the labels."""
     ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
 def masked_batch(generator: torch.Generator) -> Batch:
-    """Return two texts with masked tokens to predict, the second shorter than the first."""
     ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
     guessed = torch.rand(ids.shape, generator=generator) < 0.4
     guessed[:, 0] = True
@@ -58,14 +56,12 @@ def masked_batch(generator: torch.Generator) -> Batch:
 
 
 def translation_batch(generator: torch.Generator) -> Batch:
-    """Return source ids `[2, 12]` and target ids `[2, 7]`."""
     source = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
     target = torch.randint(3, VOCAB, (2, LENGTH - 5), generator=generator)
     return {"input_ids": source, "labels": target}
 
 
 def image_batch(generator: torch.Generator) -> Batch:
-    """Return three images of 16 by 16 pixels and their labels."""
     pixels = torch.randn(3, 3, 16, 16, generator=generator)
     return {
         "pixel_values": pixels,
@@ -102,7 +98,6 @@ _MIXTURE: dict[str, Any] = dict(
 
 
 def gpt2(**changes: Any) -> PreTrainedModel:
-    """Return a GPT-2 of two layers."""
     config = transformers.GPT2Config(
         vocab_size=VOCAB,
         n_positions=32,
@@ -129,12 +124,10 @@ def gpt2_with_loss(**changes: Any) -> PreTrainedModel:
 
 
 def llama(**changes: Any) -> PreTrainedModel:
-    """Return a Llama of two layers."""
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_DECODER, **changes}))
 
 
 def llama_checkpointed() -> PreTrainedModel:
-    """Return a Llama that recomputes its layer in backward."""
     model = llama(num_hidden_layers=1)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -147,7 +140,6 @@ def qwen3() -> PreTrainedModel:
 
 
 def bert(**changes: Any) -> PreTrainedModel:
-    """Return a BERT that predicts masked tokens."""
     config = transformers.BertConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -178,7 +170,6 @@ def t5() -> PreTrainedModel:
 
 
 def vit() -> PreTrainedModel:
-    """Return a vision transformer of one layer that classifies images."""
     config = transformers.ViTConfig(
         hidden_size=32,
         num_hidden_layers=1,
@@ -196,7 +187,6 @@ def vit() -> PreTrainedModel:
 
 
 def mixtral(**changes: Any) -> PreTrainedModel:
-    """Return a Mixtral of one layer: a mixture of four experts."""
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**_MIXTURE, **changes))
 
 

@@ -15,12 +15,7 @@ from tests import ranks
 
 
 def run_script(folder: Path, *arguments: object) -> None:
-    """Run a script on two ranks, as `torchrun` does.
-
-    Args:
-        folder: working directory.
-        arguments: path and arguments of the script.
-    """
+    """Run the script ``arguments[0]`` in ``folder`` on two ranks, as ``torchrun`` does."""
     ranks.run_fresh(2, _run, folder, [*map(str, arguments)], free_port())
 
 

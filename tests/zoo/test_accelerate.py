@@ -74,7 +74,6 @@ class Training:
 
 
 def _numbers(by: str, mixed_precision: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Train, and return losses, gradient norms and weights."""
     training = Training(by, "SGD", mixed_precision=mixed_precision)
     losses, norms = map(torch.tensor, training.train())
     return losses, norms, training.weights()

@@ -38,7 +38,6 @@ def _start(example: str, launch: Sequence[str], *arguments: object) -> subproces
 
 
 def _end(*started: subprocess.Popen[str]) -> str:
-    """Wait for the processes to end, and return their output."""
     printed = ""
     try:
         for process in started:

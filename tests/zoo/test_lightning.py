@@ -43,13 +43,6 @@ SHARDING: dict[str, Any] = {"compiler": "aot_eager"}
 
 
 class Model(lightning.LightningModule):
-    """A causal language model.
-
-    Args:
-        sharded: whether graphshard shards it.
-        optimizer: name of a class in ``torch.optim``.
-    """
-
     def __init__(self, sharded: bool, optimizer: str = "SGD") -> None:
         super().__init__()
         torch.manual_seed(0)

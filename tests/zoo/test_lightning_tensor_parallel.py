@@ -46,7 +46,6 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _by_fsdp2(epochs: int = EPOCHS) -> dict[str, Tensor]:
-    """Return the weights after training with FSDP2 in a plain loop."""
     mesh = mesh_2d()
     model = under_fsdp2(MLP, mesh)
     optim, data = _optimizer(model), _data()
@@ -62,8 +61,6 @@ def _by_fsdp2(epochs: int = EPOCHS) -> dict[str, Tensor]:
 
 
 class Model(lightning.LightningModule):
-    """A tensor-parallel MLP on two ranks."""
-
     def __init__(self, parallelize_fn: Any = parallelize) -> None:
         super().__init__()
         torch.manual_seed(0)

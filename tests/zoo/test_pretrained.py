@@ -159,7 +159,7 @@ def test_shards_equal_those_of_the_full_model(name: str, tmp_path: Path) -> None
 
 
 def _bytes_read(folder: Path) -> tuple[int, int, int]:
-    """Load a Mixtral; return the bytes that this rank read, its state's, and all parameters'."""
+    """Load a Mixtral; return this rank's bytes read, the bytes of its state, and of all parameters."""
     import transformers
 
     from graphshard.integrations import pretrained
@@ -213,8 +213,6 @@ def test_checkpoint_of_torch_save_is_loaded(tmp_path: Path) -> None:
 
 
 class Wrapped(torch.nn.Module):
-    """A module that wraps the model, like a LightningModule."""
-
     def __init__(self, net: Any) -> None:
         super().__init__()
         self.net = net

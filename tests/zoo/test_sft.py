@@ -33,7 +33,6 @@ class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer):
 
 
 def _train(folder: str, kind: Any, bf16: bool = True, **more: Any) -> tuple[SFTTrainer, Tensor]:
-    """Train; return the trainer and its losses."""
     as_by_torchrun()
     logging.set_verbosity_error()
     torch.manual_seed(0)

@@ -56,7 +56,6 @@ def _split_by_torch(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _with_adapters(mesh: DeviceMesh) -> Any:
-    """Return a tensor-parallel Llama with LoRA adapters and a frozen base."""
     import peft
 
     config = peft.LoraConfig(r=3, target_modules=["q_proj", "o_proj"], init_lora_weights=False)

@@ -89,7 +89,6 @@ def _history(trainer: Trainer, key: str) -> list[float]:
 
 
 def _numbers(folder: str, plain: bool, bf16: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Train; return the numbers that the Trainer reports, and the final weights."""
     logs = {} if plain else {"report_to": "tensorboard", "include_num_input_tokens_seen": True}
     trainer = _trainer(folder, plain=plain, optim="sgd", bf16=bf16, **logs)
     with graphshard_warnings() as texts:
@@ -137,7 +136,7 @@ def test_trainer_trains_and_evaluates_like_ddp_in_bfloat16(tmp_path: Path) -> No
 
 
 def pretrained_both_ways(folder: str) -> bool:
-    """Return whether training is bitwise the same with a model that was sharded on loading."""
+    """Return whether a model sharded on loading trains bitwise like one that is loaded in full."""
     found = []
     for model in (
         AutoModelForCausalLM.from_pretrained(folder),

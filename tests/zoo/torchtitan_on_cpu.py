@@ -59,7 +59,6 @@ class NoMonitor:
 
 
 def _texts(_: str) -> Dataset:
-    """Return documents of different lengths."""
     return Dataset.from_dict(
         {"text": [" ".join(WORDS[i * j % len(WORDS)] for j in range(i)) for i in range(5, 200)]}
     )
@@ -119,7 +118,6 @@ def _make_loss_whole() -> None:
 
 
 def main(losses: Path) -> None:
-    """Train as the command line specifies; write the losses."""
     logged: list[tuple[int, float, float]] = []
     _replace_what_needs_a_gpu(logged)
     if "--whole_loss" in sys.argv:

@@ -76,7 +76,6 @@ def compare_with_fsdp2(name: str, steps: int) -> float:
 
 
 def model_loss(model: Any, batch: Batch) -> Tensor:
-    """Return the loss that a model of `transformers` computes."""
     loss: Tensor = model(**batch).loss
     return loss
 
@@ -92,7 +91,6 @@ def by_ddp(model: nn.Module, mesh: DeviceMesh, all_used: bool) -> nn.Module:
 
 
 def by_fsdp2(model: Any, mesh: DeviceMesh, all_used: bool) -> nn.Module:
-    """Shard each layer, then the model, with FSDP2."""
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)

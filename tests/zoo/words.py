@@ -9,7 +9,6 @@ WORDS = ["the", "rank", "gathers", "what", "it", "needs", "and", "frees", "again
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer that splits on spaces."""
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
