@@ -118,6 +118,7 @@ def max_over_ranks(values: Sequence[int], group: str) -> list[int]:
 
 def broadcast_from_rank(value: T, rank: int, group: str) -> T:
     """Return the value of one rank of the group, on all ranks."""
-    box = [value]
-    dist.broadcast_object_list(box, group=process_group(group), group_src=rank)
+    box, members = [value], process_group(group)
+    if not has_fake_ranks(members):  # otherwise, this rank receives nothing
+        dist.broadcast_object_list(box, group=members, group_src=rank)
     return box[0]

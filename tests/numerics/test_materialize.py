@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import graphshard
+from graphshard._torch.distributed import fake_ranks
 from tests import ranks
 from tests.models import GPT
 from tests.numerics.compare import compile_sharded, whole, world_mesh
@@ -166,3 +168,11 @@ def test_buffers_and_parameters_with_values_keep_them() -> None:
     graphshard.materialize(model)
     assert torch.equal(model.kept, torch.ones(3))
     assert torch.equal(model.weight.full_tensor(), values)
+
+
+def test_rank_whose_peers_do_not_exist() -> None:
+    with fake_ranks(4, rank=1):
+        with torch.device("meta"):
+            model = graphshard.shard(nn.Linear(8, 8), init_device_mesh("cpu", (4,)))
+        graphshard.materialize(model)
+        assert model.weight.to_local().any()
