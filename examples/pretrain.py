@@ -132,9 +132,8 @@ def show_progress(
 ) -> None:
     """Print a progress bar in place of the previous one."""
     tokens = args.batch * args.length * args.microbatches * dist.get_world_size()
-    metrics, speed = backend.metrics(steps=1, tokens=tokens), ""
-    if "step_s" in metrics:  # not in the first step, which starts the clock
-        speed = f"{metrics['tokens_per_s']:,.0f} tokens/s  MFU {metrics['mfu']:.0%}"
+    metrics = backend.metrics(steps=1, tokens=tokens)
+    speed = f"{metrics['tokens_per_s']:,.0f} tokens/s  MFU {metrics['mfu']:.0%}"
     bar = f"{'█' * (20 * done // args.steps):░<20} {done}/{args.steps}"
     waits = f"exposed communication {backend.predicted_exposure():.0%} (predicted)"
     print(f"\r{bar}  loss {loss:.4f}  norm {norm:.2f}  {speed}  {waits} ", end="", flush=True)
@@ -176,6 +175,7 @@ def main() -> None:
     start = resume(args.out, model, optim, cosine)
 
     for step in range(start, args.steps):
+        backend.metrics(steps=1)  # starts the clock: evaluating and saving do not count
         done = step + 1
         loss = train_step(compiled, training, args, step)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
