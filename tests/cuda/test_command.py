@@ -148,6 +148,16 @@ def attention_has_a_learned_bias():
     model = nn.Sequential(Attention(), nn.Linear(256, 16))
     return model, (torch.randn(2, 512, 256),), {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
 
+def experts():
+    from transformers import MixtralConfig, MixtralForCausalLM
+    config = MixtralConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
+    )
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    return MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}, {"mp_policy": policy}
+
 def inputs_are_elsewhere():
     from library import Library
     return Library(16, 16), (torch.randn(4, 16, device="cpu"),)
@@ -211,6 +221,7 @@ RUN = (
     "breaks",
     "copies_in_a_graph",
     "copies_to_the_host",
+    "experts",
     "makes_a_constant",
     "reads_too_early",
     "too_large",
@@ -245,7 +256,8 @@ def check_all(recorder: Any, script: str) -> dict[str, Report | Failure]:
             torch._dynamo.config.patch(capture_scalar_outputs=False),
         ):  # branches_in_a_graph sets it
             try:
-                found[function] = check(recorder, Target(script, function, "H100", 8))
+                ep = 2 if function == "experts" else 1
+                found[function] = check(recorder, Target(script, function, "H100", 8, ep=ep))
             except (Exception, SystemExit) as error:
                 assert error.__traceback__ is not None
                 inner = error.__traceback__.tb_next  # drops the frame of this function
@@ -309,6 +321,14 @@ def test_parameter_within_flex_attention_is_sharded(
     text = capsys.readouterr().out
     assert "errors       none" in text
     assert re.search(r"all_gather +5 -> 1 ", text) and "order        as planned" in text
+
+
+@in_one_process
+def test_experts_are_split(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{script}:experts", "--ep", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "errors       none" in text and "order        as planned" in text
+    assert "all_to_all" in text
 
 
 @in_one_process
