@@ -155,8 +155,8 @@ def experts():
         num_attention_heads=2, num_key_value_heads=2, num_local_experts=4,
     )
     tokens = torch.zeros(2, 64, dtype=torch.int64)
-    policy = MixedPrecisionPolicy(torch.bfloat16)
-    return MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}, {"mp_policy": policy}
+    options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+    return MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}, options
 
 def inputs_are_elsewhere():
     from library import Library
