@@ -37,9 +37,9 @@ _SCHEMA = "graphshard_schema"
 
 
 def flat_inputs(gm: fx.GraphModule) -> list[int | None]:
-    """Return the position among the inputs of Dynamo's graph of each input of AOTAutograd's graph.
+    """Return, for each input of AOTAutograd's graph, its position among Dynamo's inputs.
 
-    It is None for a constant. Tokens are omitted.
+    The position of a constant is None. Tokens are omitted.
     """
     # Dynamo stores constants as attributes of its graph; AOTAutograd numbers them before the inputs
     # (``prepare_aot_module_simplified`` in torch/_functorch/aot_autograd.py).
@@ -112,7 +112,6 @@ def graph_kind(graph: fx.Graph) -> Literal["forward", "backward", "inference"]:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Return whether a node is a placeholder for the gradient of an output."""
     return node.op == "placeholder" and str(node.target).startswith("tangents_")
 
 

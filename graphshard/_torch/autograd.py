@@ -60,12 +60,10 @@ def take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """Return the hooks that may replace the gradient of ``tensor``."""
     return list((tensor._backward_hooks or {}).values())
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """Return the hooks that run once ``tensor.grad`` has been accumulated."""
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
@@ -136,7 +134,7 @@ def on_backward_end(act: Callable[[], None]) -> None:
 def on_backward_success(act: Callable[[], None]) -> None:
     """Call ``act``, a module-level function, once if the backward in progress succeeds.
 
-    It runs after all ``on_backward_end`` callbacks, and never outside of a backward.
+    It runs after all ``on_backward_end`` callbacks. Outside of a backward, it is never called.
     """
     if (end := _current_end()) is not None:
         end.success_acts.setdefault(act)  # the same function is registered once per backward
@@ -147,7 +145,7 @@ def on_graph_error(
 ) -> Callable[..., _R]:
     """Wrap a compiled graph to call ``act`` with every error that it or its backward raises.
 
-    The first wrapper's ``act`` runs first. The error then propagates.
+    The error then propagates. If a graph is wrapped again, the inner ``act`` runs first.
     """
     is_first = True
 
@@ -214,7 +212,6 @@ def _is_compiled(node_type: Any) -> bool:
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:
-    """Return the tensors that a node of ``compiled_nodes`` has saved for backward."""
     # AOTAutograd keeps what a user's ``autograd.Function`` saves in a separate list, whose versions
     # autograd does not check.
     return [*node.saved_tensors, *node._tensors_no_vc_check]

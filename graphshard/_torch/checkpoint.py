@@ -46,7 +46,7 @@ _NEVER_DOES = (
 
 
 def _enum_member(owner: Any, name: str) -> Any:
-    """Return a member of an enum, which some Pythons, such as 3.11.2, pickle as an attribute."""
+    """Stand in for the ``getattr`` by which some Pythons, such as 3.11.2, pickle enum members."""
     if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
         raise pickle.UnpicklingError(
             f"the .metadata file refers to {name!r} of {owner!r}, {_NEVER_DOES}"

@@ -88,9 +88,9 @@ class _FewFiles(AsyncCompile):
         return LambdaFuture(lambda: self._loaded(kernel))
 
     def wait(self, scope: dict[str, Any]) -> None:
-        """Start compiling, and replace the kernels in ``scope`` once they are compiled.
+        """Start compiling, wait, and replace the kernels in ``scope``.
 
-        In `few_cpp_files`, that is at the end of the context; otherwise this waits for it.
+        In `few_cpp_files`, the wait and the replacement are put off to the end of the context.
         """
         put_off: _PutOff = getattr(_thread, "put_off", _PutOff(1))
         put_off.num_graphs -= 1
@@ -169,7 +169,6 @@ def _in_namespaces(modules: Sequence[str]) -> str:
 
 
 def _balanced(kernels: Sequence[_Kernel], num_files: int) -> list[list[_Kernel]]:
-    """Distribute kernels over files of about equal size."""
     files: list[list[_Kernel]] = [[] for _ in range(min(num_files, len(kernels)))]
     sizes = [0] * len(files)
     for kernel in sorted(kernels, key=lambda k: len(k.source), reverse=True):

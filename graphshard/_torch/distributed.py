@@ -123,12 +123,10 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 
 
 def device_types(group: dist.ProcessGroup) -> list[str]:
-    """Return the device types that the group has a backend for, such as "cpu"."""
     return [device.type for device in group._device_types]
 
 
 def uses_only_gloo(group: dist.ProcessGroup) -> bool:
-    """Return whether gloo runs all collectives of the group."""
     return all(group._get_backend(device).name() == "gloo" for device in group._device_types)
 
 
@@ -226,7 +224,6 @@ def num_started(group: str) -> int | None:
 
 
 def _user_line(frame: FrameType) -> str:
-    """Return ``file:line`` of the innermost frame outside of torch."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -41,7 +41,6 @@ set_grad_enabled = torch._C._set_grad_enabled  # called in graphs where a grad m
 
 
 def log_only_errors() -> None:
-    """Make Dynamo log errors only."""
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
 
 
@@ -129,7 +128,7 @@ def on_compile_start(act: Callable[[object], None]) -> None:
     """Call ``act`` before Dynamo traces any frame, for any backend.
 
     ``torch._dynamo.reset()`` clears the callbacks (torch/_dynamo/callback.py): register ``act``
-    again whenever that may have been called. It runs once per compilation all the same.
+    again whenever that may have been called. It still runs only once per compilation.
     """
     handler = torch._dynamo.callback_handler
     if act not in handler.start_callbacks:
@@ -290,7 +289,6 @@ def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _chain(error: BaseException) -> Iterable[BaseException]:
-    """Yield an error and its chain of causes."""
     following: BaseException | None = error
     while following is not None:
         yield following
@@ -306,8 +304,6 @@ def freed_on_reset(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _FreedOnReset:
-    """A callable that releases its function on ``torch._dynamo.reset()``."""
-
     # No __dict__: Dynamo's own wrapper would copy its entries and keep the function alive.
     __slots__ = ("__weakref__", "code", "function")
 

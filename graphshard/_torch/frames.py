@@ -138,7 +138,6 @@ def _owners(methods: Iterable[FrameType]) -> tuple[nn.Module, ...]:
 
 
 def _called_module(caller: FrameType | None) -> nn.Module | None:
-    """Return the module whose call runs in ``caller``, or None."""
     if caller is not None and caller.f_code.co_qualname.endswith("_call_impl.<locals>.inner"):
         caller = caller.f_back  # the module has hooks
     called = caller is not None and caller.f_code.co_name in _MODULE_CALL
@@ -155,7 +154,6 @@ class CompileRequest:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module to compile, or None for a function."""
         return self.given if isinstance(self.given, nn.Module) else None
 
 

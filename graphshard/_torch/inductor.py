@@ -224,8 +224,8 @@ def compile_without_code(
 ) -> Any:
     """Run Inductor's graph passes on a graph with fake inputs, without generating code.
 
-    The returned callable returns uninitialized tensors like the graph's outputs, and inputs as they
-    are. ``inner_compile``, if given, compiles each partitioned graph instead, without the post-grad
+    The returned callable returns uninitialized tensors in place of those that the graph computes.
+    If ``inner_compile`` is given, it compiles each partitioned graph instead, without the post-grad
     passes.
     """
     patches = {**options, "force_disable_caches": True}

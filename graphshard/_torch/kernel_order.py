@@ -83,7 +83,6 @@ def _split(nodes: Nodes) -> Nodes:
 
 
 def _is_fused(node: BaseSchedulerNode) -> bool:
-    """Return whether a node consists of several that can be separate kernels."""
     is_list_operator = getattr(node, "is_foreach", bool)()
     return len(getattr(node, "snodes", ())) > 1 and not is_list_operator
 
@@ -178,7 +177,6 @@ def _writers(nodes: Nodes) -> dict[str, BaseSchedulerNode]:
 
 
 def _dependencies(nodes: Nodes) -> _Dependencies:
-    """Return the graph with an edge from each node to every node that it must come after."""
     writer = _writers(nodes)
     graph: _Dependencies = nx.DiGraph()
     graph.add_nodes_from(nodes)

@@ -154,7 +154,6 @@ class _WireGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Register the backend ``BACKEND`` for ``init_process_group``."""
     dist.Backend.register_backend(BACKEND, _WireGroup, devices=["cpu"])
 
 

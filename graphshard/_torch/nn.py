@@ -60,7 +60,6 @@ def flat_weights(module: nn.RNNBase) -> list[torch.Tensor | None]:
 
 
 def forward_pre_hooks(module: nn.Module) -> list[object]:
-    """Return the forward pre-hooks of ``module``, in execution order."""
     return list(module._forward_pre_hooks.values())
 
 
@@ -165,5 +164,4 @@ def orthogonalized(
 
 
 def adjusted_lr(lr: Any, adjust_lr_fn: str | None, shape: torch.Size) -> Any:
-    """Return Muon's learning rate for a matrix of ``shape``."""
     return _adjust_lr(lr, adjust_lr_fn, shape)

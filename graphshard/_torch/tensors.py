@@ -129,7 +129,6 @@ def returns_nothing(op: object) -> bool:
 
 
 def writes_arguments(op: object) -> bool:
-    """Return whether an operator mutates any of its arguments."""
     return isinstance(op, OpOverload) and op._schema.is_mutable
 
 

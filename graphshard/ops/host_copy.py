@@ -81,8 +81,6 @@ class _HostCopy(dist.Work):
 
 
 class _HostWait(dist.Work):
-    """The second wait for a copy, whose target the host is about to read."""
-
     def __init__(self, launch: _Launch) -> None:
         super().__init__()
         self._launch = launch

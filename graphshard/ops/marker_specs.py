@@ -74,7 +74,6 @@ class MarkerSpec:
 
     @classmethod
     def of_node(cls, node: fx.Node) -> Self:
-        """Return the spec of a call in a graph."""
         assert node.target is cls.op(), f"{node.name} is not a call of {cls.name}"
         return cls(*node.args)
 
@@ -222,7 +221,6 @@ class ReduceGradSpec(MarkerSpec):
 
     @property
     def _is_narrow(self) -> bool:
-        """Whether the gradient has a narrower dtype than its reduction."""
         grad = value_of(self.grad)
         return grad.dtype.itemsize < used_dtype(grad, self.reduce_dtype).itemsize
 

@@ -53,8 +53,6 @@ class _MeshPlan(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The matrices of a step, grouped by mesh."""
-
     matrices: list[_Stepped]
     alone: list[_Stepped]  # need no other rank
     by_mesh: list[_MeshPlan]  # one for each mesh
@@ -91,7 +89,6 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one optimization step; ``closure`` recomputes and returns the loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -225,7 +222,6 @@ def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
 
 
 def _name(param_groups: Sequence[Group], number: int, index: int) -> str:
-    """Return the name of a parameter for messages, or its position if it has no known name."""
     group = param_groups[number]
     sharded_param = sharded_param_of(group["params"][index])
     if sharded_param is not None:

@@ -48,7 +48,7 @@ def assign_matrices(
 
     Args:
         max_bytes_per_rank: limit for a bucket's size in bytes, divided by the number of ranks. A
-            bucket may have one matrix per rank, whatever its size.
+            bucket may always have one matrix per rank.
     """
     buckets: list[MatrixBatch] = []
     pending: list[Owned] = []
@@ -104,7 +104,7 @@ class RowExchange:
         ]
 
     def to_owners(self, bucket: MatrixBatch, rows_of: Callable[[int], torch.Tensor]) -> InFlight:
-        """Send this rank's rows of each matrix to its owner, if that is in this rank's replica."""
+        """Send this rank's rows of each matrix to its owner, if that is in the same replica."""
         # Call rows_of once for each matrix: Muon's updates the momentum.
         rows = [(owned.rank, rows_of(owned.matrix)) for owned in bucket]
         sends = [(owner, own) for owner, own in rows if owner in self._replica_ranks]

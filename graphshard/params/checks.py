@@ -1,7 +1,7 @@
 """Validate the parameters to shard, and resolve their options.
 
-Checks return an error message instead of raising it: all ranks must raise together, even if only
-one has an error (``shard._check_same_shards``).
+``find_error`` returns an error message instead of raising it: all ranks must raise together, even
+if only one has an error (``shard._check_same_shards``).
 """
 
 from __future__ import annotations
@@ -179,7 +179,6 @@ def _ddp_error(plain_params: Sequence[PlainParam]) -> str | None:
 
 
 def _own_mesh_error(groups: MeshGroups) -> str | None:
-    """Return why a parameter cannot use its mesh from ``overrides``, or None."""
     mesh, default = groups.mesh, groups.default
     if default is None:
         return None
@@ -216,7 +215,6 @@ def _tensor_error(param: nn.Parameter, groups: MeshGroups, all_meta: bool) -> st
 
 
 def _dtensor_error(tensor: DTensor, groups: MeshGroups) -> str | None:
-    """Return why a model that contains this DTensor cannot be sharded, or None."""
     error = _layout_error(tensor, groups)
     start = f"is a DTensor of {tensor.placements} on {tensor.device_mesh}, "
     return None if error is None else start + error
@@ -240,7 +238,6 @@ def _layout_error(param: DTensor, groups: MeshGroups) -> str | None:
 
 
 def _tp_mesh_error(tp_mesh: DeviceMesh, mesh: DeviceMesh) -> str | None:
-    """Return why parameters on ``tp_mesh`` cannot be sharded over ``mesh``, or None."""
     slices = f'slices of one mesh, as in parallelize_module(model, mesh["tp"], plan) and {_DP_MESH}'
     if slice_equal_to(tp_mesh, mesh) is None:
         return f"and cannot be sharded over {mesh}: both must be {slices}"
@@ -308,7 +305,6 @@ def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
 
 
 def _resolve_specs(groups: Mapping[PlainParam, MeshGroups], options: Options) -> str | None:
-    """Set the spec of every parameter; return the first error, or None."""
     for plain, own in groups.items():
         try:
             param_options = options.for_parameter(plain.fqns)
@@ -444,14 +440,13 @@ def _has_memory(param: nn.Parameter) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> range:
-    """Return the range of bytes that ``tensor`` spans in its storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     start = tensor.storage_offset()
     return range(start * tensor.itemsize, (start + last + 1) * tensor.itemsize)
 
 
 def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors with overlapping byte ranges have an element in common."""
+    """Return whether tensors with overlapping byte ranges share an element, or may share one."""
     if one.itemsize != other.itemsize:
         return True
     # Mark the elements of one tensor in a map of the storage, and look for marks in the other.

@@ -28,8 +28,8 @@ def clip_grad_norm_(
     """Clip gradients in place by their total norm, and return that norm.
 
     Takes the arguments of ``torch.nn.utils.clip_grad_norm_``, which fails if gradients are on
-    several meshes, such as when tensor parallelism has split only some parameters. All ranks of the
-    meshes must call this.
+    several meshes, such as when tensor parallelism has split only some parameters. All ranks that
+    train the model must call this.
 
     Returns:
         The total norm before clipping, as a plain tensor that is equal on all ranks.

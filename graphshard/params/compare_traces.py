@@ -31,8 +31,6 @@ _Labels: TypeAlias = "defaultdict[fx.Node, _Label]"
 
 
 class _Step(NamedTuple):
-    """A call in a traced graph."""
-
     op: str  # name of the function, method or module
     # Labels of values, and constants; None for higher-order operators and inside of their bodies.
     arguments: object

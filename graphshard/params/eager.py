@@ -43,10 +43,10 @@ class _Read(NamedTuple):
 
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
-    """Return the full parameters ``names`` of ``module``, or None outside of any forward.
+    """Return the full parameters ``names``, or None outside of any forward of the model.
 
-    They are differentiable. Those that the call in progress has not read yet are gathered, which is
-    a collective.
+    They are differentiable unless frozen. This is a collective if the call in progress has not
+    gathered all of them yet.
 
     Raises:
         BackendError: a full parameter was changed in place, or a shard was lost, replaced or not
@@ -209,7 +209,10 @@ def _reduce(
 def _used_on_any_rank(
     sharded_params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
 ) -> list[bool]:
-    """Return, for each parameter, whether any rank has its gradient; a collective if several."""
+    """Return whether any rank has the gradient of each parameter.
+
+    This is a collective, unless there is at most one parameter.
+    """
     used_here = [grad is not None for grad in grads]
     if len(sharded_params) <= 1:  # backward only runs if a gradient exists
         return used_here

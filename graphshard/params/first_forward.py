@@ -1,7 +1,7 @@
 """Modules that were passed to ``torch.compile`` and are not sharded yet.
 
-One hook shards a module before its first forward begins, another raises or warns if an optimizer
-steps parameters that were never sharded.
+One hook shards a module when its first compiled forward begins; another raises or warns if an
+optimizer steps parameters that were never sharded.
 
 [Note: first forward] With a mixed-precision policy, sharding adds hooks that cast a model's inputs
 and outputs, as in FSDP2. A module only calls hooks that it has when its forward begins, but Dynamo
@@ -77,9 +77,12 @@ class Sharder(Protocol):
 def shard_before_first_forward(
     sharder: Sharder, request: CompileRequest, policy: MixedPrecisionPolicy
 ) -> None:
-    """Register ``_FirstForward`` on a module given to ``torch.compile``, unless all is sharded.
+    """Register ``_FirstForward`` on the module of ``request``, if any, unless it is all sharded.
 
     See [Note: first forward].
+
+    Args:
+        policy: policy by which the inputs of the module are cast.
     """
     root = request.module
     if root is None:
@@ -99,8 +102,8 @@ def forget_first_forward(root: nn.Module) -> None:
 def has_yet_to_cast(root: nn.Module, call: CompiledCall) -> bool:
     """Return whether ``_FirstForward`` has yet to cast the inputs of the call in progress.
 
-    This is the case while an earlier hook runs. From then on, ``_FirstForward`` also casts if the
-    module is sharded by the time that it runs.
+    This is the case while an earlier hook runs. If so, ``_FirstForward`` will cast them even if
+    ``root`` is sharded by then.
     """
     # Global hooks, and the user's from before torch.compile, run first. If Dynamo compiles one of
     # them, the module is sharded at that point, and ``_FirstForward`` only casts the inputs.
@@ -123,9 +126,9 @@ class _Copied:
 
 
 class _FirstForward:
-    """A forward pre-hook that shards a module in its first compiled forward, and casts its inputs.
+    """A forward pre-hook that shards a module in its first compiled call, and casts the inputs.
 
-    If ``torch.compile`` is disabled, any first forward counts.
+    If ``torch.compile`` is disabled, it acts in the first call of any kind.
     """
 
     handle: RemovableHandle
@@ -204,7 +207,11 @@ def watch_idle(sharder: Sharder) -> None:
 
 
 def watch(sharder: Sharder, compiled: object) -> None:
-    """Watch the modules that an object given to ``torch.compile`` refers to, until sharded."""
+    """Watch the modules that ``compiled`` refers to, until they are sharded.
+
+    Args:
+        compiled: object passed to ``torch.compile``.
+    """
     _watched[:] = [w for w in _watched if w.target() is not None]
     target = compiled.__self__ if isinstance(compiled, types.MethodType) else compiled
     if not any(w.sharder is sharder and w.target() is target for w in _watched):
@@ -252,7 +259,6 @@ def modules_named_by(target: object) -> Iterator[nn.Module]:
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """Raise or warn if an optimizer steps parameters that should be sharded."""
     if torch.compiler.is_compiling():
         return
     stepped = _stepped_plainly(optimizer) if _watched or _idle else set()

@@ -1,7 +1,8 @@
 """Gather shards to a full tensor on the first rank of a mesh, or scatter one from that rank.
 
-Rows are sent as bytes, so that every backend supports every dtype. On a 2D mesh only the first
-replica gathers and scatters; the others then receive their shards from it.
+Rows are sent as bytes, so that every backend supports every dtype. On a 2D mesh, only the first
+replica gathers or scatters; after a scatter, it sends its shards to the other replicas. If tensor
+parallelism has split a tensor, every rank receives all of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .param_spec import ParamSpec
 
 
 def spec_of(dtensor: DTensor) -> ParamSpec | None:
-    """Return the spec of ``dtensor``, or None if no spec has its placements."""
+    """Return the spec of ``dtensor``; None with other placements, as under tensor parallelism."""
     if dtensor.device_mesh.ndim > 2:
         return None
     last = dtensor.placements[-1]

@@ -78,7 +78,7 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None
 
 
 def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
-    """Divide gradient sums over all ranks by ``factor`` instead of by the number of ranks.
+    """Divide gradient sums by ``factor`` instead of by the number of ranks with different data.
 
     Like FSDP2's method, but always for the whole model. Use 1.0 if the loss is already divided by a
     total over all ranks, such as the number of tokens.
@@ -87,7 +87,7 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
         model: module that graphshard has sharded, or a submodule of one.
 
     Raises:
-        ValueError: ``model`` is not sharded, or ``factor`` is not a positive number.
+        ValueError: ``model`` is not sharded, or ``factor`` is not a positive, finite number.
     """
     sharded = sharded_model_of(model) if isinstance(model, nn.Module) else None
     if sharded is None:
@@ -97,7 +97,7 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
         )
     is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
     if not is_number or not 0 < factor < math.inf:
-        raise ValueError(f"factor={factor!r}: must be a positive number")
+        raise ValueError(f"factor={factor!r}: must be a positive, finite number")
     sharded.gradient_divide_factor = float(factor)
 
 

@@ -78,7 +78,7 @@ def find_root(
 def record_graph_breaks(
     trace: Trace, params: Sequence[ShardedParam | None], call: CompiledCall
 ) -> None:
-    """Record the graph breaks and the eager modules of a model, for a warning about them."""
+    """Record the graph break that ends a trace, and modules that run eagerly, for a warning."""
     owner = trace.owner()
     models = [param.model for param in params if param]
     model = models[0] if models else sharded_model_of(owner) if owner is not None else None
@@ -178,8 +178,6 @@ _hook: list[RemovableHandle] = []
 
 
 class _Saved(NamedTuple):
-    """Shards that every run of a graph saves for backward."""
-
     node_type: type  # class of the graph's autograd nodes
     shards: list[int]  # positions among the graph's inputs
 
@@ -187,7 +185,7 @@ class _Saved(NamedTuple):
 def refusing_stale_forwards(compiled: Callable[..., _R]) -> Callable[..., _R]:
     """Wrap a compiled graph: its backward raises if it gathers a parameter changed after forward.
 
-    Not if forward ran under saved-tensor hooks.
+    Forwards that run under saved-tensor hooks are not checked.
     """
     saved: _Saved | None = None
 
@@ -208,8 +206,8 @@ def refusing_stale_forwards(compiled: Callable[..., _R]) -> Callable[..., _R]:
 def _find_saved(outputs: Sequence[object], args: Sequence[object]) -> _Saved | None:
     """Hook the backward of a graph and return the shards that it saves; None if not training.
 
-    The hook raises if the parameter of a saved shard has changed. From now on, optimizer steps
-    increment the versions of DTensors.
+    The hook raises if the parameter of a saved shard has changed. Once a graph saves a shard, all
+    optimizer steps increment the versions of DTensors.
     """
     # A graph may return its inputs, whose nodes belong to other graphs.
     nodes = set(compiled_nodes(outputs)).difference(compiled_nodes(args))

@@ -29,7 +29,7 @@ class MemoryReport:
         parameters: shards, including padding, and parameters that are not sharded.
         gradients: gradients of all parameters that require one, as after a backward.
         sums: unreduced microbatch gradients currently held, such as those of ``no_sync``.
-        optimizer: current optimizer state of the model's parameters, if an optimizer was passed.
+        optimizer: current optimizer state of the model's parameters, 0 without an optimizer.
         gathered: planned peak of unsharded parameters, over all graphs compiled so far.
         on_host: part of parameters, gradients and optimizer state in host memory
             (``offload_policy``).
@@ -59,9 +59,7 @@ class MemoryReport:
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
     """Return the memory of ``model`` and its optimizer on this rank, without communication.
 
-    Args:
-        model: module to measure, sharded or not, compiled or not.
-        optimizer: optimizer whose state is included.
+    ``model`` may be compiled, and need not be sharded.
 
     Raises:
         ValueError: ``model`` is not a module, or ``optimizer`` is not an optimizer.

@@ -57,7 +57,6 @@ class MeshGroups:
 
     @cached_property
     def whole_mesh(self) -> DeviceMesh:
-        """Mesh with the axes of ``mesh``, then those of ``tp_mesh``, if any."""
         return self.mesh if self.tp_mesh is None else concatenated(self.mesh, self.tp_mesh)
 
     @property

@@ -59,9 +59,9 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
             every module that has one of them.
 
     Raises:
-        ValueError: the model is not sharded, or ``init`` replaces a parameter, leaves one or a
-            buffer unwritten, or reads one that is on the meta device. The model then stays on the
-            meta device.
+        ValueError: the model is not sharded, or has experts that are not DTensors; or ``init``
+            replaces a parameter, leaves one or a buffer unwritten, or reads one that is on the meta
+            device. The model then stays on the meta device.
     """
     root = checked_module(model, allow_meta=True)
     groups = mesh_groups_of(root)
@@ -102,7 +102,6 @@ def allocate(root: nn.Module, groups: MeshGroups) -> None:
 
 
 def _passes(root: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the names of the parameters to initialize in each pass."""
     sizes = {name: root.get_parameter(name).nbytes for name in names}
     # All parameters of a pass are full-size at once, and every pass runs ``init`` on the whole
     # model. A pass may be as large as the largest module, which must fit anyway, or as 1/16 of the
@@ -130,8 +129,6 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A module's class and attributes before initialization."""
-
     module: nn.Module
     kind: type[nn.Module]
     attributes: dict[str, Any]  # contents of its ``__dict__``
@@ -159,7 +156,6 @@ class _Snapshot:
         _refill(parameters_of(self.module), self.parameters)
 
     def restore_attributes(self) -> None:
-        """Undo what ``init`` did to the module's attributes and buffers."""
         _refill(vars(self.module), self.attributes)
         _refill(buffers_of(self.module), self.buffers)
 
@@ -225,7 +221,6 @@ def _run(init: Init, root: nn.Module) -> None:
 
 
 def _own_init(root: nn.Module) -> None:
-    """Initialize a model with its own ``init_weights`` or ``reset_parameters`` methods."""
     if callable(init_weights := getattr(root, "init_weights", None)):
         init_weights()
         return

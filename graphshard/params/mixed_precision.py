@@ -73,7 +73,12 @@ def cast_at_boundary(boundary: CastBoundary) -> None:
 def check_cast_boundaries(
     root: nn.Module, options: Options, in_use: bool, will_cast: bool = False
 ) -> None:
-    """Raise BackendError if a running forward (``in_use``) has missed casts at its boundaries."""
+    """Raise BackendError if a forward that has begun has missed casts at a cast boundary.
+
+    Args:
+        in_use: whether a forward of ``root`` may be running.
+        will_cast: whether ``root`` itself is excepted, because its inputs are cast later.
+    """
     for module, policy in find_cast_boundaries(root, options)[will_cast:]:  # root's is first
         begun, runs = call_arguments(module), in_use and module is root
         dtype = _input_dtype(policy)
@@ -120,7 +125,6 @@ def _after_forward(dtype: torch.dtype, module: nn.Module, args: object, output: 
 
 
 def _cast_floating(values: _T, dtype: torch.dtype) -> _T:
-    """Cast the floating-point tensors in ``values``, including containers and dataclasses."""
     if torch.compiler.is_compiling():
         return apply_to_tensors(functools.partial(_cast, dtype), values)
     return _cast_eagerly(values, dtype)

@@ -226,7 +226,6 @@ def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type
 
 
 def _accessor(name: str, reading: Reading) -> property:
-    """Return the property of a sharded class that reads its parameter ``name``."""
     marker, op = reading.marker, reading.marker.op()
     shard = cast(str, marker.arguments()[0])
     attributes = tuple(getattr(marker, argument) for argument in marker.accumulators)
@@ -340,7 +339,7 @@ def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | 
 
 
 def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> ShardedParam:
-    """Return the sharded parameter of ``dtensor``, or a new one like ``previous``."""
+    """Return the sharded parameter for ``dtensor``, a new one if it needs a shard of its own."""
     known = sharded_param_of(dtensor)
     for candidate in (previous, known):
         if candidate is not None and candidate.is_attached() and candidate.dtensor is dtensor:

@@ -112,10 +112,7 @@ class ParamSpec:
 
     @functools.cached_property
     def tp_part(self) -> tuple[slice, ...]:
-        """Slices of the full parameter that are gathered.
-
-        All of it or, with tensor parallelism, this rank's part.
-        """
+        """Index of the unsharded tensor in the full parameter."""
         index, tp_mesh = [slice(0, size) for size in self.shape], self.groups.tp_mesh
         for placement in self.tp_placements or ():  # at most one: the mesh has one axis
             if isinstance(placement, Shard):
@@ -222,7 +219,6 @@ class ParamSpec:
         return padded if self.rows is None else self.in_place(padded[: self.num_local_rows])
 
     def rows_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of ``tensor`` with its split dimension moved to the front."""
         return tensor.movedim(self.dim, 0) if self.dim else tensor
 
     def in_place(self, rows: torch.Tensor) -> torch.Tensor:
@@ -236,7 +232,6 @@ class ParamSpec:
     # --- markers, for graphs and for eager parts of a model ---
 
     def marker(self, shard: Any, **accumulators: Any) -> UnshardSpec | ReplicateSpec:
-        """Return the marker that unshards ``shard``."""
         # ``shard`` is unused unless the marker is called. The accumulators are stand-ins or keys:
         # see [Note: unreduced gradients] in sharded_param.
         if self.rows is None:
@@ -312,8 +307,8 @@ class Padding:
     Attributes:
         names: parameters with fewer rows than shards, largest first.
         rows: number of rows of the largest one.
-        held_bytes: parameter bytes on a rank, including padding.
-        even_bytes: parameter bytes on a rank if split evenly.
+        held_bytes: bytes of all split parameters on a rank, including padding.
+        even_bytes: the same if they were split evenly.
     """
 
     names: tuple[str, ...]
@@ -340,12 +335,11 @@ class Padding:
 def find_padding(
     shapes: Mapping[str, Sequence[int]], shards: int, held_bytes: float, full_bytes: float
 ) -> Padding | None:
-    """Return the padding of a model, or None if it takes little memory.
-
-    Also return None if no parameter has fewer rows than shards.
+    """Return the padding of a model; None if it is small, or no parameter has too few rows.
 
     Args:
-        shapes: shapes of the gathered parameters that are split, ``[rows, ...]``, keyed by name.
+        shapes: shapes of all split parameters, ``[rows, ...]``, keyed by name.
+        shards: number of shards of each.
         held_bytes: bytes of their shards on a rank, including padding.
         full_bytes: bytes of the full parameters.
     """

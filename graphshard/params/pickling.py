@@ -42,7 +42,7 @@ def refuse_pickling(what: str) -> NoReturn:
 
 # copy and pickle both call __reduce_ex__. To fail only for pickle, its result contains a _Recipe.
 class _Recipe:
-    """Recipe for rebuilding an object, which can be copied but not pickled."""
+    """Recipe for rebuilding an object; the recipe can be copied but not pickled."""
 
     def __init__(
         self, what: str, make: Callable[[], object], gradients: Sequence[torch.Tensor]

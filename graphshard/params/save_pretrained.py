@@ -5,7 +5,7 @@
                                      while the library's own ``save_pretrained`` writes it
 
 This works for any library's method, whether it takes a state dict or not (transformers, peft,
-diffusers, huggingface_hub). peft selects what to save from meta tensors, and only that is gathered.
+diffusers, huggingface_hub). Before the gather, peft selects from meta tensors what it will save.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def has_save_pretrained(cls: type) -> bool:
 def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a class's ``save_pretrained`` to gather the model and write it on the first rank.
 
-    Calls that pass a ``state_dict``, that save an unsharded model, or that a wrapped call of an
-    enclosing module makes, are not changed.
+    Nothing changes for calls with a ``state_dict``, for unsharded models, and for modules that are
+    saved as part of another.
     """
     signature = inspect.signature(save)
 
@@ -80,7 +80,7 @@ def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def saved_state_dict(model: nn.Module) -> StateDict:
-    """Gather the full state dict on the first rank; for a peft model, only the adapters."""
+    """Gather the full state dict, or ``adapter_state_dict`` of a peft model, on the first rank."""
     return adapter_state_dict(model) if is_peft_model(model) else full_state_dict(model)
 
 
@@ -126,8 +126,9 @@ def is_peft_model(model: object) -> TypeGuard[PeftModel]:
 def adapter_state_dict(model: nn.Module) -> StateDict:
     """Gather on the mesh's first rank the tensors that ``model.save_pretrained`` saves.
 
-    All ranks must call this. The base model is not gathered, except for parts that peft also saves
-    (``modules_to_save``, resized embeddings).
+    All ranks must call this. Parameters that require a gradient are always gathered. Of the rest of
+    the base model, only parts that peft saves are (``modules_to_save``, resized embeddings), unless
+    peft has to read values to choose what to save (AdaLoRA): then the whole model is gathered.
 
     Returns:
         Full tensors on the first rank's host, keyed by their names in ``model.state_dict()``; empty

@@ -97,7 +97,8 @@ def shard_module(
         allow_meta: whether to accept a module on the meta device, which is sharded there.
 
     Raises:
-        BackendError: on every rank, if one cannot shard its module, or modules or options differ.
+        BackendError: on every rank, if one cannot shard its module; if modules or options differ;
+            or if values differ that a forward may have used.
     """
     has_replacements = take_replacements(root)
     plain_params = find_plain_params(root, options.ignored_params)
@@ -289,7 +290,6 @@ def _make_stale(param: Any) -> None:
 
 
 def _shard_parameter(plain: PlainParam, model: ShardedModel) -> ShardedParam:
-    """Make the DTensor and the shard of one parameter, and move its gradient to them."""
     old, spec = plain.param, plain.spec
     new = nn.Parameter(spec.dtensor(spec.padded_shard(old)), requires_grad=old.requires_grad)
     assert isinstance(new, DTensor)
@@ -320,7 +320,7 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
 
 
 def _accumulate_full_grad(sharded_param: ShardedParam, grad: torch.Tensor) -> None:
-    """All-reduce a full gradient over the parameter's mesh, and accumulate this rank's part."""
+    """Average a full gradient over the parameter's mesh, and accumulate this rank's part."""
     spec = sharded_param.spec
     group = process_group(spec.groups.data_ranks)
     own = spec.unsharded(grad)
@@ -369,7 +369,6 @@ def repoint_param_groups(new: Mapping[nn.Parameter, torch.Tensor]) -> list[torch
 
 
 def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:
-    """Replace parameters by their DTensors in the param groups and state of live optimizers."""
     dtensors = {old: sharded_param.dtensor for old, sharded_param in sharded_params.items()}
     for optimizer in repoint_param_groups(dtensors):
         for old, sharded_param in sharded_params.items():

@@ -136,7 +136,8 @@ class ShardedParam:
         """Set ``shard`` for ``dtensor``, whose local tensor becomes a view of the shard.
 
         The shard uses the local tensor's memory if that needs no padding, is contiguous with its
-        rows first, and is on the right device; otherwise it is a copy.
+        rows first, and is on the right device; otherwise it is a copy. ``empty`` memory must be
+        filled before the next forward.
         """
         local = local_tensor(dtensor).detach()
         padded = self.spec.rows_first(local)
@@ -168,7 +169,7 @@ class ShardedParam:
         )
 
     def add_owner(self, module: nn.Module, name: str) -> None:
-        """Put the DTensor and the shard into ``module``, for parameter ``name``, and record it."""
+        """Make ``module`` an owner: give it the DTensor as parameter ``name``, and the shard."""
         parameters_of(module)[name] = cast(nn.Parameter, self.dtensor)
         self._give_shard(module, name)
         if not any(
@@ -336,7 +337,6 @@ class ShardedParam:
         return [total for total in totals if total is not None]
 
     def drop_taken(self) -> None:
-        """Drop the totals taken in this backward, because the parameter has received them."""
         for accumulator in self._accumulators.values():
             accumulator.drop_taken()
 
@@ -510,9 +510,9 @@ _HALF_WORD = 0x7FFB
 
 
 def mark_uninitialized(tensor: torch.Tensor) -> bool:
-    """Fill a contiguous tensor with the reserved NaN, and return whether that is possible.
+    """Fill a contiguous tensor with the reserved NaN; return False if it cannot be marked.
 
-    It is in floating-point dtypes of 2 bytes or more, except on the meta device.
+    Only tensors of floating-point dtypes of at least 2 bytes can, and none on the meta device.
     """
     half_words = _half_words(tensor)
     if half_words is not None:
@@ -521,7 +521,7 @@ def mark_uninitialized(tensor: torch.Tensor) -> bool:
 
 
 def num_uninitialized(tensor: torch.Tensor) -> int:
-    """Count the reserved NaNs in a contiguous tensor; synchronizes the device."""
+    """Count the reserved NaNs in a contiguous tensor; waits for its device."""
     half_words = _half_words(tensor)
     return 0 if half_words is None else int((half_words == _HALF_WORD).all(1).sum())
 
@@ -620,12 +620,11 @@ class ShardedModel:
         return [[flag > 0 for flag in row] for row in flags.tolist()]
 
     def warn_of_other_options(self, options: Options) -> None:
-        """Warn once if a backend's options differ from those the model was sharded with."""
         ignored = options.differences_from(self.options)
         if ignored and not self.warned_of_options:
             self.warned_of_options = True
             warnings.warn(
-                f"graphshard: {', '.join(ignored)} of the backend has no effect: {self.name} was "
+                f"graphshard: the backend ignores its {', '.join(ignored)}: {self.name} was "
                 "already sharded with different arguments. Pass the same arguments to "
                 "graphshard.shard and graphshard.backend",
                 stacklevel=2,

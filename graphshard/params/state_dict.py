@@ -6,9 +6,9 @@
 Tensors are sent one at a time: the first rank holds at most one full tensor in addition to its
 shards and the state dict, and other ranks hold none. The exception is parameters that tensor
 parallelism has split: every rank holds the full tensor while it is sent. To load, the first rank
-broadcasts names, shapes and dtypes; then torch's ``load_state_dict`` walks the modules on every
-rank, and each tensor is sent when the walk reaches its parameter. Strictness, messages and load
-hooks work as usual.
+broadcasts names, shapes and dtypes, and then the tensors of unsharded entries; torch's
+``load_state_dict`` walks the modules on every rank, and a sharded parameter's tensor is sent when
+the walk reaches it. Strictness, messages and load hooks work as usual.
 
 [Note: not by torch's StateDictOptions] ``torch.distributed.checkpoint.state_dict`` also gathers and
 broadcasts full tensors. But it sends all of them to all ranks; copies tied weights; drops module
@@ -126,7 +126,7 @@ def load_full_state_dict(
         Missing and unexpected keys, as ``load_state_dict`` does.
 
     Raises:
-        RuntimeError: names or shapes differ; raised by ``load_state_dict``.
+        RuntimeError: names (if ``strict``) or shapes differ; raised by ``load_state_dict``.
         ValueError: on all ranks, if ``model`` is not sharded yet or is on the meta device, a
             parameter differs between ranks (experts that are not DTensors), or the first rank's
             state dicts cannot be loaded.
@@ -211,7 +211,10 @@ def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list
 def _select(
     state: Mapping[str, Any], names: Collection[str], groups: MeshGroups | None
 ) -> StateDict:
-    """Return the entries of a state dict in ``names``, in its order and with its versions."""
+    """Return the entries ``names`` of a state dict, keeping its order and versions.
+
+    Raise if an entry is missing, or if ``names`` differs between ranks.
+    """
     names = {names} if isinstance(names, str) else set(names)
     unknown = sorted(names - {plain_name(name) for name in state})
     error = (
@@ -256,7 +259,6 @@ def _on_first_host(value: object, is_first: bool) -> object:
 def _gathered_optimizer(
     root: nn.Module, optim: torch.optim.Optimizer, is_first: bool
 ) -> dict[str, Any]:
-    """Gather the state dict of ``optim``, keyed by parameter names; {} on other ranks."""
     names, state = _parameter_names(root, optim), optim.state_dict()
     flat_names = [name for group in names for name in group]
     by_name = {flat_names[number]: values for number, values in state["state"].items()}
@@ -271,15 +273,11 @@ def _gathered_optimizer(
 
 
 class _States(NamedTuple):
-    """State dicts of a model and its optimizer, to load."""
-
     model: Mapping[str, Any]
     versions: Mapping[str, Any]  # module versions, keyed by name
     optim: Mapping[str, Any]  # keyed by parameter names; empty without an optimizer
 
     def map_tensors(self, convert: Callable[[Hashable, torch.Tensor], torch.Tensor]) -> _States:
-        """Return state dicts with ``convert(key, tensor)`` in place of every tensor."""
-
         def converted(values: Mapping[str, Any], *prefix: str) -> dict[str, Any]:
             return {
                 key: convert((*prefix, key), value) if isinstance(value, torch.Tensor) else value

@@ -59,7 +59,6 @@ def _difference(
     rank: int,
     advise: Callable[[str, str, str], str],
 ) -> str | None:
-    """Describe the first difference from the first rank, or return None if equal."""
     for name in [*first, *other]:
         ours, theirs = first.get(name, "missing"), other.get(name, "missing")
         if ours != theirs:

@@ -153,7 +153,6 @@ class CallLog:
             self._raise_posted_error(watcher)
 
     def _wait(self, watcher: Watcher, call: int) -> None:
-        """Wait until all ranks have agreed to ``call``, or raise."""
         timeout_s = self._members.timeout_s()
         watcher.awaited = call
         try:

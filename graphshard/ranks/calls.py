@@ -90,13 +90,11 @@ class CallHistory:
         return LoggedCall(*self._calls[call % NUM_LOGGED])
 
     def plan_text(self, plan_id: str) -> str:
-        """Return the text of a plan, or its id if this rank does not know the plan."""
         return self.plan_texts.get(plan_id, plan_id)
 
     # --- messages ----------------------------------------------------------------------------
 
     def rank_names(self, *ranks: int) -> str:
-        """Return "rank 4" or "ranks 4, 6"."""
         numbers = ", ".join(str(self._global_ranks[rank]) for rank in ranks)
         return f"rank{'s' * (len(ranks) > 1)} {numbers}"
 
@@ -108,7 +106,6 @@ class CallHistory:
         return f"{name} waits in call {call} ({text.splitlines()[0]})"
 
     def describe_difference(self, event: CallEvent, their_text: str) -> str:
-        """Describe how this rank's call differs from the posted call of another rank."""
         ranks = (event.rank, self._rank)
         texts = [their_text, self.plan_text(self.entry(event.call).plan_id)]
         difference = describe_difference(texts, [self.rank_names(rank) for rank in ranks])
@@ -135,7 +132,6 @@ def describe_difference(texts: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _cause(ours: str, theirs: str) -> str:
-    """Return the likely cause, given the first lines of both calls."""
     heads = (ours, theirs)
     if any(head.startswith(OPTIMIZER_STEP) for head in heads):
         return _STEP_TOGETHER

@@ -32,7 +32,7 @@ LINGER_S = 1.0  # time for which connections stay open after their reads have en
 
 
 class Members:
-    """The ranks of a process group; ``rank`` is this one's in the group. May outlive the group."""
+    """The ranks of a process group; ``rank`` is this process's. May outlive the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.name, self.rank = group.group_name, group.rank()
@@ -44,7 +44,6 @@ class Members:
         self.release_also(group)
 
     def connect(self) -> dist.Store:
-        """Return a new connection to the store of all members."""
         group = self._group()
         assert group is not None
         return store_of(group)
@@ -71,7 +70,7 @@ class Members:
                 self._stores[group] = store_of(group)
 
     def abort(self) -> None:
-        """Make this rank's blocked and all later collectives raise; takes 1 to 6 s with gloo."""
+        """Make this rank's collectives raise, blocked or later ones; takes 1 to 6 s with gloo."""
         with self._lock:
             stores = list(self._stores.items())
         # For gloo, abort() and shutdown() of a group or its backend do nothing: in torch 2.11 and
@@ -123,7 +122,7 @@ def _wait_until_quiet(connections: Collection[socket.socket]) -> None:
 
 
 def _num_queued(connection: socket.socket) -> int:
-    """Return the number of bytes that the peer has not received, or this process not read."""
+    """Return the bytes not yet received by the peer or read by this process; 0 if unknown."""
     queues = (termios.TIOCOUTQ, termios.FIONREAD)
     with contextlib.suppress(OSError):  # the platform has no such counts for sockets
         sizes = [fcntl.ioctl(connection, queue, bytes(4)) for queue in queues]

@@ -123,7 +123,7 @@ class PlanConsensus:
 def choose_on_first_rank(
     choose: Callable[[], str], what: str, text: str, groups: Sequence[str]
 ) -> str:
-    """Return, on every rank, the result of ``choose()`` on the first rank of all groups.
+    """Return, on every rank of ``groups``, the result of ``choose()`` on the first rank.
 
     This is a call of each group's log: all ranks must make it, about the same ``text``. A rank
     without peers in any group makes its own choice.

@@ -72,9 +72,10 @@ _FOREVER = timedelta(days=20)
 
 
 class EventStore:
-    """The events of one process group; when all ranks agree to a call, earlier events are deleted.
+    """The events of one process group.
 
-    Each method takes a constant number of store operations, plus one for each event it deletes.
+    When all ranks agree to a call, earlier events are deleted, if the store can delete. Each method
+    takes a constant number of store operations, plus one for each event it deletes.
 
     Args:
         connect: function that returns a new connection to the group's store. It is called twice,
@@ -134,7 +135,7 @@ class EventStore:
     def agree(self, event: CallEvent) -> None:
         """Record that this rank runs the same plan in the call of ``event``.
 
-        The last rank to agree posts an ``AgreedEvent`` and deletes the events read by all.
+        The last rank to agree posts an ``AgreedEvent``, and deletes ``event`` and those before it.
         """
         call, index = event.call, event.index
         with self._agreeing:
@@ -154,7 +155,7 @@ class EventStore:
         return self._store.check([key]) and int(self._store.get(key)) >= call
 
     def forget(self, agreed: AgreedEvent) -> None:
-        """Record that all ranks have read the events up to the ``CallEvent`` they agreed to."""
+        """Record that all ranks have read the events up to the ``CallEvent`` of ``agreed``."""
         self._first = max(self._first, agreed.call_event + 1)
 
     def leave(self) -> None:

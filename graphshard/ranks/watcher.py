@@ -53,9 +53,9 @@ BLOCKED_S = 2.0
 class Watcher:
     """A thread that reads the events of one group; the constructor starts it.
 
-    It blocks in the store, which costs nothing while nobody posts, and ends with the group, after
-    an error, or when the store is lost. Must be created in the rank's thread, which writes
-    ``history``.
+    It blocks in the store, which costs nothing while nobody posts; once a rank has left, it polls.
+    It ends with the group, after an error, or when the store is lost. Must be created in the rank's
+    thread, which writes ``history``.
 
     Attributes:
         changed: condition that guards writes to the attributes below, except to ``awaited``.
@@ -181,7 +181,7 @@ class Watcher:
             self.events.post(BlockedEvent(rank=self._rank, call=call, **pending._asdict()))
 
     def _post_deadlock(self) -> None:
-        """Post an error if this rank waits for one that can never make the call."""
+        """Post an error if this rank waits for a call that a blocked rank can never make."""
         # Ranks begin the collectives of a group in the same order. These numbers therefore prove
         # the deadlock, whatever the timing: a rank that is slow, or that waits for a slow third
         # rank, has begun nothing that the others have not.
@@ -260,7 +260,6 @@ _ended = threading.Event()
 
 
 def _start_ticking() -> None:
-    """Start the thread that ticks the watchers of all groups, unless it is running."""
     if _ticking.acquire(blocking=False):
         threading.Thread(target=_tick_all, name="graphshard ticks", daemon=True).start()
 

@@ -19,7 +19,6 @@ SOURCE = Path(__file__).with_name("no_gpu.cpp")
 
 
 def torch_library() -> Path:
-    """Return the path of the library that ``no_gpu.cpp`` links against."""
     return Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
 

@@ -90,7 +90,6 @@ def written_in(
 
 
 def is_non_blocking(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Return whether an operator is called with ``non_blocking=True``."""
     names = argument_names(op)
     if "non_blocking" not in names:
         return False
@@ -135,6 +134,5 @@ def _num_of_foreach(args: Sequence[object], *, casts: bool) -> int:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[torch.Size, list[int]]:
-    """Return the shape, and the strides of all dimensions whose size is not 1."""
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride()) if size != 1]
     return tensor.shape, strides

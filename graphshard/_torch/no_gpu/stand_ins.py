@@ -99,7 +99,7 @@ def listen(library: ctypes.CDLL, listener: StreamListener) -> object:
 
 
 def install(device: DeviceProperties, hooks: Any) -> None:
-    """Simulate a device for this process, which reports what generated code does to ``hooks``.
+    """Simulate a device in this process, and report to ``hooks`` what generated code does.
 
     ``hooks`` has the methods ``kernel_made``, ``kernel_runs``, ``host_kernel_runs``, ``pinned``,
     ``synchronized``, ``graph_made`` and ``graph_runs`` of ``graphshard.check.recorder.Recorder``.
@@ -365,7 +365,7 @@ def _stand_in_for_running(hooks: Any) -> None:
 
 
 def compile_kernel(name: str, source: str) -> list[Any]:
-    """Compile a Triton kernel as Inductor does; return metadata of the configurations that do."""
+    """Compile a Triton kernel as Inductor does; return metadata of each compiled configuration."""
     kernel: Any = codecache._load_triton_kernel_from_source(name, source)
     kernel.precompile(warm_cache_only=True)
     return [result.kernel.metadata for result in kernel.compile_results]
