@@ -83,7 +83,7 @@ def _with_node_size(hardware: Hardware, num_gpus: int) -> Hardware:
 def _memory_bytes(hardware: Hardware, memory_gb: float | None) -> int:
     if memory_gb is not None:
         if not 0 < memory_gb < float("inf"):
-            raise ValueError(f"memory_gb={memory_gb!r}: must be a positive number")
+            raise ValueError(f"memory_gb={memory_gb!r}: must be positive and finite")
         return int(memory_gb * 1e9)
     if hardware.name not in MEMORY_BYTES:
         raise ValueError(

@@ -158,8 +158,8 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def gigabytes(name: str, text: str) -> float:
-    """Parse the size, such as "72GB", of option ``name`` into GB (1e9 bytes)."""
+    """Parse a size such as "72GB" into GB (1e9 bytes); errors name the option ``name``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB)?", text, re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise ValueError(f'{name} {text}: must be a size in GB (1e9 bytes), as in "72GB"')
+        raise ValueError(f'{name} {text}: must be a positive size in GB (1e9 bytes), as in "72GB"')
     return float(match[1])

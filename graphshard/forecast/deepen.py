@@ -111,7 +111,6 @@ class _Segment:
 
     @classmethod
     def find(cls, short: StepGraph, longer: StepGraph, layers: Layers) -> _Segment:
-        """Return the segment that turns the short graph into the longer one, or raise."""
         # Containing the short graph is not enough. The segment must also equal the steps just
         # before or just after it, and live bytes must grow by a constant amount in the period
         # before it, by another constant in the period after it, and linearly in between.
@@ -266,8 +265,6 @@ class _Segment:
 
 
 class _Params:
-    """Parameters of a deep graph, in the order of their first transfers."""
-
     def __init__(self) -> None:
         self.params: list[PlanParam] = []
         self._position: dict[str, int] = {}
@@ -362,7 +359,6 @@ def _segment_transfers(transfers: Sequence[Transfer], start: int, length: int) -
 
 
 def _growths(short: Sequence[int], longer: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """Return the bytes by which the graph grows just before and just after a segment."""
     return longer[start - 1] - short[start - 1], longer[stop] - short[start]
 
 

@@ -1,9 +1,9 @@
 """Derive training steps with other depths, meshes or CPU offload from traced steps.
 
-If layers repeat, two shallow copies of a model determine the step of any depth (``deepen``). With
-partial recomputation layers are of two kinds, recomputed and saved, and four copies determine any
-number of each: a base copy, and copies with one more period of recomputed layers, of saved layers,
-and of both.
+If layers repeat, two *shallow copies* of a model, with fewer layers, determine the step of any
+depth (``deepen``). With partial recomputation, layers are of two kinds, recomputed and saved, and
+four copies determine the step for any number of each: a base copy, and copies with one more period
+of recomputed layers, of saved layers, and of both.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _few(num_layers: int, period: int) -> int:
 
 
 class ShallowCopies(NamedTuple):
-    """The steps of shallow copies of a model whose layers repeat."""
+    """The steps of copies of a model that have fewer of its repeating layers."""
 
     # The second column has one more period of recomputed layers, the second row one more period of
     # saved layers; each is absent if that kind does not grow.
@@ -68,7 +68,7 @@ class ShallowCopies(NamedTuple):
     shallow: Depth  # depth of the first step
 
     def at_depth(self, depth: Depth) -> TracedStep:
-        """Return the step at ``depth``, rounded down to whole periods; raise as ``deepen``."""
+        """Return the step at ``depth``, rounded to ``shallow`` plus whole periods; raise as ``deepen``."""
         first, rest = (
             max(0, deep - few) // self.layers.period for deep, few in zip(depth, self.shallow)
         )
@@ -128,7 +128,7 @@ def trace_copies(
 
 
 def depths(num_layers: int, period: int) -> list[Depth]:
-    """Return the depths derivable from four copies of a model, fewest saved layers first."""
+    """Return the depths derivable from the copies of ``trace_all_depths``, fewest saved layers first."""
     least, more = LEAST_PERIODS * period, num_layers % period
     saved = range(least + more, num_layers - least + 1, period)
     return [Depth(num_layers - number, number) for number in saved]
@@ -137,7 +137,7 @@ def depths(num_layers: int, period: int) -> list[Depth]:
 def trace_all_depths(
     workload: Workload, recipe: Recipe, cluster: Cluster, progress: Progress = lambda text: None
 ) -> ShallowCopies:
-    """Trace the four copies from which to derive all ``depths`` of a model."""
+    """Trace the four shallow copies from which to derive all ``depths`` of a model."""
     assert workload.num_layers is not None
     deep = (LEAST_PERIODS + 2) * workload.period
     depth = Depth(deep, deep + workload.num_layers % workload.period)
@@ -151,13 +151,12 @@ def _trace(
     cluster: Cluster,
     progress: Progress,
 ) -> TracedStep:
-    """Trace a copy of the model with ``depth``, or the model itself if ``depth`` is None."""
     if recipe.offload and cluster.hardware.device_type == "cpu":
         raise ValueError("offload=True on a CPU: shards are in host memory already; omit offload")
     if workload.tokens % recipe.ep:
         raise ValueError(
-            f"ep={recipe.ep}: does not divide the {workload.tokens} tokens of a microbatch, and a "
-            "forecast sends as many to each rank: use a batch of another size"
+            f"ep={recipe.ep}: does not divide the {workload.tokens} tokens of a microbatch, which "
+            "a forecast splits evenly over ranks: use a batch with a multiple of ep tokens"
         )
     num_layers: int | None = None
     part = recipe.recompute

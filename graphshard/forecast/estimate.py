@@ -1,4 +1,4 @@
-"""Predict the time and peak memory of a planned step, corrected by the errors of past forecasts.
+"""Predict the time and peak memory of a planned step, with intervals from past errors.
 
 A graph's plan counts only the memory that the graph keeps alive. This module adds the rank's other
 memory: shards that are not inputs of the graph, optimizer state, buffers, earlier gradients, and
@@ -124,12 +124,10 @@ class TimeForecast:
 
     @property
     def low_us(self) -> float:
-        """Lower end of the interval in which a measured step is expected."""
         return self.errors.low * self.modelled_us
 
     @property
     def high_us(self) -> float:
-        """Upper end of the interval in which a measured step is expected."""
         return self.errors.high * self.modelled_us
 
 

@@ -86,7 +86,6 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits in a device's memory."""
         return self.memory.fits
 
     @property
@@ -111,7 +110,6 @@ class Forecast:
         return f"{padding}{hsdp if padding.splits_evenly(num_gpus // tp) else ''}"
 
     def code(self) -> str:
-        """Return Python code that sets up training with this recipe."""
         budget = self.dumps[0].limits.peak
         return self.recipe.code(
             self.cluster.num_gpus,
@@ -121,9 +119,9 @@ class Forecast:
         )
 
     def to_json(self) -> str:
-        """Return the forecast as JSON, without ``saved`` and the plans of the graphs.
+        """Return the main results as JSON.
 
-        Times are in microseconds, sizes in bytes.
+        Times are in microseconds and sizes in bytes, except those with another unit in their name.
         """
         time = _with_properties(self.time, "step_us", "modelled_us", "low_us", "high_us")
         memory = _with_properties(self.memory, "allocated", "total", "low", "high", "fits")

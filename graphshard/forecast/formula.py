@@ -23,8 +23,9 @@ def saved_bytes(
 ) -> sympy.Expr:
     """Return a formula for the bytes that a rank saves for backward, for any microbatch size.
 
-    One trace with symbolic sizes serves all microbatches. Where layers repeat, shallow copies are
-    traced, and the formula is extrapolated to the depth of the model.
+    It is that of ZeRO-3 with one microbatch, whatever ``recipe`` sets, so it counts no parameters
+    that are kept unsharded. One trace with symbolic sizes serves all microbatch sizes. If many
+    layers repeat, models with fewer layers are traced, and the formula is extrapolated.
 
     Args:
         make_workload: function that takes a number of samples and returns a workload; samples have
@@ -35,7 +36,7 @@ def saved_bytes(
 
     Raises:
         ValueError: the recipe uses fp8, the inputs are not tokens, a graph is valid only for some
-            sizes, or torch cannot trace it with symbolic sizes.
+            sizes, or the trace with symbolic sizes fails.
     """
     if recipe.dtype == "fp8":
         raise ValueError(
@@ -55,7 +56,7 @@ def saved_bytes(
         saved = sympy.expand(trace_step(workload, recipe, cluster, progress).saved)
     except Exception as error:  # torch may fail in any way with symbolic sizes
         raise ValueError(
-            f"{workload.name}: torch cannot trace this model with symbolic sizes; omit --formula: "
+            f"{workload.name}: the trace with symbolic sizes, for --formula, failed; omit it: "
             f"{str(error).strip().splitlines()[0]}"
         ) from error
     if saved.free_symbols != {SAMPLES, TOKENS}:

@@ -82,9 +82,9 @@ def strategies(cluster: Cluster, tp: int = 1) -> list[str]:
 
 
 def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
-    """Return the numbers of HSDP shards to try: the ranks of one, two and four nodes.
+    """Return the numbers of HSDP shards to try: the groups of ``tp`` ranks in 1, 2 and 4 nodes.
 
-    A number is left out if it is 1 or does not divide the cluster into several replicas.
+    A number is left out if it is below 2 or does not divide the cluster into several replicas.
     """
     node, num_groups = cluster.hardware.ranks_per_node // tp, cluster.num_gpus // tp
     sizes = (node, 2 * node, 4 * node)
@@ -94,7 +94,10 @@ def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
 def largest_that_fits(
     memory_at: Callable[[int], int], limit: int, least: int, most: float = float("inf")
 ) -> int | None:
-    """Return the largest number in ``[least, most]`` whose memory is at most ``limit``, or None."""
+    """Return the largest number in ``[least, most]`` whose memory is at most ``limit``, or None.
+
+    ``memory_at`` must never decrease.
+    """
     # Memory grows almost linearly with the number: extrapolate from the last two numbers that fit,
     # and bisect after a number that does not fit.
     fits, memory = least, memory_at(least)
@@ -156,7 +159,6 @@ class _Grower:
         self._traced: dict[tuple[str, int | None, int], ShallowCopies] = {}
 
     def by_depth(self) -> Iterator[LargestFit]:
-        """Yield, for each strategy, the deepest model of the same width."""
         # Shallow copies determine any number of layers, so deeper models need no trace.
         step_at = self._steps(self.make_workload(1.0, self.size))
         for strategy in strategies(self.cluster, self.recipe.tp):
@@ -165,9 +167,9 @@ class _Grower:
                 yield self._fit(strategy, "layers", _layers(layers), step_at(layers))
 
     def by_width(self) -> Iterator[LargestFit]:
-        """Yield, for each strategy, the deepest model of the largest width that fits.
+        """Yield, for each strategy of ``_widest``, the deepest model of that width.
 
-        A width fits if the model of that width and the same ratio of depth to width fits.
+        A width fits if the model that is scaled to it, in depth too, fits.
         """
         for strategy, factor in self._widest().items():
             workload = self.make_workload(factor, self.size)
@@ -178,8 +180,6 @@ class _Grower:
                 yield self._fit(strategy, "layers and width", what, step_at(layers))
 
     def by_batch(self) -> Iterator[LargestFit]:
-        """Yield, for each strategy, the largest microbatch."""
-
         def step_at(size: int) -> TracedStep:
             workload = self.make_workload(1.0, size)
             return self._steps(workload)(workload.num_layers or 0)
@@ -190,7 +190,7 @@ class _Grower:
                 yield self._fit(strategy, "samples", f"{size} samples", step_at(size))
 
     def _widest(self) -> dict[str, float]:
-        """Return, for each strategy, the largest power of ``WIDTHS`` whose scaled model fits."""
+        """Return the largest factor that fits, by strategy; below 1 only if none fits at 1."""
         best: dict[str, float] = {}
         factor = 1.0
         while fitting := self._fitting(factor):
@@ -202,7 +202,6 @@ class _Grower:
         return best
 
     def _fitting(self, factor: float) -> list[str]:
-        """Return the strategies with which the model fits, ``factor`` times as wide and deep."""
         workload = self.make_workload(factor, self.size)
         step = self._steps(workload)(workload.num_layers or 0)
         limit = self.cluster.memory_bytes
@@ -216,7 +215,6 @@ class _Grower:
         least: int,
         most: float = float("inf"),
     ) -> int | None:
-        """Return the largest number in ``[least, most]`` whose step fits, or None."""
         return largest_that_fits(
             lambda number: self._memory(step_at(number), strategy),
             self.cluster.memory_bytes,

@@ -1,4 +1,4 @@
-"""Forecast a training step of a model: trace it, or shallow copies of it, and plan."""
+"""Forecast a training step of a model: trace it, or the same model with fewer layers, and plan."""
 
 from __future__ import annotations
 
@@ -73,9 +73,10 @@ def plan(
         ep: number of neighboring ranks over which experts are split. Each has its own microbatch.
 
     Raises:
-        ValueError: an argument is invalid, the strategy's N, ``tp`` or ``ep`` does not divide the
-            number of GPUs, memory outside of the graphs alone exceeds ``budget_gb``, or shapes or
-            control flow depend on values of tensors.
+        ValueError: an argument is invalid, ``ep``, ``tp``, or ``tp`` times the strategy's N does
+            not divide the number of GPUs, the model has no loss or no trainable parameter, memory
+            outside of the graphs alone exceeds ``budget_gb``, or shapes or control flow depend on
+            values of tensors.
         BackendError: no schedule stays within ``budget_gb``.
         RuntimeError: this process already has a process group.
     """

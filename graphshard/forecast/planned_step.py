@@ -70,8 +70,8 @@ def plan_step(
     """Plan the graphs of a step, and predict its time and memory.
 
     Args:
-        prices: key of ``StepGraph.compute_us``: the machine whose compute times to use. Link rates
-            come from ``cluster``.
+        prices: key of ``StepGraph.compute_us``: the machine whose compute times to use. All other
+            rates are those of ``cluster``.
         keep_all: whether to keep all gathered parameters unsharded for backward, as ZeRO-2 does.
         refine: see ``planning.search.find_schedule``.
 

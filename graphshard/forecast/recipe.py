@@ -109,7 +109,7 @@ class Recipe:
         """Return the shape of the mesh over ``num_gpus`` ranks.
 
         Raises:
-            ValueError: the strategy's number of ranks, ``tp`` or ``ep`` does not divide
+            ValueError: ``ep``, ``tp``, or ``tp`` times the strategy's N does not divide
                 ``num_gpus``.
         """
         for name, size in (("tp", self.tp), ("ep", self.ep)):
@@ -200,7 +200,6 @@ class Recipe:
 
 
 def _imports(code: str) -> Iterator[str]:
-    """Yield the lines that import what ``code`` uses."""
     if "functools." in code:
         yield "import functools"
         yield ""

@@ -115,7 +115,7 @@ class SearchResult:
 
 
 def pareto_front(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
-    """Return the candidates that no other beats in both time and memory, fastest first."""
+    """Return the candidates that each need less memory than all faster ones, fastest first."""
     front: list[PlannedRecipe] = []
     for candidate in sorted(candidates, key=lambda c: (c.step_us, c.memory_bytes)):
         if not front or candidate.memory_bytes < front[-1].memory_bytes:
@@ -194,7 +194,6 @@ class _Search:
     num_traces: int = 0
 
     def bases(self) -> Iterator[Recipe]:
-        """Yield ZeRO-3 recipes for each precision, with no and with all layers recomputed."""
         for dtype in self.dtypes:
             for recompute in (0.0, 1.0):
                 yield self._base(dtype, recompute, self.recipe.tp)
@@ -246,15 +245,14 @@ class _Search:
         return traced
 
     def degrees(self) -> list[int]:
-        """Return the possible degrees of tensor parallelism within a node."""
         num_gpus, node = self.cluster.num_gpus, self.cluster.hardware.ranks_per_node
         powers = [1 << i for i in range(1, node.bit_length())]
         return [tp for tp in powers if node % tp == 0 and tp < num_gpus and num_gpus % tp == 0]
 
     def add_split(self, tp: int) -> None:
-        """Plan tensor parallelism over ``tp`` ranks, with the largest microbatch that fits.
+        """Plan tensor parallelism over ``tp`` ranks, with microbatches up to the largest that fits.
 
-        If that is not the whole batch, plan it with all layers recomputed as well.
+        If the whole batch does not fit in one, also plan with all layers recomputed.
         """
         if "fp8" in self.dtypes:
             self.refused.append(_NO_FP8)
@@ -292,9 +290,9 @@ class _Search:
         self.candidates += [candidate] if candidate is not None else []
 
     def add_partial_recomputation(self, dtype: str) -> None:
-        """Plan partial recomputation with the smallest microbatch that needs recomputation.
+        """Plan partial recomputation with the smallest microbatch that does not fit in ZeRO-3.
 
-        That is the smallest microbatch with which ZeRO-3 does not fit without it.
+        Only recipes that might beat the fastest candidate are planned.
         """
         candidates = [c for c in self.candidates if c.recipe.dtype == dtype]
         too_large = [
@@ -333,7 +331,7 @@ class _Search:
     def _least_recomputed(
         self, recipe: Recipe, copies: ShallowCopies, tried: Sequence[Depth], microbatch: int
     ) -> PlannedRecipe | None:
-        """Plan the last of ``tried`` depths with which a recipe fits; return None if none fits."""
+        """Plan the last of ``tried`` that leaves ``RESERVED`` memory free, or return None."""
 
         @functools.cache
         def planned(number: int) -> PlannedRecipe | None:

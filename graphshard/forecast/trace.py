@@ -171,7 +171,6 @@ def _mark_dynamic(inputs: Inputs, sizes: Container[int]) -> None:
 
 
 def _without_values(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
-    """Copy a model and its inputs, with new uninitialized tensors."""
     memo: dict[int, torch.Tensor] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         empty = _empty_like(tensor)
@@ -204,7 +203,6 @@ def _split(model: nn.Module, axis: str, mesh: DeviceMesh, parallelize: Paralleli
 
 
 def _run(compiled: Callable[..., object], inputs: Inputs) -> None:
-    """Run forward and backward of one microbatch, so that their graphs are traced."""
     try:
         loss_of(call_model(compiled, inputs)).backward()
     except Exception as error:
@@ -267,7 +265,6 @@ class _GraphReader:
         self.saved: sympy.Expr = sympy.S.Zero
 
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
-        """Record a graph that is ready to be lowered."""
         models = [CostModel(h, device_type=h.device_type) for h in self._machines.values()]
         params, problems = read_problems(graph, kind, models)
         self.graphs.append(

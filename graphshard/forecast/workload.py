@@ -1,4 +1,4 @@
-"""Workloads: models that can be built with any number of layers, and their inputs."""
+"""Workloads: a model, with any number of layers if it has a configuration, and its inputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class BatchShape(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> BatchShape:
-        """Parse "1x8192" (samples x tokens) or "64" (samples)."""
         parts = text.lower().split("x")
         if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
             raise ValueError(
@@ -140,7 +139,7 @@ def num_recomputed(num_layers: int, part: float) -> int:
 
 
 def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the outermost lists of two or more layers of one type, keyed by name, or raise."""
+    """Return the outermost lists of two or more layers of one type, by name; ValueError if none."""
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:
@@ -173,7 +172,7 @@ def recompute_layers(model: nn.Module, part: float = 1) -> None:
 
 
 def recomputed_layers(model: nn.Module, part: float) -> tuple[str, ...]:
-    """Return the layers that ``recompute_layers`` selects, as Python code: "model.layers[:3]"."""
+    """Return the layers that ``recompute_layers`` wraps if ``part`` < 1, as "model.layers[:3]"."""
     return tuple(
         re.sub(r"\.(\d+)\b", r"[\1]", f"model.{name}[:{num_recomputed(len(layers), part)}]")
         for name, layers in layer_lists(model).items()
@@ -252,8 +251,8 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
         batch: microbatch; its length defaults to the model's number of positions.
 
     Raises:
-        ValueError: the length is missing or exceeds the model's positions, or the model is neither
-            a causal language model nor an image classifier.
+        ValueError: the length is missing or exceeds the configuration's ``n_positions``, or the
+            model is neither a causal language model nor an image classifier.
     """
     auto, make_inputs = _auto_class(config)
     is_image = auto.__name__.endswith("ImageClassification")
@@ -334,7 +333,7 @@ def _with_layers(config: Any, num_layers: int | None) -> Any:
 def scale_config(config: Any, factor: float, tp: int = 1) -> Any:
     """Return a configuration about ``factor`` times as wide and as deep.
 
-    ``tp`` divides the new numbers of heads and the new intermediate size.
+    ``tp`` divides the new numbers of heads and the new intermediate size, unless ``factor`` is 1.
     """
     if factor == 1:
         return config
