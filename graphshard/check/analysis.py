@@ -117,7 +117,7 @@ def find_plan(plans: Sequence[Plan], call: GraphCall) -> Plan | None:
 
 
 def order_differences(plans: Sequence[Plan], call: GraphCall) -> list[str]:
-    """Describe each difference in order between a call and the most similar of ``plans``."""
+    """Describe how the launches and waits of a call differ from the most similar of ``plans``."""
     if plan := find_plan(plans, call):
         return _differences(plan, call)
     counts = " or ".join(f"{len(_planned(plan)[0])} ({plan.graph})" for plan in plans)

@@ -11,7 +11,7 @@ from .report import Report, Target
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run the command; return 1 if the model fails or the report has errors, and 0 otherwise."""
     script, function = _validate(args)
     machine = (args.device, args.world, args.replicas, args.rank)
     target = Target(script, function, *machine, args.tp, args.tp_plan, args.ep)
@@ -29,7 +29,6 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _validate(args: argparse.Namespace) -> tuple[str, str]:
-    """Validate the arguments and return the script and the name of its function."""
     script, colon, function = args.model.rpartition(":")
     if not colon or not script:
         raise argparse.ArgumentTypeError(f"{args.model!r}: must be SCRIPT:FUNCTION")

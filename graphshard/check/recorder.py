@@ -75,8 +75,6 @@ class _Block:
 
 
 class _InFlight(NamedTuple):
-    """A launched collective or host copy that has not been waited for."""
-
     call: GraphCall
     number: int  # index of the launch in ``call``
     wait: Callable[[], object]  # makes the current stream wait, and frees tensors kept alive
@@ -102,7 +100,6 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record all actions inside this context, in graphs and between them."""
         self._is_recording = True
         try:
             with _Operators(self):
@@ -160,7 +157,6 @@ class Recorder:
         self._pinned[storage.address] = storage
 
     def stream_asked(self, what: str, event: int, stream: int) -> None:
-        """Record a stream operation that ``no_gpu.cpp`` reports."""
         if not self._is_recording:
             return
         match what:
@@ -176,7 +172,6 @@ class Recorder:
                 self.synchronized()
 
     def synchronized(self) -> None:
-        """Record that the host waits for all work on the device."""
         if self._is_recording:
             streams = {action.stream for action in self.actions if isinstance(action, Work)}
             self._host_waits("synchronize_device", sorted(streams - {HOST}))
@@ -206,7 +201,6 @@ class Recorder:
         self.actions.append(Work(name, stream, read, written, kernels, blocks_host))
 
     def _block(self, tensor: torch.Tensor) -> int:
-        """Return the block of a tensor's memory; create one for unknown memory."""
         storage = WeakStorage(tensor)
         known = self._blocks.get(storage.address)
         if known is None:
@@ -325,7 +319,6 @@ class Recorder:
         return tensor
 
     def _own(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> object:
-        """Run one of graphshard's operators, and record the operators that it calls."""
         if op in (host_copy.copy_to_device, host_copy.copy_to_host):
             self._call.launch(RecordedLaunch(str(op), ""))
         with _Operators(self):
@@ -358,8 +351,6 @@ _SPECIAL: dict[str, Callable[..., object]] = {
 
 
 class _Operators(DispatchMode):
-    """Dispatch mode that passes every operator to a recorder."""
-
     supports_higher_order_operators = True
 
     def __init__(self, recorder: Recorder) -> None:

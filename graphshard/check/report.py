@@ -133,7 +133,7 @@ def _errors(recording: Recording, device: str) -> Iterator[str]:
     """Describe each problem that would raise an error or corrupt results on the device."""
     for kernel in compile_kernels(recording.kernels, GPUS[device]):
         if kernel.error:
-            yield f"kernel {kernel.name} does not compile: {kernel.error}"
+            yield f"kernel {kernel.name} cannot be compiled or loaded: {kernel.error}"
     yield from map(str, find_races(recording.actions))
     # The peak of the whole step: a check per graph would miss memory held between graphs.
     memory = GPUS[device].total_memory

@@ -52,7 +52,7 @@ def _joined_ranks(device: torch.device) -> Iterator[None]:
 
 
 def summary(hardware: Hardware) -> str:
-    """Return the rates at the largest sizes, as text."""
+    """Return the latencies, and the rates at the largest sizes, as text."""
     flops = [f"{dtype} {rate.largest / 1e12:.3g}" for dtype, rate in hardware.flops.items()]
     lines = [
         hardware.name,

@@ -93,7 +93,7 @@ class Interconnect:
     """Latency and bandwidth of collectives over one kind of link between ranks.
 
     Raises:
-        ValueError: a time is negative or infinite, or ``bus`` lacks one of ``COLLECTIVE_KINDS``.
+        ValueError: a time is negative or not finite, or ``bus`` lacks one of ``COLLECTIVE_KINDS``.
     """
 
     latency_us: float  # fixed time of a collective, excluding ring steps and bytes

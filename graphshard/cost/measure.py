@@ -176,7 +176,6 @@ def _launch_us(timer: Timer) -> float:
 
 
 def _matmul_rate(name: str, sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
-    """Return the rate of ``[n, n]`` products in a dtype or "tf32"."""
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
     samples = []
     with _float32_precision("high" if name == "tf32" else "highest"):
@@ -246,7 +245,6 @@ def _special_per_s(timer: Timer) -> float:
 
 
 def _with_interconnects(hardware: Hardware, sizes: Sequence[int], timer: Timer) -> Hardware:
-    """Return ``hardware`` with measured interconnects."""
     world = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     # All ranks together measure the interconnect of a single node, or the network between nodes. In
@@ -286,7 +284,6 @@ def _collective_us(kind: str, num_bytes: int, group: dist.ProcessGroup, timer: T
 
 
 def _buffer_us(group: dist.ProcessGroup, timer: Timer) -> float:
-    """Return the time that each additional tensor adds to a coalesced collective."""
     num_elements = {
         TransferKind.ALL_GATHER: _BUFFER_ELEMENTS,
         TransferKind.REDUCE_SCATTER: group.size() * _BUFFER_ELEMENTS,

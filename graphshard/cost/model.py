@@ -97,9 +97,9 @@ class CostModel:
         carry ``(n - 1) / n`` of the buffer. An all-reduce takes twice as many steps.
 
         Args:
-            num_bytes: bytes of the full buffer: the gathered result, or the input that each rank
-                reduces.
-            world: number of ranks. Ignored for host copies.
+            num_bytes: bytes of the full buffer: the gathered result, the input that each rank
+                reduces, or the copied tensor.
+            world: number of ranks; ignored for host copies, as is ``stride``.
             stride: difference between the global ranks of neighbors in the group.
 
         Raises:
@@ -144,7 +144,6 @@ class CostModel:
         return latency_us + moved_us
 
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
-        """Return whether a group uses the interconnect between nodes."""
         return self._num_nodes(world, stride) > 1
 
     def buffer_us(self, world: int, stride: int = 1) -> float:
@@ -160,7 +159,6 @@ class CostModel:
         return moved_us + self.hardware.launch_us
 
     def _hops_us(self, world: int, stride: int) -> float:
-        """Return the total latency of the ``world - 1`` steps of a ring."""
         num_nodes = self._num_nodes(world, stride)
         intra, inter = self.hardware.intra, self.hardware.inter
         return (world - num_nodes) * intra.hop_us + (num_nodes - 1) * inter.hop_us

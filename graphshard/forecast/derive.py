@@ -68,7 +68,11 @@ class ShallowCopies(NamedTuple):
     shallow: Depth  # depth of the first step
 
     def at_depth(self, depth: Depth) -> TracedStep:
-        """Return the step at ``depth``, rounded to ``shallow`` plus whole periods; raise as ``deepen``."""
+        """Return the step at ``depth``, rounded to ``shallow`` plus whole periods.
+
+        Raises:
+            NotPeriodicError: as ``deepen``.
+        """
         first, rest = (
             max(0, deep - few) // self.layers.period for deep, few in zip(depth, self.shallow)
         )
@@ -128,7 +132,7 @@ def trace_copies(
 
 
 def depths(num_layers: int, period: int) -> list[Depth]:
-    """Return the depths derivable from the copies of ``trace_all_depths``, fewest saved layers first."""
+    """Return the depths derivable from ``trace_all_depths``, fewest saved layers first."""
     least, more = LEAST_PERIODS * period, num_layers % period
     saved = range(least + more, num_layers - least + 1, period)
     return [Depth(num_layers - number, number) for number in saved]
