@@ -177,7 +177,7 @@ def _dtype_name(value: torch.Tensor) -> str:
 
 
 def shape_of(value: object) -> tuple[int, ...]:
-    """Return the shape of a tensor or of the first of several, or (); symbolic sizes become hints."""
+    """Return the shape of a tensor or of the first of several, or else (); hints if symbolic."""
     while isinstance(value, (list, tuple)):
         value = next((item for item in value if item is not None), None)
     sizes = value.shape if isinstance(value, torch.Tensor) else ()  # (): a number or None

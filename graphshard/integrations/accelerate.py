@@ -88,7 +88,6 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
 
 
 def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) -> None:
-    """Raise ValueError if a setting or an argument prevents graphshard from sharding ``model``."""
     kind, how = accelerator.distributed_type, "pass arguments of graphshard.backend to prepare"
     # Accelerate silently ignores FSDP on CPUs, so ``distributed_type`` does not show it.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
@@ -138,7 +137,7 @@ class ShardedAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return a state dict; for a sharded model, full on the first rank and empty on others.
 
-        It is empty on all ranks during ``save_state``, which saves the shards.
+        During ``save_state``, which saves the shards, a sharded model's is empty on all ranks.
         """
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)

@@ -123,7 +123,6 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
         super().__init__(tensor_parallel_size=tensor_parallel_size, **kwargs)
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up the module and its optimizers, and support norm clipping over several meshes."""
         super().setup(trainer)
         precision: Any = self.precision_plugin
 
@@ -134,10 +133,7 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Reduce no gradients in this context.
-
-        Lightning enters it for all microbatches of a step except the last.
-        """
+        """Reduce no gradients; entered for all microbatches of a step but the last."""
         assert self.model is not None
         with no_sync(self.model):
             yield
@@ -154,12 +150,10 @@ class LogMetrics(Callback):
         self._tokens_per_step, self._logged = tokens_per_step, 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to measure ``step_s``."""
         self._logged = trainer.global_step
         metrics(pl_module, steps=1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log after every ``log_every_n_steps`` optimizer steps."""
         steps = trainer.global_step - self._logged
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not every or steps < every:

@@ -93,7 +93,7 @@ def from_pretrained(
     safetensors files, and holds its shards plus its rows of one parameter. Tensors that
     transformers rebuilds by mixing rows are the exception: they are read in full, one at a time.
     Parameters that are in no file are initialized by the model, in full, with the values of the
-    mesh's first rank.
+    mesh's first rank unless ``sync_module_states=False``.
 
     Args:
         cls: model class of transformers, or one of its ``AutoModelFor...`` classes.
@@ -113,8 +113,8 @@ def from_pretrained(
         and the loading report.
 
     Raises:
-        ValueError: on all ranks; an argument is incompatible with sharding, a rank cannot load the
-            model, ranks find different checkpoints, or ``strict`` finds a mismatch.
+        ValueError: an argument is incompatible with sharding, ranks find different checkpoints,
+            ``strict`` finds a mismatch, or another rank cannot load the model.
         Exception: on a rank that cannot load the model: the error of ``cls.from_pretrained``, such
             as ``RuntimeError`` for a mismatched shape.
     """
@@ -147,7 +147,6 @@ def from_pretrained(
 
 
 def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments incompatible with sharding, or if ``cls`` is not supported."""
     if not (isinstance(cls, type) and issubclass(cls, (PreTrainedModel, _BaseAutoModelClass))):
         raise ValueError(
             f"cls={cls!r}: pass a model class of transformers, or one of its AutoModelFor... "
@@ -164,7 +163,6 @@ def _check_arguments(cls: Any, options: Mapping[str, Any], kwargs: Mapping[str, 
 
 
 def _check_complete(report: Mapping[str, Any]) -> None:
-    """Raise ValueError if parameters are in no file, or tensors in files are not in the model."""
     mismatches = []
     for key, what in (("missing_keys", "no file has"), ("unexpected_keys", "the model lacks")):
         if report[key]:

@@ -81,7 +81,6 @@ class ShardedTrainerMixin(Trainer):
         super().create_accelerator_and_postprocess()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move the model unless it is on the meta device, will be offloaded, or is sharded."""
         if may_be_moved(model, self.sharding) and not is_sharded(model):
             super()._move_model_to_device(model, device)
 
@@ -97,7 +96,6 @@ class ShardedTrainerMixin(Trainer):
         return super()._wrap_model(model, training, dataloader)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as the Trainer does, with the backend's metrics if asked for."""
         if self._backend_metrics and "loss" in logs:
             step, tokens = self.state.global_step, int(self.state.num_input_tokens_seen)
             steps = step - self._logged_step  # less than 1 if training has begun again
@@ -114,7 +112,6 @@ class ShardedTrainerMixin(Trainer):
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the optimizer's shards on all ranks, and the LR schedule on the first."""
         if not is_sharded(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -125,7 +122,6 @@ class ShardedTrainerMixin(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load optimizer and LR schedule on any number of ranks; reject unsharded checkpoints."""
         if checkpoint is None or not is_sharded(self.model):
             super()._load_optimizer_and_scheduler(checkpoint)
         elif Path(checkpoint, TRAINER_STATE_NAME).exists():

@@ -50,7 +50,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run the command ``diff`` and return its exit status."""
+    """Run the command ``diff``; return 1 if the plans differ, and 0 otherwise."""
     before, after = _load(args.before), _load(args.after)
     report = diff(before, after)
     if args.html is not None:

@@ -55,7 +55,6 @@ def diff_page(before: Dump, after: Dump) -> str:
 
 
 def _changes(before: Dump, after: Dump) -> list[str]:
-    """Return a line for each change except those of totals."""
     lines = [
         *_setting_changes(before, after),
         *_param_changes(before, after),
@@ -138,7 +137,6 @@ def _related_buckets(before: Dump, after: Dump) -> list[tuple[list[Bucket], list
 
 
 def _regrouping(before: Dump, old: list[Bucket], after: Dump, new: list[Bucket]) -> str:
-    """Describe a group of related buckets whose parameters or number changed."""
     if not old:
         change = "added"
     elif not new:
@@ -158,7 +156,6 @@ def _regrouping(before: Dump, old: list[Bucket], after: Dump, new: list[Bucket])
 
 
 def _moves(before: Dump, old: Bucket, after: Dump, new: Bucket) -> Iterator[str]:
-    """Yield the changes of a bucket whose parameters are the same in both plans."""
     name = f"{old.kind} of {before.bucket_label(old)}"
     for what, old_step, new_step in (
         ("launch", old.launch, new.launch),
@@ -182,7 +179,6 @@ def _buffer_params(dump: Dump, bucket: Bucket) -> set[frozenset[str]]:
 
 
 def _total_rows(before: Dump, after: Dump) -> list[tuple[str, float, float, str]]:
-    """Return the totals that differ, as rows with ``_HEADERS``."""
     old_totals, new_totals = dataclasses.asdict(before.totals), dataclasses.asdict(after.totals)
     rows = []
     for name, old in old_totals.items():

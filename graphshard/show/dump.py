@@ -82,7 +82,6 @@ class Dump:
 
     @functools.cached_property
     def slots(self) -> dict[tuple[str, int], Slot]:
-        """Slots of the timeline, keyed by kind and index."""
         return {(slot.kind, slot.index): slot for slot in self.timeline.slots}
 
     @functools.cached_property
@@ -110,12 +109,10 @@ class Dump:
         )
 
     def user_collective(self, slot: Slot) -> UserCollective:
-        """Return the user collective of a slot."""
         return self.plan.problem.user_collectives[slot.index - len(self.plan.buckets)]
 
     @property
     def worlds(self) -> list[int]:
-        """World sizes of the collectives, ascending."""
         buckets = (b for b in self.plan.buckets if b.kind not in HOST_COPIES)
         return sorted({bucket.world for bucket in buckets})
 
@@ -136,7 +133,6 @@ class Dump:
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
     def step_label(self, index: int) -> str:
-        """Return a step's number and first node, or ``end`` for the end of the graph."""
         steps = self.plan.problem.steps
         return f"{index} {steps[index]}" if index < len(steps) else "end"
 
@@ -165,7 +161,7 @@ class Dump:
     def optimizer_us(self) -> float:
         """Return the predicted time of a fused AdamW on the gradients that the graph reduces.
 
-        Offloaded gradients do not count: their step runs on the host.
+        Offloaded gradients do not count: the optimizer runs on the host for them.
         """
         transfers = self.plan.problem.transfers
         reduced = sum(t.shard_bytes for t in transfers if t.kind.is_reduction and not t.host)
@@ -187,7 +183,7 @@ class Dump:
 
     @classmethod
     def from_json(cls, text: str, source: str = "dump") -> Dump:
-        """Parse a dump file; raise a ValueError that names ``source`` if it is not a dump."""
+        """Parse a dump; raise a ValueError that names ``source`` unless it has this version."""
         try:
             return cls._from_raw(json.loads(text))
         except (KeyError, TypeError, AttributeError) as error:  # valid JSON, but not a dump
@@ -217,7 +213,7 @@ class Dump:
         """Read a dump file.
 
         Raises:
-            ValueError: the file, which is named, cannot be read or is not a dump of this version.
+            ValueError: the file cannot be read or is not a dump of this version; names the file.
         """
         try:
             text = path.read_text()

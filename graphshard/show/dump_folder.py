@@ -167,7 +167,6 @@ class DumpWriter:
         return self._folder is not None
 
     def write_code(self, stage: str, when: Literal["before", "after"], graph: fx.Graph) -> None:
-        """Write the code of ``graph`` before or after a stage."""
         if self._folder is not None:
             code = graph.python_code("self", verbose=True).src
             self.write_all({f"{stage}.{when}.py": code.strip() + "\n"})
@@ -181,7 +180,7 @@ class DumpWriter:
         return bool(code)
 
     def write_plan(self, dump: Dump) -> None:
-        """Write the dump, its trace and its table; log dump and table to ``TORCH_TRACE``."""
+        """Write the dump, trace, table and page; log the dump and the table to ``TORCH_TRACE``."""
         kind = dump.plan.graph
         if self._logged.get(kind) != dump:  # equal if the graph was only recompiled for its code
             self._logged[kind] = dump
@@ -218,8 +217,9 @@ def profile(
             compiled(batch).backward()
 
     Each predicted timeline starts where the measured run of its graph started. All ranks may enter;
-    by default, only the first one writes. HolisticTraceAnalysis reads the measured part. If the
-    trace is in the backend's dump folder, the page there also shows measured times.
+    by default, only the first one writes. On entry it deletes files that other ranks wrote for the
+    same ``path`` before. HolisticTraceAnalysis reads the measured part. If the trace is in the
+    backend's dump folder, the page there also shows measured times.
 
     Args:
         path: path of the trace, ``.json``; its folder must exist.

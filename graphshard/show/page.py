@@ -44,7 +44,7 @@ def page(
     Args:
         graphs: results of ``graph_data``.
         steps: results of ``step_data`` and ``steps_data``.
-        notes: missing parts, with reasons.
+        notes: lines of text, such as assumptions, or missing parts with reasons.
         tables: results of ``table_data``.
         charts: bar charts with a title and bars, each with a name, a value and a text.
         compares: whether each step has a chart, all on one time axis, rather than only the first.

@@ -82,7 +82,6 @@ def _kinds_table(dump: Dump) -> str:
 
 
 def _user_rows(dump: Dump) -> list[_Row]:
-    """Return a row for each kind of collective that the model itself calls."""
     users, rows = dump.plan.problem.user_collectives, list[_Row]()
     for op in dict.fromkeys(user.op for user in users):
         positions = [i for i, user in enumerate(users) if user.op == op]
@@ -144,7 +143,7 @@ def _exposed(totals: Totals) -> str:
 
 
 def _hidden(dump: Dump, busy_us: float, counts: Sequence[bool]) -> str:
-    """Return the busy time in ms of lanes of the buckets that ``counts``, and its hidden part."""
+    """Return ``busy_us`` in ms, and its hidden part; ``counts`` marks the buckets it is for."""
     if not busy_us:
         return f"{busy_us:.3f}"
     exposed_us = sum(us for us, counted in zip(dump.timeline.exposed_us, counts) if counted)

@@ -89,7 +89,13 @@ def _metadata(name: str, tid: int, /, **args: object) -> TraceEvent:
 def run_events(
     dump: Dump, *, start_us: float = 0.0, number: int = 0, streams: bool = True
 ) -> list[TraceEvent]:
-    """Return the events of one run of the graph; ``number`` makes its arrows' IDs unique."""
+    """Return the events of one run of the graph.
+
+    Args:
+        start_us: start of the run in the trace.
+        number: number of the run, which makes the IDs of its arrows unique.
+        streams: whether slices have streams, so that HolisticTraceAnalysis counts them.
+    """
     spans = {slot: _span(slot, start_us) for slot in dump.timeline.slots}
     drawn = {slot: span for slot, span in spans.items() if span.begin_ns < span.end_ns}
     events = [_slice(dump, slot, span, streams) for slot, span in drawn.items()]
@@ -178,7 +184,6 @@ def _arrow(
 
 
 def _arrow_path(dump: Dump, index: int, drawn: Mapping[Slot, _Span]) -> list[Slot]:
-    """Return the slots that the arrow of a bucket passes through."""
     bucket, problem = dump.plan.buckets[index], dump.plan.problem
     launched_us = dump.slots[COPY_IN, index].end_us
     # If no copy-in is drawn, the arrow begins at the previous slot; if no copy-out is drawn, the
@@ -275,7 +280,6 @@ def _graph_run(call: TraceEvent, events: Sequence[TraceEvent], dump: Dump) -> Gr
 def _device_work(
     call: TraceEvent, within: Sequence[TraceEvent], events: Sequence[TraceEvent]
 ) -> list[tuple[str, TraceEvent]]:
-    """Return the GPU kernels and copies that ``call`` launched, with their lanes."""
     launched = {
         event["args"].get("correlation")
         for event in within
@@ -321,7 +325,7 @@ def _merged(spans: Sequence[tuple[float, float]], gap_us: float) -> BusyUs:
 
 
 def with_predictions(measured: Trace, dumps: Sequence[Dump]) -> Trace:
-    """Return ``measured`` with an added process: the predicted timeline of each graph's runs."""
+    """Return ``measured``, labelled, with another process: the predicted timeline of each run."""
     events = [_with_label(event) for event in measured["traceEvents"]]
     predicted: list[TraceEvent] = []
     free_us = 0.0

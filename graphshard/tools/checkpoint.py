@@ -45,7 +45,7 @@ def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> di
     """Map each name to the name without ``prefix``, or to itself if it lacks the prefix.
 
     Args:
-        prefix: name of a module, with or without the trailing dot (default: no change).
+        prefix: name of a module, with or without the trailing dot (None: no change).
         source: file or folder that contains the names, for error messages.
 
     Raises:
@@ -81,7 +81,7 @@ class Checkpoint:
 
     Args:
         folder: folder of the checkpoint.
-        key: top-level key to read (default: all keys).
+        key: top-level key to read (None: all keys).
         prefix: prefix to remove from the names under the key; see :func:`without_prefix`.
 
     Attributes:
@@ -124,7 +124,7 @@ class Checkpoint:
         return self._new_names[first] + short[len(first) :] if short.startswith(first) else short
 
     def nested(self, flat: Mapping[str, object]) -> object:
-        """Rebuild the saved state dict, without the prefix, from its values by flat name."""
+        """Rebuild the state dict, or the value of the key, without the prefix, from flat names."""
         if self._key and self._key in flat:  # the value of the key is not a dictionary
             return flat[self._key]
         with reading(self._folder):
@@ -132,7 +132,6 @@ class Checkpoint:
             return {self._new_names.get(name, name): value for name, value in state.items()}
 
     def load_others(self) -> dict[str, object]:
-        """Return all values that are not tensors, keyed by flat name."""
         with reading(self._folder):
             return {name: self._load_value(name) for name in self.others}
 
@@ -151,7 +150,7 @@ class Checkpoint:
             ) from error
 
     def load_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield flat names and tensors, in the order of ``tensors``, in batches."""
+        """Yield flat names and tensors, in the order of ``tensors``; load them in batches."""
         batch: dict[str, torch.Tensor] = {}
         for name, entry in self.tensors.items():
             with reading(self._folder):

@@ -127,7 +127,6 @@ def _mapped_tensors(checkpoint: Checkpoint, path: Path) -> Iterator[tuple[str, t
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return the state dict in a file, with memory-mapped tensors."""
     with reading(path):
         if path.suffix == ".safetensors":
             with safe_open(path, "pt", "cpu") as file:
@@ -152,8 +151,8 @@ def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, obj
     inner = state[key]
     if not isinstance(inner, dict):
         raise ValueError(
-            f"{source}: {key!r} has type {type(inner).__name__}, must be a dictionary: choose "
-            "another key, or none"
+            f"{source}: {key!r} is a {type(inner).__name__}, not a dictionary: choose another key, "
+            "or none"
         )
     return inner
 

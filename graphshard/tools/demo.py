@@ -49,7 +49,6 @@ WIRE_LATENCY_S, WIRE_BYTES_PER_S = 0.2e-3, 125e6  # modelled wire: 1 Gb/s for ea
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    """Validate the arguments and fill in defaults."""
     gpus = torch.cuda.device_count()
     device = args.device or ("cuda" if gpus else "cpu")
     if device == "cuda" and (args.ranks or 1) > gpus:
@@ -193,7 +192,6 @@ def _rate(settings: Settings, seconds: Sequence[float]) -> str:
 
 
 def _memory(trainings: Sequence[Training]) -> str:
-    """Describe the memory of a rank with graphshard, FSDP2 and DDP."""
     ours, whole, fsdp2 = (sum(training.held_bytes) / 1e6 for training in trainings)
     return (
         f"Memory: each rank holds {ours:.1f} MB of parameters, gradients and AdamW state (FSDP2: "
@@ -203,7 +201,6 @@ def _memory(trainings: Sequence[Training]) -> str:
 
 
 def _race(trainings: Sequence[Training], settings: Settings) -> str:
-    """Return graphshard's speed relative to the others, on the real and on the modelled wire."""
     wire = f"on a modelled wire ({WIRE_BYTES_PER_S * 8 / 1e9:g} Gb/s for each rank)"
     places = [("on this machine's wire", settings.timed)]
     if settings.num_wire_steps:
@@ -219,7 +216,6 @@ def _race(trainings: Sequence[Training], settings: Settings) -> str:
 
 
 def _comparison(trainings: Sequence[Training], settings: Settings) -> str:
-    """Return a table with a row for each measurement and a column for each training run."""
     first, num_steps = settings.num_untimed, settings.num_steps
     last = min(FINAL_STEPS, num_steps)
     final_losses = (f"{statistics.mean(t.losses[:num_steps][-last:]):.6f}" for t in trainings)
@@ -271,7 +267,6 @@ _AOT_EAGER = "aot_eager runs the eager kernels, between the same kinds of collec
 
 
 def _explanation(settings: Settings) -> str:
-    """Explain the differences between the runs."""
     lines = ["Why?"]
     if settings.num_ranks > 1:
         lines += [_MORE_BYTES, _ON_CPU if settings.device == "cpu" else _ON_GPU]

@@ -85,7 +85,7 @@ class GPT(nn.Module):
 
 
 def load_text() -> torch.Tensor:
-    """Return the first bytes of the standard library's modules, sorted by name.
+    """Return the first ``TEXT_BYTES`` of the standard library's top-level modules, by name.
 
     Raises:
         RuntimeError: this Python installation has no sources.

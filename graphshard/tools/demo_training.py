@@ -79,7 +79,6 @@ class Training:
         self.schedule = LinearLR(self.optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
 
     def step(self, batch: torch.Tensor) -> None:
-        """Train one step and record it."""
         dist.barrier()  # start at the same time on all ranks
         _synchronize(batch.device)
         start = time.perf_counter()
@@ -102,7 +101,7 @@ class Training:
         self.held_bytes = held.max(dim=0).values.tolist()
 
     def difference(self, other: Training) -> float:
-        """Return the largest difference between the two losses of a step."""
+        """Return the largest difference from ``other``'s loss in any step."""
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
 

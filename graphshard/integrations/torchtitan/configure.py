@@ -138,7 +138,6 @@ def parallelize(
 
 
 def _split(model: Any, parallel_dims: ParallelDims) -> None:
-    """Apply torchtitan's tensor and expert parallelism."""
     model.parallelize(parallel_dims)
     # This unties the embeddings. torchtitan ties them again only when it initializes the model, but
     # they must be tied when they are sharded.
@@ -176,7 +175,6 @@ def _count_tokens_once(model: nn.Module) -> None:
 
 
 def _check(dims: ParallelDims, parallelism: ParallelismConfig) -> None:
-    """Raise ValueError if graphshard does not support a setting."""
     others = {
         "context": dims.cp_enabled,
         "pipeline": dims.pp_enabled,
