@@ -89,7 +89,10 @@ def _batch() -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its mesh's shape, arguments of ``graphshard.backend``, and a step without optimizer."""
+    """A model, its mesh's shape, arguments of ``graphshard.backend``, and a function for a step.
+
+    The optimizer steps, and gradients are freed, after `step`.
+    """
 
     model: type[Linears] = Linears
     mesh: tuple[int, ...] = (WORLD_SIZE,)

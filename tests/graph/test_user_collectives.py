@@ -21,7 +21,7 @@ ROWS = 1 << 17  # too large to share a bucket
 
 
 def _lowered(group: str) -> tuple[fx.Graph, Plan]:
-    """Lower a graph with an all-reduce between the uses of two parameters; return it and its plan."""
+    """Lower a graph with an all-reduce between two parameters' uses; return it and its plan."""
     build = Builder(group)
     x = build.primal(ROWS, 4)
     first, second = (build.unshard(build.primal(ROWS // 8, 4), ROWS) for _ in range(2))

@@ -46,7 +46,7 @@ NEEDS_FP8 = pytest.mark.skipif(
 
 
 def compare_with_fsdp2(names: Iterable[str], not_on_2_11: Collection[str]) -> list[Any]:
-    """Return names as pytest parameters; skip those that torch 2.11's FSDP2 cannot run."""
+    """Return names as pytest parameters; before torch 2.13, skip those in `not_on_2_11`."""
     marks = {name: [NEEDS_NEWER_FSDP2] for name in not_on_2_11}
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
@@ -56,7 +56,6 @@ def call_model(model: Any, batch: Any) -> Tensor:
 
 
 def world_mesh() -> DeviceMesh:
-    """Return a 1D CPU mesh over all ranks."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
@@ -86,7 +85,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return `|ours - theirs| / |theirs|`. Collective if a tensor is sharded."""
+    """Return `|ours - theirs| / |theirs|`; check dtypes and shapes. Collective if one is sharded."""
     ours, theirs = whole(ours), whole(theirs)
     assert ours.dtype == theirs.dtype, (ours.dtype, theirs.dtype)
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
@@ -228,7 +227,7 @@ def distances(rounded: Tensors, exact: Tensors, small: float = SMALL) -> tuple[f
 
 
 def assert_sharded(model: nn.Module) -> None:
-    """Assert that parameters and gradients are DTensors, sharded on dim 0 where they have rows."""
+    """Assert that parameters and gradients are DTensors, sharded on dim 0 if not scalar or empty."""
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor) and isinstance(param, nn.Parameter), (name, type(param))
         kind = Shard(0) if param.dim() and param.numel() else Replicate()
@@ -239,7 +238,6 @@ def assert_sharded(model: nn.Module) -> None:
 
 
 def assert_plain(model: nn.Module) -> None:
-    """Assert that no parameter is a DTensor."""
     for name, param in model.named_parameters():
         assert not isinstance(param, DTensor), name
 
@@ -294,7 +292,7 @@ class Twins:
         )
 
     def backward(self, batches: Sequence[Any], loss: Loss = call_model) -> Tensor:
-        """Run forward and backward of both models, compare losses, and return the sharded loss."""
+        """Run forward and backward of both models; compare and return this rank's loss."""
         rank = self.mesh.get_local_rank() if self.mesh.ndim == 1 else dist.get_rank()
         ours = loss(self.compiled, batches[rank])
         ours.backward()
@@ -335,7 +333,6 @@ class Twins:
 
 
 def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
-    """Return SGD over all parameters, without momentum."""
     return torch.optim.SGD(model.parameters(), lr)
 
 

@@ -34,17 +34,14 @@ class MLP(nn.Module):
         self.out = nn.Linear(6, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss for `x` `[5, 6]`."""
         x = x + self.down(F.gelu(self.up(self.norm(x))))
         return self.out(x).square().mean()
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return inputs `[5, 6]`."""
         return torch.randn(5, 6, generator=rng)
 
     def parallelize(self, tp: DeviceMesh) -> MLP:
-        """Split `up` by columns and `down` by rows, and leave the rest plain."""
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(self, tp, plan)
         return self
@@ -59,16 +56,13 @@ class Llama(llama.Llama):
         super().__init__(llama.LlamaSizes(64, 1, 4, 2, 96, recompute=False, vocab=self.VOCAB))
 
     def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the mean cross entropy of tokens `[2, 6]`."""
         return super().forward(ids, ids)
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return tokens `[2, 6]`."""
         return torch.randint(Llama.VOCAB, (2, 6), generator=rng)
 
     def parallelize(self, tp: DeviceMesh) -> Llama:
-        """Apply tensor and sequence parallelism over `tp`; return the model."""
         llama.parallelize(self, tp)
         return self
 

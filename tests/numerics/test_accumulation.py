@@ -1,7 +1,4 @@
-"""Gradient accumulation: all but the last microbatch skip reductions, or only all-reduces.
-
-Compared with FSDP2 and with one backward of the whole batch; also counts collectives and graphs.
-"""
+"""Gradient accumulation: all but the last microbatch skip reductions, or only all-reduces."""
 
 from __future__ import annotations
 
@@ -113,11 +110,7 @@ def _accumulate(
     model: nn.Module,
     syncs: Callable[[bool], None],
 ) -> tuple[History, Sent]:
-    """Train with several microbatches per step.
-
-    Returns:
-        History, and the reductions in each microbatch of the last step.
-    """
+    """Train two steps; return the history, and the last step's reductions by microbatch."""
     history, optimizer, sent = History(), None, Sent()
     for step in range(2):
         sent.clear()
@@ -167,7 +160,7 @@ def test_accumulation_matches_fsdp2(
 
 
 def _whole_batch() -> tuple[float, int]:
-    """Train on microbatches and, for comparison, on their union as one batch.
+    """Compute gradients of microbatches and, for comparison, of their union as one batch.
 
     Returns:
         Largest relative error of a gradient, and the number of graphs that the second round of
@@ -201,8 +194,6 @@ def test_accumulated_gradients_match_the_whole_batch() -> None:
 
 
 class _Sometimes(nn.Module):
-    """Model with a layer that only some batches use."""
-
     def __init__(self) -> None:
         super().__init__()
         self.always = nn.Linear(7, 7)
@@ -259,7 +250,6 @@ def test_accumulation_with_an_eager_part() -> None:
 def test_deferred_all_reduce_with_eager_and_unused_parts(
     kind: Any, function: Any, last_is_used: bool
 ) -> None:
-    """Reduce-scatter gradients in each microbatch; all-reduce between replicas only in the last."""
     mesh = _mesh((2, 2))
     twins = Twins(kind(), function=function, fullgraph=False, mesh=mesh)
     for step in range(2):
@@ -275,7 +265,6 @@ def test_deferred_all_reduce_with_eager_and_unused_parts(
 
 @on_ranks(2)
 def test_forward_decides_whether_its_backward_reduces() -> None:
-    """Check that the mode of a forward applies to its backward, and that each sum counts once."""
     twins = Twins(MLP())
     batches = [draw(MLP.batch, step) for step in range(4)]
     rank = dist.get_rank()
@@ -299,7 +288,6 @@ def test_forward_decides_whether_its_backward_reduces() -> None:
 
 @on_ranks(2)
 def test_accumulation_in_one_submodule() -> None:
-    """Accumulate in only one submodule; frozen parameters have no sum."""
     model = MLP()
     model.mid.requires_grad_(False)
     twins = Twins(model)
@@ -314,7 +302,6 @@ def test_accumulation_in_one_submodule() -> None:
 
 @on_ranks(2)
 def test_require_backward_grad_sync_of_ddp() -> None:
-    """Set DDP's flag on the compiled model and on the model, before and after the first step."""
     twins = Twins(MLP())
     batches = [draw(MLP.batch, step) for step in range(4)]
     twins.model.require_backward_grad_sync = False

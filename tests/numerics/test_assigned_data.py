@@ -1,8 +1,4 @@
-"""``p.data = x`` on a sharded parameter.
-
-`x` is sharded like the parameter; optimizer, state dict and the next forward use it, as in a plain
-model.
-"""
+"""``p.data = x`` on a sharded parameter."""
 
 from __future__ import annotations
 

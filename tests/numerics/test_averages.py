@@ -1,8 +1,4 @@
-"""``torch.optim.swa_utils`` on a sharded model, compared with an unsharded one.
-
-Weight averages stay sharded, ``update_bn`` computes their statistics, and averages can be saved and
-loaded.
-"""
+"""``torch.optim.swa_utils`` on a sharded model, compared with an unsharded one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Gradients of chosen parameters match the unsharded model's, averaged over the ranks.
-
-Tests ``torch.autograd.grad(loss, params)`` and ``loss.backward(inputs=params)``.
-"""
+"""``torch.autograd.grad(loss, params)`` and ``loss.backward(inputs=params)``."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ class _Unused(MLP):
 
 
 class _InPython(MLP):
-    """MLP whose middle layer runs outside of any graph."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.up(x))
         x = self._in_python(x)

@@ -1,7 +1,4 @@
-"""SGD steps of graphshard, DDP and eager FSDP2 on the same batches.
-
-All losses and gradients agree. Adam would hide a wrong gradient scale.
-"""
+"""SGD steps of graphshard, DDP and eager FSDP2. Adam would hide a wrong gradient scale."""
 
 from __future__ import annotations
 
@@ -47,7 +44,6 @@ def fsdp2(model: nn.Module) -> nn.Module:
 
 
 def _train(kind: Trainable, wrap: Wrap) -> tuple[History, dict[str, Tensor]]:
-    """Return losses and gradients, and the buffers at the end."""
     torch.manual_seed(0)
     model = kind()
     batches = [draw(kind.batch, step)[dist.get_rank()] for step in range(STEPS)]

@@ -1,7 +1,4 @@
-"""Models with graph breaks.
-
-They train like their unsharded copies from the first step on, and warn once, with the location.
-"""
+"""Models with graph breaks."""
 
 from __future__ import annotations
 
@@ -168,8 +165,6 @@ def _look(param: Tensor) -> int:
 
 
 class WithUnused(_Broken):
-    """Model with unused parameters in its eager part and in its graphs."""
-
     @torch.compiler.disable
     def eager(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -214,7 +209,6 @@ def test_model_with_graph_breaks_trains(kind: Trainable, compiler: str) -> None:
 
 @on_ranks(2)
 def test_evaluation_of_a_replicated_model_with_graph_breaks() -> None:
-    """Evaluate two graphs with different parameters; neither graph communicates."""
     twins = Twins(Middle(), fullgraph=False, overrides={"*": {"shard": False}})
     x = torch.ones(5, DIM)
     with graphshard_warnings(), torch.no_grad():
@@ -250,7 +244,6 @@ def _eager_before(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _eager_read(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return a function that reads a parameter eagerly, outside of the model's methods."""
     eager = torch.compiler.disable(lambda x: x * model.gain)
 
     def loss(x: Tensor) -> Tensor:
@@ -269,7 +262,6 @@ def _whole_model_before(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _other_method(model: Any) -> Callable[[Tensor], Tensor]:
-    """Return a method other than forward that reads a parameter eagerly."""
     return model.training_step
 
 

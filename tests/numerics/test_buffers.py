@@ -25,11 +25,7 @@ ACCUMULATED = 2
 
 
 def _train(model: Any, optimizer: torch.optim.Optimizer, syncs: bool) -> list[torch.Tensor]:
-    """Train with two microbatches per step, the first under ``no_sync``; return the buffers.
-
-    Args:
-        syncs: whether to call ``sync_buffers`` where DDP would broadcast.
-    """
+    """Train with two microbatches per step, the first under ``no_sync``; return the buffers."""
     is_ddp = isinstance(model, DistributedDataParallel)
     for step in range(3):
         optimizer.zero_grad()

@@ -1,7 +1,4 @@
-"""Ways to call a model.
-
-Kinds of outputs, several forwards before one backward, evaluation, checkpointing, changing sizes.
-"""
+"""Ways to call a model."""
 
 from __future__ import annotations
 
@@ -94,8 +91,6 @@ class ReturnsNamedTuple(_Returning):
 
 
 class ReturnsParameters(_Returning):
-    """Model that returns parameters and expressions of them, which the loss uses."""
-
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.linear(x), self.linear.weight, self.linear.bias * 2, self.linear.weight.t()
 
@@ -154,7 +149,6 @@ def test_several_forwards_before_one_backward(loss: Loss) -> None:
 
 @on_ranks(2)
 def test_backwards_in_reverse_order_of_forwards() -> None:
-    """Keep two autograd graphs alive and run backward of the older one last."""
     twins = Twins(MLP())
     rank, xs, ys = dist.get_rank(), draw(MLP.batch, 0), draw(MLP.batch, 1)
     first, second = twins.compiled(xs[rank]), twins.compiled(ys[rank])
@@ -210,7 +204,6 @@ def _full_state(model: nn.Module) -> dict[str, Tensor]:
 )
 @on_ranks(2)
 def test_evaluation_does_not_affect_training(mode: str, first: bool) -> None:
-    """Evaluate before the first step, or after a backward and before the next."""
     twins = Twins(ConvNet())
     batches = draw(ConvNet.batch, 5)
     if not first:
@@ -232,7 +225,6 @@ def test_evaluation_does_not_affect_training(mode: str, first: bool) -> None:
 
 @on_ranks(2)
 def test_running_statistics_of_batch_norm_are_local() -> None:
-    """Check that running statistics stay local, as in DDP with ``broadcast_buffers=False``."""
     twins = Twins(ConvNet())
     own = twins.reference
     for step in range(3):
@@ -259,7 +251,6 @@ class Dropping(nn.Module):
 
 @on_ranks(2)
 def test_dropout_with_equal_seeds() -> None:
-    """Check that the compiled model draws the same random numbers as the plain one."""
     twins = Twins(Dropping())
     for step in range(3):
         xs = draw(Dropping.batch, step)
@@ -276,8 +267,6 @@ def test_dropout_with_equal_seeds() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Model of checkpointed layers that share a layer, which is used again after them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
@@ -304,8 +293,6 @@ PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
 class CheckpointedByPolicy(Checkpointed):
-    """Model that saves matrix products and recomputes everything else."""
-
     def forward(self, x: Tensor) -> Tensor:
         context = partial(create_selective_checkpoint_contexts, PRODUCTS)
         for layer in self.layers:

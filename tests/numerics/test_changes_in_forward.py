@@ -1,7 +1,4 @@
-"""A forward that changes or replaces its parameters raises instead of computing wrong numbers.
-
-Forwards use gathered copies of parameters, so changes would be lost (as under FSDP2).
-"""
+"""A forward that changes or replaces its parameters raises instead of computing wrong numbers."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ from tests.ranks import on_ranks
 
 
 class Changing(nn.Module):
-    """Model that applies a given change to its parameters in forward."""
-
     def __init__(self, change: Callable[[Any], None], breaks: bool) -> None:
         super().__init__()
         self.part = nn.Linear(7, 5)
@@ -129,8 +124,6 @@ def test_checkpointed_change_and_max_norm_raise(kind: type[nn.Module]) -> None:
 
 
 class Copying(nn.Module):
-    """Model that changes copies of its parameters, which is allowed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(7, 5)
@@ -146,8 +139,6 @@ class Copying(nn.Module):
 
 
 class Clamped(nn.Module):
-    """Parametrization that clamps a weight."""
-
     def forward(self, weight: Tensor) -> Tensor:
         return weight.clamp(-0.1, 0.1)
 
@@ -216,8 +207,6 @@ def test_functional_call_in_forward_needs_ignored_params() -> None:
 
 
 class EagerlyFunctional(Functional):
-    """Model with a functional call in an eager part."""
-
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)

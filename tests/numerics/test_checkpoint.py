@@ -1,7 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint` with optimizer state, compared bitwise.
-
-Covers moves from four ranks to two and three, saves during training, and interrupted saves.
-"""
+"""Checkpoints of `torch.distributed.checkpoint`, loaded on other numbers of ranks, or incomplete."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def _step(compiled: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def _train_and_save(path: Path) -> dict[str, torch.Tensor]:
-    """Train and save in the background, during another step."""
+    """Train, and save in the background during another step; return the saved values."""
     model = GPT()
     compiled = compile_sharded(model)
     optimizer = _optimizer(model)

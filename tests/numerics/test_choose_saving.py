@@ -1,8 +1,4 @@
-"""``SchedulePolicy(auto=True)`` on several ranks.
-
-Ranks agree on the parameters that stay unsharded, and train exactly as with the same explicit
-settings. A rank with a larger batch may save fewer activations.
-"""
+"""``SchedulePolicy(auto=True)`` on several ranks."""
 
 from __future__ import annotations
 
@@ -83,7 +79,6 @@ LENGTH, ROWS_GB = 24, 0.85e-3  # saving all activations of 16 rows takes 0.66e-3
 
 
 def _train_on(twins: Twins, step: int, rows: tuple[int, int]) -> None:
-    """Train for one step with ``rows[rank]`` rows."""
     batches = [GPT.batch(generator(step, i), rows=n, length=LENGTH) for i, n in enumerate(rows)]
     twins.zero_grad()
     twins.backward(batches)
@@ -183,8 +178,6 @@ def test_rank_with_a_larger_batch_saves_less() -> None:
 
 
 class Wide(nn.Module):
-    """Model whose weights are as large as its activations."""
-
     def __init__(self, dim: int = 64, layers: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))

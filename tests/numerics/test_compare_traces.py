@@ -20,8 +20,6 @@ from tests.ranks import on_ranks
 
 
 class LooksAtType(nn.Module):
-    """Model whose activation depends on whether its linear is exactly an ``nn.Linear``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 5)
@@ -53,8 +51,6 @@ def test_error_of_another_branch_names_the_differing_call(target: Any, environme
 
 
 class WithCode(nn.Module):
-    """Model with a checkpointed part, a ``torch.cond`` and a graph break."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mlp = MLP()
@@ -72,8 +68,6 @@ class WithCode(nn.Module):
 
 
 class ReadsWithoutGrad(nn.Module):
-    """Model that reads a parameter under ``no_grad`` and uses it with gradients."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mlp = MLP()

@@ -16,7 +16,7 @@ LENGTH = 8
 
 
 class Attention(nn.Module):
-    """Causal attention with a loss; this rank has a part of each sequence."""
+    """Causal attention with a loss; with `cp`, this rank has a part of each sequence."""
 
     def __init__(self, cp: DeviceMesh | None) -> None:
         super().__init__()

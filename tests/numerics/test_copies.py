@@ -1,7 +1,4 @@
-"""Copies of a sharded model work; pickling the model or a part of it raises with advice.
-
-Also tests averages and optimizers created before the model was sharded.
-"""
+"""Copies of a sharded model work; pickling the model or a part of it raises with advice."""
 
 from __future__ import annotations
 
@@ -41,14 +38,11 @@ def _save(value: Any) -> None:
 
 
 class WithActivation(nn.Module):
-    """Model with a module without parameters, and one with its own ``__reduce__``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 6), nn.GELU(), OwnReduce())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss of `x` `[5, 4]`."""
         return self.layers(x).square().mean()
 
     @staticmethod
@@ -138,7 +132,6 @@ def test_copy_of_a_parameter_leaves_the_model_unchanged() -> None:
 @pytest.mark.parametrize("what", ["model", "compiled", "average"])
 @on_ranks(2)
 def test_copy_of_a_model_with_gradients_trains_identically(what: str) -> None:
-    """Check that gradients are copied, too, and that both models continue identically."""
     model = MLP()
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     compiled = torch.compile(model, backend=backend)
@@ -199,7 +192,6 @@ def test_weight_average_before_and_after_sharding(before: bool, shard_first: boo
 @pytest.mark.parametrize("in_function", [False, True])
 @on_ranks(2)
 def test_optimizer_of_stale_parameters_raises(in_function: bool) -> None:
-    """Pass parameters listed before the first step to an optimizer after it; expect an error."""
     model = MLP()
     stale = list(model.parameters())
     called = (lambda x: model(x)) if in_function else model

@@ -1,7 +1,4 @@
-"""Eager parts whose parameter reads depend on a rank's data.
-
-Every rank still issues the same collectives, and gradients match those of the unsharded model.
-"""
+"""Eager parts whose parameter reads depend on a rank's data."""
 
 from __future__ import annotations
 
@@ -55,8 +52,6 @@ class Mixture(nn.Module):
 
 
 class EitherWeight(nn.Module):
-    """Model that reads one of two parameters, depending on the data, and never the third."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Parameter(torch.randn(DIM, 5)) for _ in range(3))
@@ -73,8 +68,6 @@ class EitherWeight(nn.Module):
 
 
 class ReadsOfAChild(Mixture):
-    """Model that reads the parameters of a child without calling it."""
-
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, index = batch
         x = self.first(x)
@@ -90,8 +83,6 @@ def test_data_dependent_parameter_reads(kind: Trainable) -> None:
 
 
 class _Counted(nn.Module):
-    """Module that reads one parameter several times per call."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(DIM, DIM))

@@ -1,4 +1,4 @@
-"""Layers that AOTAutograd traces as one train bitwise like layers that it traces one by one."""
+"""Equal layers, which AOTAutograd traces as one, train bitwise like those of an eager model."""
 
 from __future__ import annotations
 

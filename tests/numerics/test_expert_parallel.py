@@ -32,8 +32,6 @@ NUM_EXPERTS, DIM, HIDDEN = 4, 6, 8
 
 
 class Experts(nn.Module):
-    """Stacked experts, or this rank's part of them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.randn(NUM_EXPERTS, DIM, HIDDEN) / 2)
@@ -65,7 +63,6 @@ class MoE(nn.Module):
         self.experts = Experts()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss for `x` `[9, DIM]`."""
         x = self.inp(x)
         weight, expert = self.router(x).softmax(-1).max(-1)
         if self.breaks:
@@ -92,7 +89,6 @@ class MoE(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return inputs `[9, DIM]`."""
         return torch.randn(9, DIM, generator=rng)
 
     def parallelize(self, ep: DeviceMesh, *, as_dtensors: bool = True) -> MoE:
@@ -119,7 +115,7 @@ def _dims(w1: int, w2: int, mesh: DeviceMesh) -> dict[str, dict[str, Any]]:
 
 
 def _train_like(plain: MoE, model: MoE, call: Any, eager: Any = None, steps: int = 2) -> None:
-    """Train a model next to an unsharded one and an eager one; compare all values."""
+    """Train a model next to an unsharded one and, if given, FSDP2's; compare all values."""
     rank, ep = dist.get_rank(), model.ep
     for step in range(steps):
         batches = draw(MoE.batch, step)
@@ -166,7 +162,6 @@ def _compile(model: MoE, mesh: DeviceMesh, dims: tuple[int, int] = (0, 0), **opt
 
 
 def _twins(mesh: DeviceMesh, as_dtensors: bool = True) -> tuple[MoE, MoE]:
-    """Return an unsharded model, and a copy with this rank's experts."""
     plain = MoE()
     return plain, copy.deepcopy(plain).parallelize(mesh["ep"], as_dtensors=as_dtensors)
 

@@ -36,8 +36,6 @@ PLACEMENTS = {(3, 8, 12): Shard(2), (3, 12, 8): Shard(1)}
 
 
 class Dense(nn.Module):
-    """Three stacked experts that all process every token."""
-
     def __init__(self, hidden: int = 12) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(8)
@@ -45,13 +43,11 @@ class Dense(nn.Module):
         self.w2 = nn.Parameter(torch.randn(3, hidden, 8) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss for `x` `[5, 8]`."""
         y = torch.bmm(torch.bmm(self.norm(x).expand(3, *x.shape), self.w1).relu(), self.w2)
         return (x + y.sum(0)).square().mean()
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return inputs `[5, 8]`."""
         return torch.randn(5, 8, generator=rng)
 
 
@@ -78,8 +74,6 @@ def test_shards_are_those_of_fsdp2() -> None:
 
 
 class Broken(Dense):
-    """Experts that are used in graphs and in eager parts."""
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             w1 = self.w1

@@ -1,8 +1,4 @@
-"""fp8 on real ranks.
-
-Tests training against FSDP2 with torchao's linears (bitwise with aot_eager), bytes sent, scales and
-values against unsharded weights, and models converted by torchao.
-"""
+"""fp8 on real ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ def _model(size: Size = SIZE) -> GPT:
 
 
 def _convert(model: nn.Module, **config: Any) -> nn.Module:
-    """Convert the linears that graphshard chooses with torchao."""
+    """Convert with torchao the linears that graphshard chooses."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     return convert_to_float8_training(
@@ -156,7 +152,6 @@ def _gradients(size: Size = SIZE, **options: Any) -> tuple[list[Tensor], int]:
 
 
 def _recipes() -> list[str]:
-    """Return the recipes that this CPU supports."""
     return [recipe for recipe in RECIPES if float8_math.float8_error("cpu", recipe) is None]
 
 
@@ -196,7 +191,6 @@ def _loss(fp8: graphshard.Float8Policy | None) -> float:
 
 
 def _losses() -> list[float]:
-    """Return the loss in bfloat16 and with each fp8 recipe that this CPU supports."""
     with quick_products():
         return [_loss(None), *(_loss(graphshard.Float8Policy(recipe)) for recipe in _recipes())]
 
@@ -283,7 +277,6 @@ def _refuses(model: nn.Module, match: str, **options: Any) -> None:
 
 @on_ranks(2)
 def test_fp8_with_overrides_and_modules_it_ignores() -> None:
-    """Compile with an override for parameters that fp8 ignores, and a module without linears."""
     half = MixedPrecisionPolicy(param_dtype=torch.float16)
     backend = graphshard.backend(
         world_mesh(),

@@ -1,7 +1,4 @@
-"""Parameters that are frozen and unfrozen between steps, like those of a GAN's discriminator.
-
-Results match an unsharded copy, without more graphs than plain ``torch.compile``.
-"""
+"""Parameters that are frozen and unfrozen between steps, like those of a GAN's discriminator."""
 
 from __future__ import annotations
 

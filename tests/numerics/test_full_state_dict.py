@@ -1,8 +1,4 @@
-"""`full_state_dict` and `load_full_state_dict`.
-
-The first rank gathers state that is bitwise equal to that of a plain model and its optimizer, and
-distributes state that it loads to all ranks.
-"""
+"""`full_state_dict` and `load_full_state_dict`."""
 
 from __future__ import annotations
 
@@ -39,7 +35,6 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _step(called: Any, optim: torch.optim.Optimizer, kind: Trainable, step: int) -> float:
-    """Train on a batch, the same on all ranks; return the loss."""
     loss = called(draw(kind.batch, step, 1)[0])
     loss.backward()
     optim.step()
@@ -50,7 +45,6 @@ def _step(called: Any, optim: torch.optim.Optimizer, kind: Trainable, step: int)
 def _trained(
     kind: Trainable, shape: tuple[int, ...] = (2,), **options: Any
 ) -> tuple[Any, Any, torch.optim.Optimizer]:
-    """Train for two steps; return the model, the compiled model, and the optimizer."""
     model = kind()
     backend = graphshard.backend(init_device_mesh("cpu", shape), compiler="aot_eager", **options)
     compiled = torch.compile(model, backend=backend)
@@ -61,7 +55,6 @@ def _trained(
 
 
 def _assert_equal(ours: Any, theirs: Any) -> None:
-    """Assert that two nested states have the same structure, types and bits."""
     if isinstance(theirs, Tensor):
         assert type(ours) is type(theirs) is Tensor and ours.device.type == "cpu"
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
@@ -200,8 +193,6 @@ def test_tied_weights_and_module_versions_are_kept() -> None:
 
 
 class Regional(nn.Module):
-    """Model with a separately compiled layer, and extra state that is not a tensor."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.head, self.epoch = nn.Linear(7, 7), nn.Linear(7, 3), 4
@@ -298,7 +289,6 @@ def test_parameters_of_every_kind() -> None:
 
 @on_ranks(2)
 def test_missing_optimizer_state_stays_missing() -> None:
-    """Save and load parameters without gradients, and optimizers without state."""
     model = graphshard.shard(Kinds(), world_mesh())
     optim = torch.optim.AdamW([{"params": [model.row], "lr": 0.5}, {"params": [model.whole]}])
     model.row.grad = torch.ones_like(model.row)
@@ -320,7 +310,6 @@ def test_missing_optimizer_state_stays_missing() -> None:
 
 @on_ranks(2)
 def test_full_state_gathered_by_torch_is_loaded() -> None:
-    """Load the full state that DCP's `get_state_dict` returns, and gather it again."""
     model, _, optim = _trained(GPT)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     theirs = get_state_dict(model, optim, options=options)

@@ -1,7 +1,4 @@
-"""Random models, options and training loops agree with plain copies.
-
-Runs `tests.numerics.fuzz` on fixed seeds, and on the cases that failed in the past.
-"""
+"""Random models, options and training loops agree with plain copies."""
 
 from __future__ import annotations
 
@@ -166,7 +163,6 @@ FOUND: dict[str, Case] = {
 
 
 def _run(case: Case) -> None:
-    """Run a case; a rank that dies or hangs fails it."""
     if case.precision == "fp8" and float8_error("cpu", TENSORWISE):
         pytest.skip("this CPU has no fp8 matmuls")
     print(case)  # pytest shows it on failure

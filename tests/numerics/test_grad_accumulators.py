@@ -1,8 +1,4 @@
-"""Sums of unreduced gradients in unusual situations.
-
-Tests a backward that does not reach the parameters, hooks that copy saved tensors, one backward of
-reduced and unreduced forwards, errors, and frozen parameters.
-"""
+"""Sums of unreduced gradients in unusual situations."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ from tests.ranks import on_ranks
 
 
 def _plain(twins: Twins, batches: list[Tensor]) -> None:
-    """Run a backward of the reference model only."""
     torch.stack([twins.plain(batch) for batch in batches]).mean().backward()
 
 
@@ -82,7 +77,6 @@ def _an_error() -> None:
 
 
 def _retried() -> None:
-    """Let backward fail twice, in its graph or in a hook; check the next one."""
     twins = Twins(Fallible())
     make, rank = Fallible.batch, dist.get_rank()
     batches = [draw(make, step) for step in range(3)]
@@ -194,7 +188,6 @@ def test_no_gradient_is_lost_or_added_twice(run: Callable[[], None]) -> None:
 @pytest.mark.parametrize("eager", [False, True])
 @on_ranks(2)
 def test_one_backward_of_reduced_and_unreduced_forwards(eager: bool) -> None:
-    """Run one backward of an unreduced and a reduced forward, in both orders."""
     for reduced_first in (False, True):
         twins = Twins(MLP())
         batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
@@ -222,7 +215,6 @@ class _Blocks(nn.Module):
 
 
 def _dropped_block() -> list[bool]:
-    """Accumulate in separately compiled blocks; the last microbatch skips one block."""
     model, x = _Blocks(), draw(MLP.batch, 0)[dist.get_rank()]
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     model.first.compile(backend=backend)

@@ -1,7 +1,4 @@
-"""Parameters read inside a higher-order operator or under a ``torch.func`` transform.
-
-All ranks gather the same parameters, whatever their data and sizes, and gradients are correct.
-"""
+"""Parameters read inside a higher-order operator or under a ``torch.func`` transform."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ DIM, HEADS = 6, 2
 
 
 class Reads(nn.Module):
-    """Model that applies a given function of its two layers."""
-
     def __init__(self, compute: Callable[[Reads, Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
@@ -135,8 +130,6 @@ def test_ranks_may_map_different_numbers_of_rows() -> None:
 
 
 class Loop(nn.Module):
-    """Model that calls a layer a data-dependent number of times."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(DIM, DIM, bias=False)
@@ -153,8 +146,6 @@ class Loop(nn.Module):
 
 
 class LearnedBias(nn.Module):
-    """Attention with a distance bias whose slopes are parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(HEADS * 8, 3 * HEADS * 8)
@@ -171,7 +162,6 @@ class LearnedBias(nn.Module):
         return flex_attention(query, key, value, score_mod=with_bias).square().mean()
 
     def batch(self) -> Tensor:
-        """Return two sequences of 16 tokens."""
         return torch.randn(2, 16, HEADS * 8)
 
 

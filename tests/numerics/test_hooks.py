@@ -1,8 +1,4 @@
-"""Hooks on parameters get sharded gradients, whenever they were registered.
-
-They may run an optimizer step in backward. Hooks on modules have the same effect as in the plain
-model.
-"""
+"""Hooks on parameters, which get sharded gradients, and hooks on modules."""
 
 from __future__ import annotations
 
@@ -125,7 +121,6 @@ def test_optimizer_step_in_backward(early: bool) -> None:
 
 @on_ranks(2)
 def test_forward_hooks_are_part_of_the_graph() -> None:
-    """Check that forward hooks are traced and read full parameters, like the forward."""
     twins = Twins(MLP())
     for model in (twins.model, twins.reference):
         model.up.register_forward_hook(lambda module, args, out: out + module.bias * 2)
@@ -162,8 +157,6 @@ def _halve_by_a_parameter(module: nn.Module, args: Any) -> Any:
 
 
 class _Method(MLP):
-    """Model that registers one of its methods as a hook."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_forward_pre_hook(self._scale)
@@ -212,8 +205,6 @@ def test_method_of_the_model_as_its_hook() -> None:
 
 
 class _Inputs(nn.Module):
-    """Model that records the dtypes of its inputs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.dtypes = nn.Linear(7, 3), set[torch.dtype]()

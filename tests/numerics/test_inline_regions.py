@@ -1,4 +1,4 @@
-"""Layers marked with ``torch.compiler.nested_compile_region`` are planned like unmarked ones."""
+"""Plans cover the parameters of layers marked with ``torch.compiler.nested_compile_region``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ DIM, LAYERS = 6, 2
 
 
 class Layer(nn.Module):
-    """Region with a constant buffer; its second half is a region within it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = (
@@ -34,8 +32,6 @@ class Layer(nn.Module):
 
 
 class Marked(nn.Module):
-    """Model whose layers are regions."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))

@@ -1,8 +1,4 @@
-"""`mp_policy` of an inner module, compared with eager FSDP2 wrapping that module.
-
-Inputs and outputs are cast at the module's border. On two ranks, results are bitwise equal, except
-under Inductor.
-"""
+"""`mp_policy` of an inner module, compared with eager FSDP2 wrapping that module."""
 
 from __future__ import annotations
 
@@ -73,15 +69,11 @@ class Stack(nn.Module):
 
 
 class Checkpointed(Stack):
-    """Stack that recomputes its blocks, casts included."""
-
     def run(self, block: nn.Module, x: Tensor, more: dict[str, Tensor]) -> Any:
         return checkpoint(block, x, more, use_reentrant=False)
 
 
 class Breaking(Stack):
-    """Stack whose forward breaks the graph before each block."""
-
     def run(self, block: nn.Module, x: Tensor, more: dict[str, Tensor]) -> Any:
         torch._dynamo.graph_break()
         return block(x, more)
@@ -198,8 +190,6 @@ def test_inner_policy_casts_with_inductor() -> None:
 
 
 class Embedder(nn.Module):
-    """Module that may have a border, although it has no parameters."""
-
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype == FP16
         return x * 2
@@ -294,8 +284,6 @@ def test_dtype_error_without_a_policy_has_no_note() -> None:
 
 
 class Misshapen(nn.Module):
-    """Model that applies a matmul to 2-D inputs and a convolution to others."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, 3))

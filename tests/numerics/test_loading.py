@@ -1,8 +1,4 @@
-"""`load_state_dict` of a sharded model.
-
-It accepts full tensors and the rank's own shards, rejects other ranks' shards and wrong shapes, and
-does not communicate.
-"""
+"""`load_state_dict` of a sharded model."""
 
 from __future__ import annotations
 
@@ -37,7 +33,6 @@ class Even(nn.Module):
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss of `x` `[5, 4]`."""
         return self.down(torch.tanh(self.up(x))).square().mean()
 
     @staticmethod
@@ -46,7 +41,6 @@ class Even(nn.Module):
 
 
 def _other(kind: Trainable) -> nn.Module:
-    """Return a model with different values and buffers, the same on all ranks."""
     torch.manual_seed(77)
     model = kind()
     for buffer in model.buffers():
@@ -74,7 +68,6 @@ def _sharded(kind: Trainable, **options: Any) -> nn.Module:
 )
 @on_ranks(2)
 def test_full_state_dict_is_split(kind: Trainable, assign: bool, compiled_before: bool) -> None:
-    """Load a full state dict, then train like the plain model."""
     other = _other(kind)
     model, reference = kind(), kind()
     reference.load_state_dict(model.state_dict())
@@ -107,8 +100,6 @@ def test_loading_communicates_nothing() -> None:
 
 
 class Kinds(nn.Module):
-    """Model with a scalar, an empty, a one-row, a frozen and a replicated parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scalar = nn.Parameter(torch.tensor(1.0))
@@ -132,7 +123,6 @@ def test_parameters_of_every_kind() -> None:
 
 @on_ranks(2)
 def test_full_state_dict_materializes_a_meta_model_and_keeps_ties() -> None:
-    """Load tied weights, which stay one parameter although the state dict has both names."""
     with torch.device("meta"):
         model: Any = GPT()
     graphshard.shard(model, world_mesh())
@@ -159,7 +149,6 @@ def test_assign_takes_the_dtype_of_the_file() -> None:
 
 @on_ranks(2)
 def test_replicated_tensors_are_split() -> None:
-    """Load replicated DTensors, which are sharded like plain tensors."""
     model = _sharded(MLP)
     full = {n: v.redistribute(placements=[Replicate()]) for n, v in model.state_dict().items()}
     for assign in (False, True):
@@ -169,8 +158,6 @@ def test_replicated_tensors_are_split() -> None:
 
 
 class Renamed(nn.Module):
-    """Model that accepts old names, with a hook and with an overridden method."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.gain = nn.Linear(4, 6), nn.Parameter(torch.ones(6))

@@ -1,8 +1,4 @@
-"""`graphshard.materialize`.
-
-Shards of a meta-device model get the values of the model's own initialization, for any number of
-ranks.
-"""
+"""`graphshard.materialize`: values of the model's own initialization, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +22,6 @@ from tests.ranks import on_ranks
 
 
 class Tricky(nn.Module):
-    """Model that initializes parameters by rows and slices, with tied weights and buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6, padding_idx=3)

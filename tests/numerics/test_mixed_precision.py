@@ -1,8 +1,4 @@
-"""`mp_policy` on two ranks, compared with eager FSDP2.
-
-Results are bitwise equal, except in float16 and under Inductor. Also tests dtypes of collectives,
-parameters that are not cast, overrides and errors.
-"""
+"""`mp_policy` on two ranks, compared with eager FSDP2."""
 
 from __future__ import annotations
 
@@ -117,8 +113,6 @@ _KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER)
 
 
 class FloatLoss(MLP):
-    """MLP whose loss is not rounded to ``param_dtype``."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.mid(F.gelu(self.up(x))))
         return self.down(x).float().square().mean()
@@ -181,8 +175,6 @@ def _grads_in_bfloat16(model: Mixed, batch: Tensor) -> dict[str, Tensor]:
 
 
 class Kinds(nn.Module):
-    """Complex and integer parameters, which are never cast, an empty parameter and a scalar."""
-
     def __init__(self) -> None:
         super().__init__()
         self.wave = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))

@@ -37,8 +37,6 @@ def _sequence(rng: torch.Generator) -> Tensor:
 
 
 class Containers(nn.Module):
-    """Lists and dicts of parameters and modules, some of them nested."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gains = nn.ParameterList([torch.randn(DIM) for _ in range(3)])
@@ -91,8 +89,6 @@ class Encoder(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """Weights that are computed from other parameters at every use."""
-
     def __init__(self) -> None:
         super().__init__()
         self.normed = parametrizations.weight_norm(nn.Linear(DIM, 5))
@@ -153,8 +149,6 @@ class Embeddings(nn.Module):
 
 
 class Inherited(nn.Linear):
-    """Model that is itself a layer, so that the outermost module owns parameters."""
-
     def __init__(self) -> None:
         super().__init__(DIM, 3)
         self.extra = nn.Parameter(torch.randn(3))
@@ -166,8 +160,6 @@ class Inherited(nn.Linear):
 
 
 class LooksAtItself(nn.Module):
-    """Model that reads dtype, device and sizes of its parameters, like many libraries."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(DIM, 3)
@@ -268,8 +260,6 @@ def test_recurrent_layers(layer: type[nn.RNNBase]) -> None:
 
 
 class Tables(nn.Module):
-    """Embeddings; an eager part uses the last one."""
-
     def __init__(self, sparse: bool) -> None:
         super().__init__()
         self.first, self.last = (nn.Embedding(7, DIM, sparse=sparse) for _ in range(2))
@@ -281,18 +271,14 @@ class Tables(nn.Module):
 
     @torch.compiler.disable
     def look_up(self, ids: Tensor, x: Tensor) -> Tensor:
-        """Look up `ids` in the last table; return the loss."""
         return (self.last(ids) * x).square().mean()
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return ids `[2, 3]`: fewer ids than table rows."""
         return torch.randint(7, (2, 3), generator=rng)
 
 
 class TablesInBranches(nn.Module):
-    """Embeddings used in branches: a module, and a weight read before the branch."""
-
     def __init__(self, sparse: bool) -> None:
         super().__init__()
         self.first, self.last = (nn.Embedding(7, DIM, sparse=sparse) for _ in range(2))
@@ -346,8 +332,6 @@ def test_attribute_access_on_a_sharded_module() -> None:
 
 
 class _Meta(type):
-    """Metaclass that registers every class under a ``key``, a required argument."""
-
     classes: dict[str, type] = {}
 
     def __new__(mcs, name: str, bases: Any, namespace: Any, *, key: str) -> type:
@@ -359,8 +343,6 @@ class _Meta(type):
 
 
 class _Registered(nn.Module):
-    """Base class that registers its subclasses under a ``key``, a required argument."""
-
     classes: dict[str, type] = {}
 
     def __init_subclass__(cls, *, key: str, **kwargs: Any) -> None:
@@ -374,12 +356,10 @@ class _ByInit(_Registered, key="init"):
         self.weight = nn.Parameter(torch.linspace(0, 1, 21).view(7, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss of `x` `[5, 7]`."""
         return (x @ self.weight).square().mean()
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return inputs `[5, 7]`."""
         return torch.randn(5, 7, generator=rng)
 
 

@@ -1,7 +1,4 @@
-"""`graphshard.optim.Muon` compared with unsharded `torch.optim.Muon` on the same gradients.
-
-Steps are bitwise equal on a CPU. Also tests its state in checkpoints, and its errors.
-"""
+"""`graphshard.optim.Muon` compared with unsharded `torch.optim.Muon` on the same gradients."""
 
 from __future__ import annotations
 
@@ -42,13 +39,11 @@ def _matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _grouped(model: nn.Module) -> list[dict[str, Any]]:
-    """Return two param groups with different options and some equal shapes."""
     matrices = _matrices(model)
     return [{"params": matrices[::3], "momentum": 0.8}, {"params": matrices[1::3] + matrices[2::3]}]
 
 
 def _give_gradients(models: Sequence[nn.Module], step: int) -> None:
-    """Set the same random gradients on a sharded model and its unsharded copy."""
     rng = generator(step)
     for ours, theirs in zip(*(model.parameters() for model in models)):
         if ours.requires_grad:
@@ -59,7 +54,6 @@ def _give_gradients(models: Sequence[nn.Module], step: int) -> None:
 
 
 def _train(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Step both optimizers three times; assert that all values are bitwise equal."""
     for step in range(3):
         _give_gradients(models, step)
         for optimizer in optimizers:
@@ -142,7 +136,6 @@ def test_optimizer_with_state_survives_sharding() -> None:
 
 @on_ranks(2)
 def test_matrices_without_a_gradient() -> None:
-    """Check that matrices that are frozen or have no gradient on any rank do not change."""
     model = DeepGPT()
     models = model, copy.deepcopy(model)
     graphshard.shard(model, world_mesh())
@@ -253,7 +246,6 @@ def test_unsupported_placements_raise() -> None:
 
 @on_ranks(2)
 def test_closure_compiled_step_and_torch_state() -> None:
-    """Step with a closure, under ``torch.compile``, and after loading torch's Muon state."""
     model, compiled, optimizer = _trained(1)
     twin = copy.deepcopy(model)
     theirs = torch.optim.Muon(_matrices(twin), lr=0.05)

@@ -19,14 +19,11 @@ from tests.ranks import on_ranks
 
 
 class Chosen(nn.Module):
-    """Model that saves results of `argmax`, `argmin` and `argsort` for backward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(7, 5), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss of `x` `[5, 7]`."""
         x = torch.tanh(self.up(x))
         order = x.detach().argsort(1)
         first, last = (pick(x.detach(), 1, keepdim=True) for pick in (torch.argmin, torch.argmax))
@@ -35,7 +32,6 @@ class Chosen(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> Tensor:
-        """Return inputs `[5, 7]`."""
         return torch.randn(5, 7, generator=rng)
 
 
@@ -58,14 +54,11 @@ NORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Normed(nn.Module):
-    """Linear layer followed by all norms."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = spectral_norm(nn.Linear(7, 5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss of `x` `[5, 7]`."""
         x = self.linear(x)
         return torch.stack([norm(x).square().mean() for norm in NORMS.values()]).mean()
 

@@ -1,8 +1,4 @@
-"""CPU offload of shards, gradients and optimizer state.
-
-Values equal those of FSDP2 with the same policy and of graphshard without it, and shards are copied
-as planned. Also tests offload of activations to stay within a memory budget.
-"""
+"""CPU offload of shards, gradients, optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -159,8 +155,6 @@ def test_offload_changes_no_value(options: Mapping[str, Any]) -> None:
 
 
 class Broken(MLP):
-    """MLP with a graph break."""
-
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return super().forward(batch)
@@ -192,8 +186,6 @@ def test_offload_of_a_meta_device_model() -> None:
 
 
 class Deep(nn.Module):
-    """Model whose saved activations are larger than its parameters."""
-
     DIM, ROWS = 32, 600
 
     def __init__(self) -> None:

@@ -1,7 +1,4 @@
-"""Optimizer state dicts in files.
-
-As with models, each rank loads its own file; other ranks reject a file saved by only one rank.
-"""
+"""Optimizer state dicts in files: ranks load their own shards and refuse those of other ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Optimizers of torch and transformers on sharded parameters.
-
-Each works as on an unsharded copy, also after saving and loading its state, or raises the error
-in the table.
-"""
+"""Optimizers of torch, graphshard and transformers behave as the table says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Optimizers built before the first step get the sharded parameters, and keep state and groups.
-
-Optimizers built later, schedulers, gradient clipping and accumulation work as on a plain model.
-"""
+"""Optimizers built before and after the first step, schedulers, gradient clipping and scalers."""
 
 from __future__ import annotations
 
@@ -135,8 +132,6 @@ def test_scheduler_built_before_the_first_step() -> None:
 
 
 class _WithScalar(nn.Module):
-    """Model with a replicated scalar among sharded parameters; clipping covers both."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(7, 5)
@@ -183,7 +178,6 @@ def test_gradients_accumulate_until_they_are_zeroed(set_to_none: bool) -> None:
 
 @on_ranks(2)
 def test_zeroed_gradients_stay_the_same_tensors() -> None:
-    """Check that `zero_grad(set_to_none=False)` keeps the tensors, which users may hold."""
     twins = Twins(MLP())
     twins.backward(draw(MLP.batch, 0))
     grads = [param.grad for param in twins.model.parameters()]
@@ -195,7 +189,6 @@ def test_zeroed_gradients_stay_the_same_tensors() -> None:
 
 @on_ranks(2)
 def test_grad_scaler() -> None:
-    """Train with a GradScaler; all gradients are finite."""
     twins = Twins(MLP())
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
     optimizers: list[Any] = [sgd(twins.model), sgd(twins.reference)]
@@ -213,7 +206,6 @@ def test_grad_scaler() -> None:
 @pytest.mark.parametrize("build", [sgd, _adamw])
 @on_ranks(2)
 def test_compiled_optimizer_step(build: Build) -> None:
-    """Compare ``torch.compile(optimizer.step)`` with an eager step of the plain model."""
     twins = Twins(MLP())
     optimizers = [build(model) for model in (twins.model, twins.reference)]
     steps = [torch.compile(optimizers[0].step, backend="aot_eager"), optimizers[1].step]
@@ -226,8 +218,6 @@ def test_compiled_optimizer_step(build: Build) -> None:
 
 
 class _Loss(nn.Module):
-    """Module that holds a model's weight but is not part of the model."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.weight = model.up.weight

@@ -1,8 +1,4 @@
-"""Overlap moves collectives and changes no value.
-
-Under `aot_eager`, results are bitwise equal to those of unscheduled graphs, also with parameters
-kept unsharded or a tight memory budget.
-"""
+"""Overlap moves collectives and changes no value."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ WIDE = {"dim": 48, "layers": 2}
 
 
 def _steps(model: Any, backend: graphshard.Backend, kind: Trainable) -> list[list[Tensor]]:
-    """Return losses, gradients and parameters of two steps."""
     compiled, optimizer, found = torch.compile(model, backend=backend), sgd(model), []
     for step in range(2):
         loss = compiled(kind.batch(generator(step, dist.get_rank())))

@@ -1,8 +1,4 @@
-"""Parameters of every kind.
-
-Covers fewer rows than ranks, scalar, empty, strided, frozen, integer, half precision, unused,
-ignored, tied, used twice, and changes of `requires_grad`.
-"""
+"""Parameters of every kind."""
 
 from __future__ import annotations
 
@@ -35,8 +31,6 @@ def _rows(rng: torch.Generator) -> Tensor:
 
 
 class Tiny(nn.Module):
-    """Parameters with fewer rows than ranks, without elements, and without dimensions."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one_row = nn.Parameter(torch.randn(1, 6))
@@ -69,8 +63,6 @@ class Strided(nn.Module):
 
 
 class Frozen(nn.Module):
-    """Frozen parameters, through which gradients flow but which have no gradient."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
@@ -85,8 +77,6 @@ class Frozen(nn.Module):
 
 
 class Whole(nn.Module):
-    """Integer and bool parameters and buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
@@ -107,8 +97,6 @@ class Whole(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of several dtypes in one model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lower = nn.Linear(6, 6)
@@ -122,8 +110,6 @@ class Mixed(nn.Module):
 
 
 class Unused(nn.Module):
-    """Parameters that are unused, used under `no_grad`, or used detached."""
-
     def __init__(self) -> None:
         super().__init__()
         self.never = nn.Linear(3, 3)
@@ -140,8 +126,6 @@ class Unused(nn.Module):
 
 
 class Reused(nn.Module):
-    """Tied weights, a module with two names, a module called several times."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(9, 6)
@@ -188,8 +172,6 @@ def test_parameters_of_every_kind(kind: Trainable) -> None:
 
 
 class Unusual(nn.Module):
-    """Unusual parameters in one graph."""
-
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList([Tiny(), Strided(), Whole(), Mixed()])
@@ -239,7 +221,6 @@ def test_tied_weights_stay_one_parameter() -> None:
 
 @on_ranks(2)
 def test_requires_grad_changes_between_steps() -> None:
-    """Check that each combination of requires_grad flags is compiled once."""
     twins = Twins(MLP())
     seen = []
     for step in range(8):
@@ -255,7 +236,6 @@ def test_requires_grad_changes_between_steps() -> None:
 
 @on_ranks(2)
 def test_unfrozen_parameters_are_trained() -> None:
-    """Train parameters that were frozen when they were sharded."""
     twins = Twins(Frozen())
     twins.train(Frozen.batch, steps=1)
     for model in (twins.model, twins.reference):
@@ -277,7 +257,6 @@ def test_fully_frozen_model_passes_gradients_on() -> None:
 
 @on_ranks(2)
 def test_ignored_parameters_stay_plain() -> None:
-    """Check that ignored parameters stay plain, with the gradient of their own rank only."""
     model = MLP()
     ignored = [model.mid.weight, model.down.bias]
     plain = copy.deepcopy(model)

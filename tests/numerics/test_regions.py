@@ -1,7 +1,4 @@
-"""Models with regions (repeated layers compiled once) match an unsharded copy.
-
-They also match graphs without regions, bitwise under `aot_eager`, random numbers included.
-"""
+"""Models with regions (repeated layers compiled once) match an unsharded copy."""
 
 from __future__ import annotations
 
@@ -29,8 +26,6 @@ LAYERS = 5
 
 
 class Deep(nn.Module):
-    """Model of identical layers; `batch` draws inputs `[rows, 8]`."""
-
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layer() for _ in range(LAYERS))
@@ -46,8 +41,6 @@ class Deep(nn.Module):
 
 
 class Plain(nn.Module):
-    """Residual layer with a norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 15), nn.Linear(15, 8)
@@ -57,8 +50,6 @@ class Plain(nn.Module):
 
 
 class Mixed(Plain):
-    """Layer with dropout, BatchNorm (forward writes running statistics) and a recomputed part."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mean, self.inner = nn.BatchNorm1d(8), Plain()
@@ -93,7 +84,6 @@ def test_regions_with_dynamic_shapes() -> None:
 
 
 def _steps(model: nn.Module, compiler: str, regions: bool, options: dict[str, Any]) -> list[Tensor]:
-    """Return losses, gradients and buffers of two steps."""
     torch.manual_seed(dist.get_rank())
     schedule = SchedulePolicy(regions=regions)
     backend = graphshard.backend(world_mesh(), compiler=compiler, schedule=schedule, **options)

@@ -1,8 +1,4 @@
-"""Replaced parameters.
-
-Training continues if the new parameter is a DTensor of the same layout, as under FSDP2; otherwise
-an error names the parameter.
-"""
+"""Replaced parameters, which must be DTensors of the same layout."""
 
 from __future__ import annotations
 

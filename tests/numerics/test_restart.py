@@ -1,8 +1,4 @@
-"""Restarts with warm compile caches.
-
-Gradients match the unsharded model whatever has changed since; if nothing has changed, nothing is
-recompiled.
-"""
+"""Restarts with warm compile caches: gradients are correct, and only changes recompile."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ class Tanh(nn.Module):
         self.down = nn.Linear(4, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the loss of ``x`` ``[rows, 3]``."""
         return self.down(self.activation(self.up(x))).square().mean()
 
 
@@ -88,7 +83,7 @@ class Found:
 
 
 def _train(run: Run, caches: str) -> Found:
-    """Train one step and compare its gradients with those of the unsharded model."""
+    """Compare gradients with the unsharded model's, under `mp_policy` up to FSDP2's rounding."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -121,7 +116,6 @@ def _train(run: Run, caches: str) -> Found:
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the cache folder shared by all tests in this file, as by restarts of a job."""
     return tmp_path_factory.mktemp("caches")
 
 
@@ -192,7 +186,6 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def warm_caches(caches: Path) -> Path:
-    """Return the cache folder after a first run."""
     _misses(Run(), caches)
     return caches
 

@@ -1,7 +1,4 @@
-"""`graphshard.shard` of materialized and meta-device models.
-
-Tests conversions, loading and plain calls of a sharded model, and errors.
-"""
+"""`graphshard.shard` of materialized and meta-device models."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ from tests.ranks import on_ranks
 
 
 def _sharded(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Shard a model; return it and its unsharded copy."""
     plain = copy.deepcopy(model)
     assert graphshard.shard(model, world_mesh()) is model
     assert_sharded(model)
@@ -171,7 +167,6 @@ def test_initial_values_do_not_depend_on_the_number_of_ranks() -> None:
 
 @on_ranks(4)
 def test_meta_device_model_holds_only_shards() -> None:
-    """Check that parameters take no more memory than their padded shards."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1001, 999), nn.Linear(999, 3))
     graphshard.shard(model, world_mesh())
@@ -187,7 +182,6 @@ def test_meta_device_model_holds_only_shards() -> None:
 
 @on_ranks(2)
 def test_full_parameters_are_freed() -> None:
-    """Check that full parameters are freed even if the old objects are still referenced."""
     model = MLP()
     old = list(model.parameters())
     graphshard.shard(model, world_mesh())
@@ -269,7 +263,6 @@ def test_sharded_model_trains_after_a_change(
 
 @on_ranks(2)
 def test_optimizer_survives_loading() -> None:
-    """Check that loading in place keeps the parameters that an optimizer holds."""
     twins = Twins(*_sharded(MLP()))
     optimizers = [sgd(twins.model), sgd(twins.reference)]
     for model in (twins.model, twins.reference):
@@ -299,7 +292,6 @@ def test_replaced_module_is_sharded_at_the_next_step() -> None:
 @pytest.mark.parametrize("no_grad", [True, False])
 @on_ranks(2)
 def test_call_without_torch_compile(kind: Trainable, no_grad: bool) -> None:
-    """Call the model without torch.compile: it gathers one parameter at a time."""
     model, plain = _sharded(kind())
     xs = draw(kind.batch, 0)
     with torch.set_grad_enabled(not no_grad):
@@ -314,7 +306,6 @@ def test_call_without_torch_compile(kind: Trainable, no_grad: bool) -> None:
 
 @on_ranks(2)
 def test_sharded_model_under_another_backend() -> None:
-    """Compile with another backend, which runs the marker ops one by one."""
     model, plain = _sharded(MLP())
     xs = draw(MLP.batch, 0)
     torch.compile(model, backend="aot_eager")(xs[dist.get_rank()]).backward()

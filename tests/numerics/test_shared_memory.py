@@ -1,7 +1,4 @@
-"""Parameters that share elements are rejected before anything changes.
-
-Parameters next to each other in one buffer are sharded separately.
-"""
+"""Parameters that share elements, or are next to each other in one buffer."""
 
 from __future__ import annotations
 

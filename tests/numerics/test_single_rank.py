@@ -1,8 +1,4 @@
-"""Training on one rank.
-
-Plans have no buckets, and gradients are bitwise equal to those of plain torch.compile or, in mixed
-precision, of FSDP2. Gradients share no memory with each other, nor outputs with parameters.
-"""
+"""Training on one rank: no collectives, and the gradients of plain torch.compile or FSDP2."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Parameters that change between forward and backward.
-
-Backward raises, as in a plain model, if it has to gather them again; if they were kept unsharded,
-it uses the forward's values. Sharding between forward and backward does not change gradients.
-"""
+"""Parameters that change between forward and backward."""
 
 from __future__ import annotations
 
@@ -133,8 +129,6 @@ def test_change_raises_under_mixed_precision() -> None:
 
 
 class _Broken(nn.Module):
-    """Two graphs around an eager part that uses a parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.eager, self.last = (nn.Linear(7, 7) for _ in range(3))
@@ -198,7 +192,6 @@ def test_changes_before_forward_and_after_backward() -> None:
 
 @on_ranks(2)
 def test_output_returned_again_by_a_later_call() -> None:
-    """Compile a graph that also returns an output of an earlier call."""
     twins = Twins(MLP(), **ZERO3)
     model = twins.model
 
@@ -221,8 +214,6 @@ def test_output_returned_again_by_a_later_call() -> None:
 
 
 class _Encoder(nn.Module):
-    """Model with a head and an encoder that can be called separately."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))

@@ -1,9 +1,4 @@
-"""State dicts and checkpoints.
-
-Names are those of the plain model, `state_dict()` does not communicate, and
-`torch.distributed.checkpoint` can load them on a different number of ranks, into a plain model, and
-into FSDP2 and back.
-"""
+"""State dicts, and checkpoints that other numbers of ranks, plain models and FSDP2 load."""
 
 from __future__ import annotations
 
@@ -45,7 +40,6 @@ KINDS = [GPT, ConvNet]
 
 
 def _train(kind: Trainable) -> tuple[Any, Any, torch.optim.Optimizer]:
-    """Train three steps; return the model, the compiled model and the optimizer."""
     model = kind()
     compiled = compile_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -79,7 +73,6 @@ def test_state_dict_communicates_nothing(kind: Trainable) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_full_state_dict_loads_into_a_plain_model(kind: Trainable) -> None:
-    """Load the result of `get_model_state_dict`, as saved by `torch.save`, into a plain model."""
     model, compiled, _ = _train(kind)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for source in (model, compiled):
@@ -215,7 +208,6 @@ def test_training_resumes_with_its_optimizer(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_optimizer_state_dict_loads_into_another_optimizer() -> None:
-    """Load an optimizer's own state dict into another optimizer of the same model."""
     model, compiled, optimizer = _train(GPT)
     other = torch.optim.AdamW(model.parameters(), 1e-2)
     other.load_state_dict(optimizer.state_dict())
@@ -254,7 +246,6 @@ def _load_on_mesh(shape: tuple[int, ...], path: Path, saved: dict[str, torch.Ten
 
 
 def _whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the full values of the model's and the optimizer's state."""
     values = _values(model)
     for name, param in model.named_parameters():
         states = optimizer.state[param].items()

@@ -1,8 +1,4 @@
-"""Every sharding strategy, compared with its peer in FSDP2 or DDP.
-
-Tests losses and gradients of SGD steps, and the bytes that each group sends. The model is a GPT
-with tied weights, and none of its sizes is divisible by the number of ranks.
-"""
+"""Every sharding strategy, compared with its peer in FSDP2 or DDP."""
 
 from __future__ import annotations
 
@@ -301,7 +297,6 @@ def test_clipping_matches_its_peer(name: str) -> None:
 )
 @on_ranks(2)
 def test_reshard_size_must_divide_the_shards(options: dict[str, Any]) -> None:
-    """Check that ``backend`` raises for a given mesh, and ``shard`` for the default mesh."""
     match = "reshard_after_forward=3: must divide the 2 ranks of the mesh"
     with pytest.raises(ValueError, match=match):
         graphshard.backend(world_mesh(), **options)

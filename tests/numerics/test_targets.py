@@ -1,8 +1,4 @@
-"""Targets of `torch.compile`.
-
-These are a module, a function or method that uses one, several models, part of a model, and a model
-on some of the ranks. The first step already shards, and its result is correct.
-"""
+"""Targets of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -82,12 +78,10 @@ def _in_containers(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _of_parts(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a function that calls the parts of an MLP, but not the MLP."""
     return lambda x: model.down(torch.tanh(model.mid(model.up(x)))).square().mean()
 
 
 def _of_parameters(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a function that reads only some parameters; the others are sharded, too."""
     return lambda x: (x @ model.up.weight.t() + model.up.bias).square().mean()
 
 
@@ -123,8 +117,6 @@ def test_function_that_uses_the_model(function: Callable[[nn.Module], Any]) -> N
 
 
 class _Pair(nn.Module):
-    """Two independent models used by one function."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(7, 5)
@@ -137,8 +129,6 @@ def _of_two_models(pair: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 class _TiedPair(_Pair):
-    """Two models that share a weight, which the function also uses transposed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.second = nn.Linear(7, 5, bias=False)
@@ -170,7 +160,6 @@ def test_targets_without_parameters() -> None:
 
 @on_ranks(2)
 def test_two_models_share_a_backend() -> None:
-    """Compile two models with one backend; check that each has its own plans."""
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     models = [MLP(), nn.Linear(7, 3)]
     for model in models:
@@ -200,7 +189,6 @@ def test_only_the_compiled_part_of_a_model_is_sharded() -> None:
 
 @on_ranks(2)
 def test_part_is_sharded_before_the_whole() -> None:
-    """Shard a part by compiling it, then the whole model."""
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     reference = copy.deepcopy(model)
     part, plain = compile_sharded(model[0]), reference[0]
@@ -216,7 +204,6 @@ def test_part_is_sharded_before_the_whole() -> None:
 
 @on_ranks(2)
 def test_model_compiled_twice() -> None:
-    """Compile a model twice; the second time it is already sharded."""
     model = MLP()
     twins = Twins(model)
     twins.train(MLP.batch, steps=1)
@@ -225,8 +212,6 @@ def test_model_compiled_twice() -> None:
 
 
 class _Autoencoder(nn.Module):
-    """Two models that share an encoder."""
-
     def __init__(self) -> None:
         super().__init__()
         encoder = nn.Linear(7, 5)
@@ -252,7 +237,6 @@ def test_two_compiled_models_share_a_part() -> None:
 
 @on_ranks(4)
 def test_mesh_over_some_of_the_ranks() -> None:
-    """Train each row of a 2 x 2 mesh separately, from different initial values."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("run", "shard"))
     run = mesh.get_local_rank("run")
     torch.manual_seed(run)

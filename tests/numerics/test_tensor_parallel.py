@@ -104,8 +104,6 @@ def test_eager_forward_is_close_to_fsdp2(break_graph: bool) -> None:
 
 
 class Broken(MLP):
-    """An MLP with a graph break between its two tensor-parallel linears."""
-
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.up(self.norm(x)))
         torch._dynamo.graph_break()
@@ -247,8 +245,6 @@ def test_compiled_function_of_a_model() -> None:
 
 
 class Scaling(MLP):
-    """An MLP that changes a tensor-parallel weight in place."""
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.up.weight.mul_(0.5)
@@ -266,8 +262,6 @@ def test_change_of_a_parameter_in_forward_is_refused(is_compiled: bool) -> None:
 
 
 class ReadingEarly(MLP):
-    """An MLP that reads a tensor-parallel weight under `no_grad` and uses it with gradients."""
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             weight = self.up.weight

@@ -1,4 +1,4 @@
-"""Sharded and replicated buffers of tensor-parallel models, compared with FSDP2."""
+"""Sharded and replicated buffers of tensor-parallel models."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from tests.ranks import on_ranks
 
 
 class Scaled(MLP):
-    """An MLP with a factor for each hidden unit and a counter of forwards."""
-
     scale: DTensor
     count: DTensor
 

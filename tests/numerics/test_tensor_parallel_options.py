@@ -1,7 +1,4 @@
-"""Options and features of graphshard for tensor-parallel models.
-
-Results are compared with FSDP2, if possible with the same options, or with graphshard's defaults.
-"""
+"""Options and features of graphshard for tensor-parallel models."""
 
 from __future__ import annotations
 
@@ -101,8 +98,6 @@ def test_gradient_divide_factor() -> None:
 
 
 class Checkpointed(MLP):
-    """An MLP that recomputes its tensor-parallel linears in backward."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = x + checkpoint(self._hidden, x, use_reentrant=False)
         return self.out(x).square().mean()
@@ -183,8 +178,6 @@ def test_frozen_and_reused_parameters() -> None:
 
 
 class Deep(nn.Module):
-    """A model of equal layers, each with two tensor-parallel collectives."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(MLP() for _ in range(4))
@@ -243,8 +236,6 @@ def test_stages_of_a_pipeline() -> None:
 
 
 class Reusing(MLP):
-    """An MLP that uses its first linear twice, with a frozen bias."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up.bias.requires_grad_(False)

@@ -1,8 +1,4 @@
-"""State dicts and checkpoints of tensor-parallel models.
-
-A checkpoint is saved on 2 x 2 ranks, and loaded there and on meshes of other sizes, under
-graphshard and under FSDP2.
-"""
+"""State dicts and checkpoints of tensor-parallel models."""
 
 from __future__ import annotations
 
@@ -49,7 +45,6 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _trained(make: Callable[..., Any], mesh: DeviceMesh) -> tuple[Any, Any]:
-    """Return a model and its AdamW after two steps."""
     model = make(MLP, mesh)
     optim = torch.optim.AdamW(model.parameters(), lr=0.05)
     for batch in batches(MLP, mesh, 2):
@@ -122,7 +117,6 @@ def test_consolidated_checkpoint(checkpoint: Any, tmp_path: Path) -> None:
 
 @on_ranks(4)
 def test_state_dict_of_torch() -> None:
-    """Get and set state dicts, sharded and full, by `torch.distributed.checkpoint.state_dict`."""
     mesh = mesh_2d()
     model, _ = _trained(sharded, mesh)
     expected = _values(model)
@@ -179,7 +173,6 @@ def test_full_state_dict() -> None:
 
 @on_ranks(4)
 def test_meta_device_model_is_materialized() -> None:
-    """Check that values equal those of the same model without tensor parallelism."""
     mesh = mesh_2d()
 
     def init(model: nn.Module) -> None:

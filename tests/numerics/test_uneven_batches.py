@@ -1,8 +1,4 @@
-"""Ranks whose batches differ so much that they trace different graphs.
-
-Examples are a last batch of one sample on one rank, and lists of different lengths. Results match
-the unsharded model.
-"""
+"""Ranks whose batches differ so much that they trace different graphs."""
 
 from __future__ import annotations
 
@@ -76,8 +72,6 @@ def test_gradient_expanded_on_one_rank() -> None:
 
 
 class Lists(nn.Module):
-    """Model that uses its second layer first if the list is short."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)

@@ -1,8 +1,4 @@
-"""FSDP2's own tests of mixed precision in wrapped modules.
-
-`overrides` select the same modules. On two ranks, results are bitwise those of FSDP2, except in
-float16.
-"""
+"""FSDP2's own tests of mixed precision in wrapped modules."""
 
 from __future__ import annotations
 
@@ -52,8 +48,6 @@ class Tupled(NamedTuple):
 
 
 class Containers(nn.Module):
-    """Model whose parts pass tensors in containers."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.first, self.second = InContainer(kind), InContainer(kind)
@@ -82,8 +76,6 @@ class InContainer(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """Model whose second part takes an additional float32 input that no layer computes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(7, 7), AddsInput()
@@ -120,8 +112,6 @@ class Sizes(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """Model that recomputes a part, including its casts."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.first, self.dtype = nn.Linear(7, 7), dtype

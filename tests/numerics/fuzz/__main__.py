@@ -16,7 +16,6 @@ from tests.numerics.fuzz.shrink import fails_unsharded, failure, headline, shrin
 
 
 def main() -> int:
-    """Run the cases; return 1 if any of them failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.numerics.fuzz", description=__doc__)
     parser.add_argument("--seeds", "--seed", required=True, help="e.g. 123 or 1,7,100:500")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")

@@ -112,7 +112,6 @@ class Case:
         return f"seed {self.seed}: {', '.join(special)}"
 
     def kinds(self) -> set[str]:
-        """Return the kinds of all blocks, nested ones included."""
         return {block[0] for block in walk(self.blocks)}
 
     @property
@@ -148,8 +147,6 @@ def draw(seed: int, max_blocks: int = 5, *, splits: bool = False) -> Case:
 
 
 def _split(rng: Random, blocks: tuple[Block, ...]) -> dict[str, Any]:
-    """Draw a mesh with a tensor-parallel axis, and make some blocks tensor-parallel."""
-
     def replaced(block: Block, share: float) -> Block:
         kind, *parts = block
         if kind in WRAPPERS:
@@ -171,7 +168,6 @@ def _rarely(rng: Random, special: Any, usual: Any, share: float) -> Any:
 
 
 def _block(rng: Random, depth: int) -> Block:
-    """Draw a leaf, or a wrapper of one to three blocks."""
     if depth < 2 and rng.random() < 0.3:
         kind = rng.choice(tuple(WRAPPERS))
         return (kind, *(_block(rng, depth + 1) for _ in range(rng.choice((1, 1, 2, 3)))))
@@ -200,7 +196,6 @@ def _strategy(rng: Random) -> dict[str, Any]:
 
 
 def _overrides(rng: Random, num_blocks: int, num_shards: int) -> tuple[tuple[str, str, Any], ...]:
-    """Draw up to three overrides, for example of a block or of all biases."""
     choices: tuple[tuple[str, Any], ...] = (
         ("shard", False),
         ("shard", False),
@@ -215,7 +210,6 @@ def _overrides(rng: Random, num_blocks: int, num_shards: int) -> tuple[tuple[str
 
 
 def _pipeline(rng: Random) -> dict[str, Any]:
-    """Draw options for compiling and scheduling the model."""
     fields = (
         ("overlap", False),
         ("bucket_cap_mb", rng.choice((1e-5, 1e-4, 1e-3))),
@@ -347,7 +341,7 @@ def _without_breaks(block: Block, breaks: Set[str] = BREAKS) -> Block:
 
 
 def _without_tables(block: Block, inside: bool = False) -> Block:
-    """Replace blocks whose eager parts list parameters, since they would get DTensors."""
+    """Replace blocks of eager parts that list parameters, which are DTensors there."""
     kind, *rest = block
     if kind in WRAPPERS:
         inside |= kind == "outside" or _is_recomputed_by_python(block)

@@ -1,8 +1,4 @@
-"""Formulas that the leaves of a fuzzed model compute.
-
-Each takes an activation `x` `[rows, length, dim]` and parameters, and exercises a parameter shape,
-view, index or in-place op.
-"""
+"""Formulas of `x` `[rows, length, dim]` and parameters, computed by leaves of a fuzzed model."""
 
 from __future__ import annotations
 
@@ -33,8 +29,6 @@ class Formula:
 
 
 class _Cubed(torch.autograd.Function):
-    """`x * gain ** 3` with a custom backward."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
         ctx.save_for_backward(x, gain)
@@ -166,8 +160,6 @@ FORMULAS: dict[str, Formula] = {
 
 
 class Computed(nn.Module):
-    """Leaf that computes a formula."""
-
     def __init__(self, name: str, dim: int) -> None:
         super().__init__()
         self.formula = FORMULAS[name]
@@ -176,5 +168,4 @@ class Computed(nn.Module):
             self.register_parameter(key, nn.Parameter(torch.randn(shape)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[rows, length, dim]` to the same shape."""
         return self.formula.compute(x, *[getattr(self, name) for name in self.names])

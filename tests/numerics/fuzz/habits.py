@@ -1,7 +1,4 @@
-"""User code around training: reads of parameters, hooks, and changes of ``p.data`` between steps.
-
-Parameters are read as attributes, by name, from containers, and by iteration over modules.
-"""
+"""User code around training: reads of parameters, hooks, and changes of values between steps."""
 
 from __future__ import annotations
 
@@ -26,11 +23,9 @@ class Reader(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """Whether the two linears share one weight."""
         return self.first.weight is self.second.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[rows, length, dim]` to the same shape."""
         return self.read(self, self.linear(x))
 
 
@@ -112,7 +107,6 @@ READERS: Mapping[str, Callable[[int], nn.Module]] = {
 
 
 def scaled(output: Any, factor: float) -> Any:
-    """Multiply the floating-point tensors of an output by `factor`."""
     if isinstance(output, Tensor):
         return output * factor if output.is_floating_point() else output
     if isinstance(output, dict):
@@ -183,7 +177,6 @@ def _give_full(param: nn.Parameter, plain: Tensor) -> None:
 
 
 def _swap_data(param: nn.Parameter, plain: Tensor) -> None:
-    """Swap in a value and swap it out again, as with weight averages."""
     before = param.data
     param.data = param.data * 0.5
     param.data = before * 0.9

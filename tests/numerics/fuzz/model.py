@@ -26,7 +26,6 @@ class _Builder:
         self.linears: list[nn.Linear] = []
 
     def build(self, block: Block) -> nn.Module:
-        """Return the module of a block: a new one, or an earlier one to reuse."""
         kind, *rest = block
         if kind in WRAPPERS:
             return Wrapper(kind, [self.build(part) for part in rest])
@@ -37,7 +36,6 @@ class _Builder:
         return leaf
 
     def _leaf(self, kind: str, rest: list[int]) -> nn.Module:
-        """Return a new module without nested blocks."""
         if kind in FORMULAS:
             return Computed(kind, self.dim)
         if kind in MODULES or kind in SPLIT:
@@ -98,7 +96,6 @@ def loss(output: Any) -> Tensor:
 
 
 def flag(case: Case, step: int, micro: int) -> bool:
-    """Return the flag that is passed to the model with a batch."""
     return (case.seed + step + micro) % 2 == 0
 
 

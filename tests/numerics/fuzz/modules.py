@@ -38,7 +38,6 @@ class OverLength(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        """Call the module with length and dim transposed; drop extra positions of its output."""
         return self.inner(x.transpose(1, 2)).transpose(1, 2)[:, : x.shape[1]]
 
 
@@ -53,13 +52,10 @@ class OverRows(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        """Call the module on all positions."""
         return self.inner(x.flatten(0, 1)).view_as(x)
 
 
 class Attention(nn.Module):
-    """Causal single-head attention."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.qkv = nn.Linear(dim, 3 * dim)
@@ -72,8 +68,6 @@ class Attention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Self-attention by `nn.MultiheadAttention`."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(dim, 1, batch_first=True)
@@ -83,8 +77,6 @@ class SelfAttention(nn.Module):
 
 
 class Convolved(nn.Module):
-    """2D convolutions over length and dim, with a GroupNorm."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, 4, 3, padding=1)
@@ -96,21 +88,16 @@ class Convolved(nn.Module):
 
 
 class Cell(nn.Module):
-    """GRU cell that runs over the first two positions."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.cell = nn.GRUCell(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` plus the last state."""
         state = self.cell(x[:, 1], self.cell(x[:, 0]))
         return x + state.unsqueeze(1)
 
 
 class Pair(nn.Module):
-    """Bilinear form of each position and the one before it."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.form = nn.Bilinear(dim, dim, dim)
@@ -120,8 +107,6 @@ class Pair(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Module that reads two buffers and writes two, one in place and one by assignment."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.register_buffer("shift", torch.randn(dim))
@@ -130,7 +115,6 @@ class Buffers(nn.Module):
         self.gain = nn.Parameter(torch.randn(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale and shift `x`, using the average of earlier calls."""
         y = x * self.gain + self.shift + self.average
         if self.training:
             with torch.no_grad():
@@ -140,8 +124,6 @@ class Buffers(nn.Module):
 
 
 class Tables(nn.Module):
-    """Integer and boolean parameters, and lists and dicts of parameters."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.order = nn.Parameter(torch.randperm(dim), requires_grad=False)
@@ -150,14 +132,11 @@ class Tables(nn.Module):
         self.named = nn.ParameterDict({"shift": torch.randn(1, dim)})
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x`, permuted and masked, plus a sum of parameters."""
         total = sum((row for row in self.rows), self.named["shift"])
         return x[..., self.order] * self.mask + total
 
 
 class Idle(nn.Module):
-    """Identity with parameters that nothing reads."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.never = nn.Linear(dim, 3)
@@ -168,8 +147,6 @@ class Idle(nn.Module):
 
 
 class Experts(nn.Module):
-    """Soft mixture of experts: all experts run, and a router weights their outputs."""
-
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.router = nn.Linear(dim, 3, bias=False)
@@ -217,8 +194,6 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
 
 
 class Split(nn.Sequential):
-    """Layers with a tensor-parallel plan."""
-
     def __init__(self, plan: dict[str, ParallelStyle], *layers: nn.Module) -> None:
         super().__init__(*layers)
         self.plan = plan
@@ -234,8 +209,6 @@ class Split(nn.Sequential):
 
 
 class Heads(nn.Module):
-    """Causal attention with heads of 4 dims; the input size gives their number."""
-
     def forward(self, x: Tensor) -> Tensor:
         """Map `[rows, length, 12 * heads]` to `[rows, length, 4 * heads]`."""
         q, k, v = x.unflatten(-1, (-1, 3, 4)).transpose(1, 2).unbind(3)
@@ -291,26 +264,21 @@ SPLIT: dict[str, Callable[[int], nn.Module]] = {
 
 
 class Wrapper(nn.Module):
-    """Module that calls its parts through a function in `WRAPPERS`."""
-
     def __init__(self, kind: str, parts: list[nn.Module]) -> None:
         super().__init__()
         self.kind = kind
         self.parts = nn.ModuleList(parts)
 
     def forward(self, x: Tensor, flag: Flag) -> Tensor:
-        """Map `[rows, length, dim]` to the same shape."""
         return WRAPPERS[self.kind](self, x, flag)
 
     def chain(self, x: Tensor, flag: Flag) -> Tensor:
-        """Call all parts in sequence."""
         for part in self.parts:
             x = call(part, x, flag)
         return x
 
 
 def call(part: nn.Module, x: Tensor, flag: Flag) -> Tensor:
-    """Call a block, with the flag if it is a wrapper."""
     return part(x, flag) if isinstance(part, Wrapper) else part(x)
 
 

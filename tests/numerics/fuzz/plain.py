@@ -70,7 +70,6 @@ class Plain:
         return _cast(self.computes(x, given), self.output_dtype)
 
     def loss(self, x: Tensor, given: bool) -> Tensor:
-        """Return the summed loss of all forwards of a microbatch."""
         return compute_loss(self.case, self, x, given)
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
@@ -89,7 +88,6 @@ class Plain:
         return {n: p.grad for n, p in self.values.named_parameters() if p.grad is not None}
 
     def collect(self) -> None:
-        """Add the gradients of a backward to those in `values`."""
         for value, param in self._pairs():
             if param.grad is not None:
                 grad = param.grad.to(value.dtype)
@@ -146,7 +144,6 @@ def _autocast(case: Case) -> AbstractContextManager[Any]:
 
 
 def _cast(output: Any, dtype: torch.dtype | None) -> Any:
-    """Cast the floating-point tensors of an output to `dtype`, unless that is None."""
     if isinstance(output, Tensor):
         return output.to(dtype) if dtype and output.is_floating_point() else output
     if isinstance(output, dict):

@@ -41,13 +41,12 @@ def headline(text: str) -> str:
 
 
 def _same_cause(one: str, other: str) -> bool:
-    """Return whether two headlines probably have the same cause."""
     words = [re.sub(r"[\d.e+-]+|rank|blocks\S*", "", line)[:40] for line in (one, other)]
     return words[0] == words[1]
 
 
 def shrink(case: Case, line: str) -> Case:
-    """Remove parts of a case while it fails with headline `line`, in at most `MAX_TRIES` runs."""
+    """Return a smaller case that fails like headline `line`, after at most `MAX_TRIES` runs."""
     tries = 0
     smaller = True
     while smaller:

@@ -69,8 +69,6 @@ def run_trial(case: Case) -> int:
 
 
 class _Trial:
-    """A case's sharded model and plain copies, and their comparison."""
-
     def __init__(self, case: Case) -> None:
         self.case = case
         # Tensor-parallel ranks of one model get the same batches.
@@ -115,7 +113,6 @@ class _Trial:
         return torch.compile(model, **keywords)
 
     def train(self) -> int:
-        """Run and compare all steps; return the number of graphs."""
         theirs = [_optimizer(self.case, plain.values) for plain in self._plains()]
         for step in range(self.case.steps):
             if self.case.thaw and step == 1:
@@ -138,7 +135,6 @@ class _Trial:
         return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
     def _run(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function, in a new thread if the case asks for it."""
         if not self.case.thread:
             return function(*args)
         # Every thread has its own Dynamo configuration.
@@ -169,7 +165,6 @@ class _Trial:
         return [self.plain, *([self.exact] if self.exact else [])]
 
     def _backward(self, step: int) -> None:
-        """Run forward and backward of a step's microbatches, and compare the losses."""
         before = [plain.begin_step() for plain in self._plains()]
         for micro in range(self.case.micros):
             last = micro == self.case.micros - 1 or self.case.reduces_micros
@@ -203,7 +198,7 @@ class _Trial:
         self._raise_together()
 
     def _compare(self, when: str, *, grads: bool) -> None:
-        """Compare buffers, and either gradients or parameters."""
+        """Compare buffers, and gradients or parameters; raise on all ranks if any found an error."""
         theirs = [dict(plain.values.named_parameters()) for plain in self._plains()]
         largest = max(
             (float(p.grad.norm()) for p in theirs[0].values() if p.grad is not None), default=0.0
@@ -233,7 +228,11 @@ class _Trial:
         *,
         scale: float = 0.0,
     ) -> None:
-        """Record an error if two tensors differ by more than allowed."""
+        """Record an error if `ours` is too far from `theirs`.
+
+        Errors are relative to the norm of `theirs`, or to ``FLOOR * scale`` if that is larger. If
+        `exact` is given, twice the error of `theirs` is allowed, too.
+        """
         if ours is None or theirs is None:
             if (ours is None) != (theirs is None):
                 sizes = [None if t is None else float(whole(t).norm()) for t in (ours, theirs)]
@@ -290,7 +289,6 @@ def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the mesh to shard over, and the tensor-parallel mesh, if any."""
     names = ("replicate", "shard")[-len(case.mesh) :]
     if case.splits == 1:
         return init_device_mesh("cpu", case.mesh, mesh_dim_names=names), None
@@ -299,7 +297,6 @@ def _meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh | None]:
 
 
 def _options(case: Case, model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of ``graphshard.backend``."""
     options: dict[str, Any] = {
         "reshard_after_forward": case.reshard,
         "compiler": case.compiler,
