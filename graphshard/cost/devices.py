@@ -127,15 +127,20 @@ DEFAULT = "A100-80GB"  # entry for GPUs that are not in the table: a mid-range G
 # Names of entries, keyed by a pattern of ``torch.cuda.get_device_name()``.
 _ENTRY_BY_DEVICE = {
     r"\bH100\b": "H100",
+    r"\bH100 PCIe\b": "H100-PCIe",
     r"\bH200\b": "H200",
     r"\bA100\b.*40GB": "A100-40GB",
     r"\bA100\b.*80GB": "A100-80GB",
     r"\bA10G\b": "A10G",
     r"\bB200\b": "B200",
+    r"\bGB200\b": "GB200",
+    r"\bL40S\b": "L40S",
+    r"\bRTX 4090\b": "RTX-4090",
+    r"\bMI300X\b": "MI300X",
 }
 
-# Variants that are slower than the SXM modules in the table.
-_OTHER_VARIANT = re.compile("PCIE|NVL|MIG", re.IGNORECASE)
+# Words for slower variants: a device and its entry have the same ones.
+_VARIANT = re.compile("PCIE|NVL|MIG|LAPTOP", re.IGNORECASE)
 
 
 def find_hardware(name: str) -> Hardware:
@@ -147,12 +152,16 @@ def find_hardware(name: str) -> Hardware:
     if name in HARDWARE:
         return HARDWARE[name]
     for pattern, entry in _ENTRY_BY_DEVICE.items():
-        if re.search(pattern, name) and not _OTHER_VARIANT.search(name):
+        if re.search(pattern, name) and _variants(name) == _variants(entry):
             return HARDWARE[entry]
     raise ValueError(
         f"hardware {name!r}: must be one of {sorted(HARDWARE)}, or a file written by `python -m "
         "graphshard calibrate` on such a machine"
     )
+
+
+def _variants(name: str) -> set[str]:
+    return set(_VARIANT.findall(name.upper()))
 
 
 def load_hardware(name: str) -> Hardware:

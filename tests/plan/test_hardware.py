@@ -94,6 +94,11 @@ def test_invalid_rates_are_refused(peak: float, achieved: Any, says: str) -> Non
         ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
         ("NVIDIA A10G", "A10G"),
         ("NVIDIA B200", "B200"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("AMD Instinct MI300X", "MI300X"),
         ("cpu", "cpu"),
         *((name, name) for name in HARDWARE),
     ],
@@ -105,7 +110,15 @@ def test_device_names_find_their_entry(device: str, entry: str) -> None:
 
 @pytest.mark.parametrize(
     "device",
-    ["Tesla T4", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA A10", ""],
+    [
+        "Tesla T4",
+        "NVIDIA H100 PCIe MIG 1g.10gb",
+        "NVIDIA H200 NVL",
+        "NVIDIA GH200 480GB",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A10",
+        "",
+    ],
 )
 def test_unknown_devices_are_refused_or_use_the_default(device: str) -> None:
     with pytest.raises(ValueError, match=r"H100.*calibrate") as refused:
