@@ -1,5 +1,3 @@
-"""`Backend.plans`, `Backend.summary()` and `Backend.metrics()`."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`normalize`, and `build_problem`, which counts memory by kernel."""
-
 from __future__ import annotations
 
 import operator

@@ -1,5 +1,3 @@
-"""Cache keys of compiled graphs cover our source files and all other inputs of compilation."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Graphs of models with linears in fp8."""
-
 from __future__ import annotations
 
 import re

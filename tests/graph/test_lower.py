@@ -1,5 +1,3 @@
-"""Lowering of markers to functional collectives: order and bytes, with and without buckets."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Progress of the first step: a line on the terminal, or log records."""
-
 from __future__ import annotations
 
 import contextlib

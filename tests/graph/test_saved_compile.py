@@ -90,7 +90,6 @@ def test_a_start_with_empty_caches_compiles_nothing(tmp_path: Path) -> None:
 
 
 def _changed(path: Path, **fields: Any) -> Path:
-    """Write a file that is only a header, with some of its fields changed."""
     changed = path.with_name("changed")
     header = {"format": 1, "made": {"torch": "1.0"}, "graphs": {}}
     with zipfile.ZipFile(changed, "w") as file:

@@ -1,5 +1,3 @@
-"""The verifier refuses faulty lowered graphs, and forward graphs that save full parameters."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""The warning about graph breaks: once per model, with file and line."""
-
 from __future__ import annotations
 
 from typing import Any

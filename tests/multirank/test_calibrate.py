@@ -1,5 +1,3 @@
-"""The `calibrate` command, its measurements, and the rates fitted to them."""
-
 from __future__ import annotations
 
 import dataclasses

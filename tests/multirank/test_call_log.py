@@ -167,7 +167,6 @@ def functional(group: Group) -> None:
 
 
 def backward(group: Group) -> None:
-    """Run a collective within autograd, as a compiled backward graph does."""
     x = torch.ones(3, requires_grad=True)
     x.register_hook(lambda grad: call(call_log_of(group), gather, group))
     x.sum().backward()

@@ -85,7 +85,7 @@ def _padded_bytes(param: Tensor, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """A plain model's parameters, and sorted names of some by their use in eager autograd."""
+    """A plain model's parameters, and their names by use in eager autograd, sorted."""
 
     params: dict[str, nn.Parameter]
     saved: list[str]  # saved for backward
@@ -252,7 +252,7 @@ def _events() -> Iterator[None]:
 
 
 def _measure(compiler: str, by_events: bool) -> tuple[float, float, dict[str, float]]:
-    """Return the delays of a step's collectives and its wall time, in seconds, and the metrics."""
+    """Return a step's collective delays and time, both in seconds, and the last metrics."""
     with _events() if by_events else contextlib.nullcontext():
         return _measure_step(compiler)
 

@@ -1,5 +1,3 @@
-"""``python -m graphshard consolidate``: checkpoints of several ranks as one file, and back."""
-
 from __future__ import annotations
 
 from pathlib import Path

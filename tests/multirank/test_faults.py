@@ -63,7 +63,6 @@ meets: list[Callable[[str], None]] = []
 
 @torch.library.custom_op("graphshard_test::meet", mutates_args=())
 def meet(x: Tensor, point: str) -> Tensor:
-    """Call each function in `meets` and return a copy of `x`."""
     for at in meets:
         at(point)
     return x.clone()
@@ -108,8 +107,6 @@ def _strike(fault: str) -> None:
 
 
 class _Faulty:
-    """A fault that happens once, when the victim reaches the point."""
-
     def __init__(self, fault: str, point: str, victim: int) -> None:
         self._fault, self._point = fault, point
         self._is_due = self._is_victim = dist.get_rank() == victim
@@ -164,7 +161,6 @@ def _train(
 
 
 def _split(model: Net) -> DeviceMesh:
-    """Apply tensor parallelism to the layers over pairs of ranks; return the mesh to shard over."""
     ranks_2d, timeout = torch.arange(4).view(2, 2), timedelta(seconds=TIMEOUT_S)
     dist.distributed_c10d._set_pg_timeout(timeout)  # default group, which all ranks use to agree
     groups = [

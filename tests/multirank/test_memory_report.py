@@ -1,5 +1,3 @@
-"""``memory_report``, compared with the sizes of the tensors."""
-
 from __future__ import annotations
 
 import re

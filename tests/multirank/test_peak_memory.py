@@ -1,5 +1,3 @@
-"""Peak memory of a rank in a training step and while sharding a model."""
-
 from __future__ import annotations
 
 import itertools
@@ -33,7 +31,7 @@ STEP = 560e6, 20, WORLD, True
 
 
 def _is_no_more(ours: Memory, theirs: Memory) -> bool:
-    """Return whether our peak exceeds theirs by at most 5 %, also without the memory before."""
+    """Return whether our peak, and its rise within the step, exceed theirs by at most 5 %."""
     in_step = ours.peak - ours.before, theirs.peak - theirs.before
     return ours.peak <= 1.05 * theirs.peak and in_step[0] <= 1.05 * in_step[1]
 

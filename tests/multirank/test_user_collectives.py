@@ -91,7 +91,7 @@ def test_ranks_with_other_costs_launch_in_the_order_of_the_first() -> None:
 
 
 def _sum(sums: list[int]) -> str:
-    """Run a step with sums[rank] all-reduces; return the collectives per graph, or the error."""
+    """Run a step with sums[rank] all-reduces; return user collectives per plan, or the error."""
     mesh = mesh_2d()
     model = Blocks(sums[dist.get_rank()]).parallelize(mesh["tp"])
     backend = graphshard.backend(mesh["dp"], compiler="aot_eager")

@@ -60,7 +60,6 @@ def world_mesh() -> DeviceMesh:
 
 
 def generator(*key: int) -> torch.Generator:
-    """Return a generator seeded from several small numbers."""
     seed = 0
     for part in key:
         seed = seed * 1009 + part + 1
@@ -85,7 +84,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return `|ours - theirs| / |theirs|`; check dtypes and shapes. Collective if one is sharded."""
+    """Return `|ours - theirs| / |theirs|`; check dtype and shape. Collective if one is sharded."""
     ours, theirs = whole(ours), whole(theirs)
     assert ours.dtype == theirs.dtype, (ours.dtype, theirs.dtype)
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
@@ -227,7 +226,7 @@ def distances(rounded: Tensors, exact: Tensors, small: float = SMALL) -> tuple[f
 
 
 def assert_sharded(model: nn.Module) -> None:
-    """Assert that parameters and gradients are DTensors, sharded on dim 0 if not scalar or empty."""
+    """Assert that parameters and gradients are DTensors, sharded on dim 0 where possible."""
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor) and isinstance(param, nn.Parameter), (name, type(param))
         kind = Shard(0) if param.dim() and param.numel() else Replicate()

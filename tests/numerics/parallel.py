@@ -78,7 +78,6 @@ def split(kind: Any, mesh: DeviceMesh) -> Any:
 
 
 def under_fsdp2(kind: Any, mesh: DeviceMesh, **options: Any) -> Any:
-    """Return a model of `split`, sharded by FSDP2 over `mesh["dp"]`."""
     model = split(kind, mesh)
     fully_shard(model, mesh=mesh["dp"], **options)
     return model
@@ -106,7 +105,6 @@ def train(
     batches: list[Any],
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
 ) -> list[dict[str, Any]]:
-    """Train a model; return the loss and the gradients of each step."""
     history, optim = [], None
     for batch in batches:
         loss = call(batch)

@@ -29,7 +29,6 @@ def _averaged(model: nn.Module) -> Any:
 
 
 def _save_and_load(average: Any) -> None:
-    """Save and load an average as the first rank's full state, and as one file per rank."""
     full = graphshard.full_state_dict(average)
     values = {name: whole(value) for name, value in average.state_dict().items()}
     if full:

@@ -1,5 +1,3 @@
-"""Models with graph breaks."""
-
 from __future__ import annotations
 
 import sys
@@ -150,8 +148,6 @@ class InCheckpoint(_Broken):
 
 
 class Printing(_Broken):
-    """Model that passes a parameter to a function that Dynamo does not trace."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         assert _look(self.gain) == DIM

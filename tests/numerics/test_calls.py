@@ -1,5 +1,3 @@
-"""Ways to call a model."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.distributed.checkpoint`, loaded on other numbers of ranks, or incomplete."""
+"""Checkpoints of `torch.distributed.checkpoint`: other numbers of ranks, interrupted saves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
 
 
 def _values(states: States) -> dict[str, torch.Tensor]:
-    """Return all full tensors by path."""
     found: dict[str, torch.Tensor] = {}
 
     def visit(path: str, value: Any) -> None:
@@ -112,7 +111,6 @@ class Killed(dcp.FileSystemWriter):
 
 
 def save_twice(folder: str) -> None:
-    """Save a complete checkpoint; get killed while saving the next one."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     torch.manual_seed(0)
     model = graphshard.shard(GPT(), world_mesh())

@@ -46,7 +46,7 @@ class Mixture(nn.Module):
 
     @staticmethod
     def batch(rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return tokens and the expert of each, drawn from the first one to four experts."""
+        """Return tokens and an expert for each; some batches use only some of the experts."""
         high = int(torch.randint(1, EXPERTS + 1, (), generator=rng))
         return torch.randn(5, DIM, generator=rng), torch.randint(high, (5,), generator=rng)
 

@@ -30,8 +30,6 @@ DIM, LAYERS = 8, 4
 
 
 class Layer(nn.Module):
-    """Attention and an MLP with dropout; ``kind`` changes what the layer does."""
-
     def __init__(self, kind: str = "", scale: float = 1.0, table: Any = None) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(DIM, DIM) for _ in range(3))

@@ -109,7 +109,7 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _dims(w1: int, w2: int, mesh: DeviceMesh) -> dict[str, dict[str, Any]]:
-    """Return `overrides` that shard the experts' weights on these dimensions."""
+    """Return `overrides` with the experts' mesh and the dims on which to shard their weights."""
     overrides = {"experts": {"mesh": mesh["efsdp"]}}
     return {**overrides, "experts.w1": {"dim": w1}, "experts.w2": {"dim": w2}}
 

@@ -1,5 +1,3 @@
-"""fp8 on real ranks."""
-
 from __future__ import annotations
 
 import contextlib
@@ -156,7 +154,7 @@ def _recipes() -> list[str]:
 
 
 def _cosines() -> list[float]:
-    """Return the cosine similarity of each fp8 gradient with the float32 one, of all recipes."""
+    """Return the cosine of each fp8 gradient with the float32 one, for all recipes and policies."""
     exact, _ = _gradients(SHALLOW)
     found = []
     for recipe, mp_policy in itertools.product(_recipes(), (None, BF16)):
@@ -335,7 +333,6 @@ def test_error_of_unsupported_recipe_names_the_device() -> None:
 
 
 def _dynamic() -> list[float]:
-    """Return losses for several batch sizes, with a dynamic graph and with one graph per size."""
     losses = []
     for dynamic in (True, False):
         torch._dynamo.reset()

@@ -1,5 +1,3 @@
-"""`full_state_dict` and `load_full_state_dict`."""
-
 from __future__ import annotations
 
 import copy
@@ -245,7 +243,6 @@ def test_full_state_of_a_model_before_its_first_step() -> None:
 
 
 def _load(kind: Trainable, shape: tuple[int, ...], options: State, folder: Path) -> None:
-    """Load a state that only the first rank has; check that training continues as before."""
     torch.manual_seed(77)
     model = graphshard.shard(kind(), init_device_mesh("cpu", shape), **options)
     optim = _adamw(model)

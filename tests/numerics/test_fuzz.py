@@ -1,5 +1,3 @@
-"""Random models, options and training loops agree with plain copies."""
-
 from __future__ import annotations
 
 import pickle

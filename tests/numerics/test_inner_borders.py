@@ -252,8 +252,6 @@ class Mixing(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention whose dtypes Dynamo checks while tracing."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))

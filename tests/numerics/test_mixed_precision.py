@@ -1,5 +1,3 @@
-"""`mp_policy` on two ranks, compared with eager FSDP2."""
-
 from __future__ import annotations
 
 import copy

@@ -238,8 +238,6 @@ def test_autocast() -> None:
 
 
 class Recurrent(nn.Module):
-    """Model with a recurrent layer, which Dynamo runs eagerly."""
-
     def __init__(self, layer: type[nn.RNNBase] = nn.LSTM) -> None:
         super().__init__()
         self.layer = layer(DIM, 4, 2, batch_first=True, bidirectional=True)

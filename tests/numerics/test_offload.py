@@ -1,5 +1,3 @@
-"""CPU offload of shards, gradients, optimizer state and activations."""
-
 from __future__ import annotations
 
 import functools

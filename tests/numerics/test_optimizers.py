@@ -1,5 +1,3 @@
-"""Optimizers built before and after the first step, schedulers, gradient clipping and scalers."""
-
 from __future__ import annotations
 
 import copy

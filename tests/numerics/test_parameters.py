@@ -1,5 +1,3 @@
-"""Parameters of every kind."""
-
 from __future__ import annotations
 
 import copy

@@ -20,8 +20,6 @@ STEPS, MICROBATCHES = 2, 4
 
 
 class ReducingOnce(PipelineStage):
-    """A stage that reduces gradients only in the last microbatch."""
-
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         is_last = fwd_chunk_id == self.chunks - 1
         graphshard.set_requires_gradient_sync(self.submod, is_last)

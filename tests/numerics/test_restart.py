@@ -43,8 +43,6 @@ class Tanh(nn.Module):
 
 
 class Relu(Tanh):
-    """`Tanh` after an edit of its activation."""
-
     activation = staticmethod(torch.relu)
 
 

@@ -1,5 +1,3 @@
-"""`graphshard.shard` of materialized and meta-device models."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""State dicts, and checkpoints that other numbers of ranks, plain models and FSDP2 load."""
-
 from __future__ import annotations
 
 import math

@@ -210,7 +210,6 @@ def _expected(strategy: Strategy) -> tuple[Sent, Sent]:
 
 
 def _total(sent: Sent) -> Sent:
-    """Return the total bytes of each kind and group size, in order of first use."""
     found: dict[tuple[str, int], int] = {}
     for kind, size, num_bytes in sent:
         found[kind, size] = found.get((kind, size), 0) + num_bytes

@@ -1,5 +1,3 @@
-"""Tensor-parallel parameters, compared with FSDP2 under the same plan."""
-
 from __future__ import annotations
 
 from pathlib import Path

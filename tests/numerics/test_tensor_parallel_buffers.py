@@ -1,5 +1,3 @@
-"""Sharded and replicated buffers of tensor-parallel models."""
-
 from __future__ import annotations
 
 import pytest

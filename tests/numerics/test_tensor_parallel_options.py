@@ -1,5 +1,3 @@
-"""Options and features of graphshard for tensor-parallel models."""
-
 from __future__ import annotations
 
 from typing import Any

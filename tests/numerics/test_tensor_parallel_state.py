@@ -1,5 +1,3 @@
-"""State dicts and checkpoints of tensor-parallel models."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -87,7 +85,6 @@ def _load(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """Return the folder of a checkpoint of graphshard, and its full tensors."""
     folder = tmp_path_factory.mktemp("checkpoint")
     return folder, ranks.run(4, _save, sharded, folder)[0]
 

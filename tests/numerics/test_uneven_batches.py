@@ -30,7 +30,6 @@ class Encoder(nn.Module):
 
 
 def _sequences(step: int, sizes: Sequence[int]) -> list[Tensor]:
-    """Return a batch for each rank, with the given numbers of samples."""
     return [torch.randn(n, 5, DIM, generator=generator(step, r)) for r, n in enumerate(sizes)]
 
 

@@ -1,4 +1,4 @@
-"""FSDP2's own tests of mixed precision in wrapped modules."""
+"""FSDP2's tests of mixed precision in wrapped modules, with `overrides` instead of wrapping."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Forwards that read a buffer, then write it: recomputation in backward reads the old value.
 
-Plain ``torch.compile`` silently reads the new value (2.11 to 2.13).
+Plain ``torch.compile`` of torch 2.11 to 2.13 silently reads the new value.
 """
 
 from __future__ import annotations

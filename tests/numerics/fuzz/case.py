@@ -120,7 +120,6 @@ class Case:
 
 
 def walk(blocks: tuple[Block, ...]) -> Iterator[Block]:
-    """Yield blocks, nested ones included."""
     for block in blocks:
         yield block
         if block[0] in WRAPPERS:

@@ -18,8 +18,6 @@ WIDTH = 3
 
 
 class _Builder:
-    """Builder of blocks that remembers modules for later blocks to reuse."""
-
     def __init__(self, dim: int) -> None:
         self.dim = dim
         self.leaves: list[nn.Module] = []
@@ -87,7 +85,6 @@ def _labels(x: Tensor) -> Tensor:
 
 
 def loss(output: Any) -> Tensor:
-    """Reduce all tensors in an output to a scalar."""
     if isinstance(output, Tensor):
         return output if output.dim() == 0 else output.square().mean() + output.mean()
     values = output.values() if isinstance(output, dict) else output

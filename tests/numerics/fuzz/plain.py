@@ -111,7 +111,6 @@ class Plain:
 
 
 def compute_loss(case: Case, model: Callable[..., Any], x: Tensor, given: bool) -> Tensor:
-    """Return the loss of all forwards of a microbatch."""
     with _autocast(case):
         total = loss(model(x, given))
         if case.forwards == 2:

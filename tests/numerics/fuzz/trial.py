@@ -198,7 +198,7 @@ class _Trial:
         self._raise_together()
 
     def _compare(self, when: str, *, grads: bool) -> None:
-        """Compare buffers, and gradients or parameters; raise on all ranks if any found an error."""
+        """Compare buffers, and gradients or parameters; on an error of any rank, raise on all."""
         theirs = [dict(plain.values.named_parameters()) for plain in self._plains()]
         largest = max(
             (float(p.grad.norm()) for p in theirs[0].values() if p.grad is not None), default=0.0
@@ -253,7 +253,6 @@ class _Trial:
             self.faults.append(f"{what}: relative error {difference / size:.1e}{values}")
 
     def _raise_together(self) -> None:
-        """Raise an AssertionError on every rank if any rank has recorded an error."""
         found: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(found, self.faults)
         if any(found):
@@ -272,7 +271,6 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def _thaw(model: nn.Module) -> None:
-    """Freeze the first floating-point parameter of the blocks, and unfreeze the others."""
     floats = [p for n, p in model.named_parameters() if n.startswith("blocks.")]
     for i, param in enumerate(p for p in floats if p.is_floating_point()):
         param.requires_grad_(i != 0)
