@@ -99,7 +99,7 @@ def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
 
 
 def agree_under_tensor_parallelism(device: str, compiler: str) -> list[float]:
-    """Assert that graphshard agrees with FSDP2 on 2 x 2 ranks (dp, tp); return the former's losses."""
+    """Assert that graphshard is like FSDP2 on 2 x 2 ranks (dp, tp); return graphshard's losses."""
     mesh = mesh_2d(device=device)
     data = batches(Llama, mesh)
     model, compiled = under_graphshard(Llama, mesh, compiler=compiler)
