@@ -196,7 +196,6 @@ def _in_new_processes(setting: Setting, cache: str, timeout_s: float) -> First:
 
 
 def _measure(setting: Setting, rank: int, store: str) -> None:
-    """Join the other ranks and measure; rank 0 prints the slowest rank's result as JSON."""
     device = torch.device(setting.device)
     torch.set_num_threads(1)
     if device.type == "cuda":

@@ -58,7 +58,6 @@ class Row:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Fields that rows of the same summary line share."""
         return (f"{self.ranks}", self.link, self.dtype)
 
 
@@ -157,6 +156,5 @@ def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) 
 
 
 def _without(model: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> int:
-    """Return the number of rows of ``model`` in the interval fitted to the other models."""
     others: ErrorInterval = error_interval(ratio_of(row) for row in rows if row.model != model)
     return sum(others.covers(ratio_of(row)) for row in rows if row.model == model)

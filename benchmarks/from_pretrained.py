@@ -110,7 +110,6 @@ def _sampled_peak() -> Iterator[list[int]]:
 
 
 def load(variant: str, folder: Path, small: Path) -> Cost:
-    """Load by one of ``VARIANTS`` and return the cost, after loading a small model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     VARIANTS[variant](small, mesh)  # imports modules and connects ranks
     models, seconds = [], []

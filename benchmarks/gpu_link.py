@@ -40,7 +40,6 @@ def _is_same(output: Tensor, sent: Tensor) -> bool:
 
 
 def _word_size(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
-    """Return the largest word size, in bytes, that divides all sizes and addresses."""
     numbers = [n for pair in pairs for t in pair for n in (t.nbytes, t.data_ptr())]
     return next(size for size in _INTS if all(n % size == 0 for n in numbers))
 

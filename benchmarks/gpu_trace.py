@@ -32,7 +32,6 @@ class Kernel(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        """Whether the kernel is a collective of ``benchmarks.gpu_link``."""
         return "spin" in self.name
 
 
@@ -59,7 +58,6 @@ def write(kernels: Sequence[Kernel], path: Path) -> None:
 
 
 def parse(packed: bytes) -> list[Kernel]:
-    """Return the kernels that :func:`write` compressed."""
     return [Kernel(*fields) for fields in json.loads(gzip.decompress(packed))]
 
 
@@ -83,7 +81,6 @@ def streams(kernels: Iterable[Kernel]) -> Streams:
 
 
 def _busy_us(kernels: Iterable[Kernel]) -> float:
-    """Return the time during which at least one of the kernels runs."""
     total, end = 0.0, -math.inf
     for kernel in sorted(kernels):
         total += max(0.0, kernel.end_us - max(kernel.start_us, end))

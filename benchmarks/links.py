@@ -46,7 +46,6 @@ class Wire(NamedTuple):
     bytes_per_s: float
 
     def seconds(self, num_bytes: int) -> float:
-        """Return the time of a collective whose full buffers have ``num_bytes`` in total."""
         return self.alpha_s + num_bytes / self.bytes_per_s
 
     def __str__(self) -> str:
@@ -106,8 +105,6 @@ def between_namespaces(command: Sequence[str], gbit: float) -> None:
 
 
 def _shape(gbit: float) -> None:
-    """Create two namespaces and a pair of interfaces, with a token bucket filter at both ends."""
-
     def run(*args: str) -> None:
         subprocess.run(args, check=True, capture_output=True, text=True)
 
@@ -125,7 +122,6 @@ def _shape(gbit: float) -> None:
 
 
 def parse_wire(text: str) -> Wire:
-    """Parse an argument "ALPHA_MS,GB_PER_S", as in "4,1"."""
     try:
         alpha_ms, gb_per_s = map(float, text.split(","))
         if alpha_ms < 0 or gb_per_s <= 0:

@@ -133,7 +133,6 @@ class Llama(nn.Module):
 
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy; ``logits`` are ``[batch, length, vocab]``."""
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def angles(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,7 +185,6 @@ class TrainableLlama(Llama):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Fill the parameters, or their shards, and the buffers."""
         generator = torch.Generator(self.cos.device).manual_seed(0)
         for name, param in self.named_parameters():
             values = param.to_local() if isinstance(param, DTensor) else param

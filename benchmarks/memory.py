@@ -80,7 +80,6 @@ class Memory:
 
 
 def peak_is_known() -> bool:
-    """Return whether the kernel can report and reset the peak memory of a process."""
     try:
         _forget_peak()
         return resident("VmHWM") > 0

@@ -25,18 +25,13 @@ class GPT(nn.Module):
     def seeded(
         cls, device: torch.device, *, dim: int, layers: int, head_dim: int, vocab: int, context: int
     ) -> GPT:
-        """Return a model on ``device``, with the same parameters on every call."""
         torch.manual_seed(0)
         heads = max(1, dim // head_dim)
         with device:
             return cls(dim=dim, layers=layers, heads=heads, vocab=vocab, context=context)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the mean cross entropy of predicting ``ids[:, 1:]``.
-
-        Args:
-            ids: tokens ``[batch, length + 1]``; ``length`` is at most ``context``.
-        """
+        """Return the mean next-token cross entropy; ``ids`` are ``[batch, up to context + 1]``."""
         inputs, targets = ids[:, :-1], ids[:, 1:]
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         for block in self.blocks:

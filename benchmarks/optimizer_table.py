@@ -126,8 +126,6 @@ CASES = [
 
 
 class Model(nn.Module):
-    """Linear layers, most with a bias, whose rows two ranks split evenly or unevenly."""
-
     def __init__(self, even: bool) -> None:
         super().__init__()
         rows = (132, 128, 256) if even else (131, 128, 257)
@@ -150,7 +148,6 @@ class Outcome:
 
 
 def try_out(case: Case) -> Outcome:
-    """Step a sharded model and an unsharded copy on this rank, and compare them."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = Model(case.even)

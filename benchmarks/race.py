@@ -83,7 +83,6 @@ class Result:
 
 
 def main() -> None:
-    """Measure and print a table; in a child process, take turns."""
     args = _arguments()
     if args.child:
         variant, wire, folder = json.loads(args.child)
@@ -201,7 +200,6 @@ def _take_turns(turns: Iterator[Any]) -> None:
 
 
 def _turns(entry: Entry, args: argparse.Namespace, parent: str) -> Iterator[Any]:
-    """Connect, compile, train in each round, and profile; yield the answer of each turn."""
     device, folder = common.pick_device(args.device), Path(parent, entry.name)
     folder.mkdir()
     torch.set_float32_matmul_precision("high")
@@ -282,7 +280,6 @@ def _step(
 
 
 def _warm_up(step: Callable[[], Tensor], device: torch.device) -> None:
-    """Train two steps, and reset the peak memory, which includes compiling."""
     torch.cuda.empty_cache()  # other processes need the memory
     for _ in range(2):
         step()

@@ -99,8 +99,6 @@ Positions = list[int]
 
 
 class Blocks(NamedTuple):
-    """Buckets of gathers and of reductions, each in launch order."""
-
     gathers: list[Positions]
     reductions: list[Positions]
 
@@ -146,13 +144,11 @@ def fsdp2_rule(plan: Plan, problem: Problem) -> Sequence[Bucket]:
 
 
 def uncopied(plan: Plan, problem: Problem) -> list[Bucket]:
-    """Schedule by ``fsdp2_rule``, with coalesced collectives instead of packed buffers."""
     buckets = fsdp2_rule(plan, problem)
     return [dataclasses.replace(b, buffers=tuple((i,) for i in b.transfers)) for b in buckets]
 
 
 def unscheduled(plan: Plan, problem: Problem) -> Sequence[Bucket]:
-    """Launch FSDP2's buckets where they are needed, and wait for them at once."""
     blocks = by_block(plan, problem)
     placed = [(positions, _due(problem, positions)) for positions in blocks.gathers]
     placed += [(positions, _ready(problem, positions)) for positions in blocks.reductions]
@@ -161,7 +157,6 @@ def unscheduled(plan: Plan, problem: Problem) -> Sequence[Bucket]:
 
 
 def root_kept(plan: Plan, problem: Problem) -> Problem:
-    """Return the problem with all parameters outside of blocks kept unsharded after forward."""
     if plan.graph != GraphKind.BACKWARD:
         return problem
     is_root = [not plan.params[t.param].fqn.startswith("blocks.") for t in problem.transfers]

@@ -99,7 +99,6 @@ def sharding(
 
 
 def one_line(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
-    """Build graphshard; ``options`` are arguments of :func:`sharding`."""
     return torch.compile(model, backend=sharding(mesh, **options))
 
 
@@ -115,7 +114,6 @@ VARIANTS: dict[str, Build] = {
 
 
 def mp_policy(mixed: bool) -> MixedPrecisionPolicy:
-    """Return the mixed-precision policy of all variants without a precision in their name."""
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
 
 

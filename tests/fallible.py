@@ -44,8 +44,6 @@ may_fail.register_autograd(lambda ctx, grad: (may_fail(grad, "backward"), None))
 
 
 class Fallible(nn.Module):
-    """Linear layers; between any two, a graph may fail while collectives are in flight."""
-
     def __init__(self, layers: int = 6) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(layers))

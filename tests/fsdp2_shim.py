@@ -133,8 +133,6 @@ def _set_flag(
 
 
 def add_methods() -> None:
-    """Add FSDPModule's setters for gradient sync, and ``WITHOUT_EFFECT``, to ``nn.Module``."""
-
     def all_reduce(self: nn.Module, flag: bool, *, recurse: bool = True) -> None:
         _set_flag(graphshard.set_requires_all_reduce, ALL_REDUCES, self, flag, recurse=recurse)
 

@@ -104,7 +104,6 @@ def _for_graphshard() -> Replacements:
 
 
 def _for_ranks() -> Replacements:
-    """Return the replacements that make tests run on existing ranks, without GPUs."""
     import torch.distributed._composable as composable
     import torch.testing._internal.common_cuda as common_cuda
     import torch.testing._internal.common_device_type as common_device_type
@@ -168,7 +167,6 @@ def _patch_torch(reference: bool) -> None:
 
 @functools.cache
 def _load(path: Path, reference: bool) -> types.ModuleType:
-    """Import a test file after `_patch_torch`, with CUDA devices replaced by the CPU."""
     _patch_torch(reference)
     text = path.read_text()
     for gpu, cpu in TO_CPU:
@@ -185,7 +183,6 @@ def list_tests(path: Path, reference: bool) -> list[tuple[str, str]]:
 
 
 def run_test(path: Path, reference: bool, kind: str, name: str, float64: bool) -> str:
-    """Run one test on this rank and describe its result; an error of the test propagates."""
     shim.sharded.clear()
     shim.notes.clear()
     shim.backends.clear()
@@ -210,7 +207,6 @@ def run_test(path: Path, reference: bool, kind: str, name: str, float64: bool) -
 
 
 def _cause(error: ranks.RankError) -> str:
-    """Of the first failure's lines, return the last that names an exception, else the last."""
     lines = error.failures[0].text.strip().splitlines()
     named = [line for line in lines if re.match(r"[\w.]*(Error|Unsupported)\b", line)]
     return (named or lines)[-1]

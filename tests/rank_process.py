@@ -71,7 +71,6 @@ class Spec:
 
     @property
     def task(self) -> Path:
-        """File with the call that all ranks make."""
         return self.folder / "task"
 
     @property
@@ -92,12 +91,10 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Deserialize a value from `to_bytes`, with all tensors on the CPU."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def pack_task(fn: Callable[..., Any], args: Any, kwargs: Any, env: Mapping[str, str]) -> bytes:
-    """Serialize a call for `_call`."""
     # sys.path is unpickled first: a rank may need it to import fn's module.
     return pickle.dumps((sys.path, dict(env), to_bytes((fn, args, kwargs))))
 
@@ -151,7 +148,6 @@ def _stop_coverage() -> None:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Exit this process as soon as the parent has died."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

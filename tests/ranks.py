@@ -209,7 +209,6 @@ class _Pool:
         theirs.close()  # now the pipe closes when the rank ends
 
     def call(self, task: bytes, timeout_s: float) -> list[Any]:
-        """Run a task and return its results in rank order. On any error, kill all ranks."""
         __tracebackhide__ = True
         try:
             self._specs[0].task.write_bytes(task)
@@ -260,7 +259,6 @@ class _Pool:
         return value
 
     def _stuck(self, ranks: list[int], late: str) -> list[Failure]:
-        """Return the failures of ranks that have not replied, with their stacks."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)

@@ -134,7 +134,6 @@ class _RecordedWork(dist.Work):
         return [tensor for work in self._works for tensor in work.result()]
 
     def _source_rank(self) -> int:
-        """Return the sender of a message received by `recv_anysource`."""
         return self._works[0]._source_rank()
 
     def get_future(self) -> Future[Any]:

@@ -1,5 +1,3 @@
-"""`python -m graphshard demo`: its output, and an error for a page that it cannot write."""
-
 from __future__ import annotations
 
 import re

@@ -110,7 +110,6 @@ def test_documented_pass_can_be_added(tmp_path: Path) -> None:
 
 
 def _add_pass() -> list[str]:
-    """Compile a model with the pass shown in docs/how_it_works.md; return the log messages."""
     name = "graphshard.passes.count_linears"
     sys.modules[name] = module = types.ModuleType(name)
     exec(file_of("passes/count_linears.py"), vars(module))

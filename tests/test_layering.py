@@ -128,7 +128,6 @@ def _files() -> Iterator[tuple[str, str, Path]]:
 
 
 def _imported(node: ast.AST, package: str) -> Iterator[str]:
-    """Yield the dotted names within graphshard that ``node`` imports."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "graphshard")
     elif isinstance(node, ast.ImportFrom):

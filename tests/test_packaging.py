@@ -65,7 +65,6 @@ def run(*args: object, cwd: Path) -> str:
 
 
 def modules() -> set[str]:
-    """Return the installed paths of all modules of the source tree."""
     return {
         f"{target}/{path.relative_to(ROOT / source).as_posix()}"
         for source, target in FOLDERS.items()

@@ -111,7 +111,6 @@ def _counts(recording: Recording) -> Counts:
 
 
 def _peaks(recording: Recording) -> list[str]:
-    """Return peak and planned memory of the last forward graph, then of the last backward graph."""
     texts = []
     for plan, run in zip(recording.plans[-2:], recording.calls[-2:], strict=True):
         needed = peak_bytes(recording.actions, run)

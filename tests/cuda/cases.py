@@ -89,7 +89,6 @@ def _changes_sizes(model: nn.Module, compiled: Callable[..., Tensor], inputs: An
 
 
 def _half(batch: Tensor) -> Tensor:
-    """Halve a batch: tokens along the sequence, anything else along the rows."""
     is_text = batch.dtype == torch.int64
     return batch[:, : batch.shape[1] // 2] if is_text else batch[: len(batch) // 2]
 
@@ -126,8 +125,6 @@ BUDGET_GB = {"gpt": 1.2, "llama": 1.0, "convnet": 0.008, "wide_convnet": 0.016, 
 
 @dataclass(frozen=True)
 class Case:
-    """One rank's training step of a model under a strategy."""
-
     model: str
     strategy: str
     world: int = 8
@@ -315,7 +312,6 @@ class Planted:
 
 
 def plant(recorder: Recorder, name: str, source: str) -> Planted:
-    """Run the operators of ``Planted``, and compile the given kernel with and without faults."""
     products = ((32, True, 0), (32, False, 0), (24, True, 0), (32, True, 8))
     errors = [_error_of_product(*product) for product in products]
     return Planted(_compile_planted(name, source), errors, _convolve(), _devices_within_kernel())

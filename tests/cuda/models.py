@@ -61,8 +61,6 @@ class _Block(nn.Module):
 
 
 class LoRALinear(nn.Linear):
-    """A frozen linear layer with a trainable update of rank 8 (arXiv 2106.09685)."""
-
     def __init__(self, of: nn.Linear) -> None:
         super().__init__(of.in_features, of.out_features, of.bias is not None)
         self.requires_grad_(False)

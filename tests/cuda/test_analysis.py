@@ -1,5 +1,3 @@
-"""Order of a recorded graph call, compared with its plan."""
-
 from __future__ import annotations
 
 from graphshard.check.actions import GraphCall, RecordedLaunch

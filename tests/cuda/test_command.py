@@ -284,8 +284,6 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the command use the results of ``check_all``."""
-
     def answer(function: str, device: str, target: Target, timeout_s: float) -> Report:
         assert (device, target.world, target.replicas, target.rank) == ("H100", 8, 1, 0)
         found = _found(target.script)[target.function]

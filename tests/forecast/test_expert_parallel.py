@@ -1,5 +1,3 @@
-"""Forecasts of mixtures of experts on a simulated mesh."""
-
 from __future__ import annotations
 
 import pytest

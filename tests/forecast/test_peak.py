@@ -31,7 +31,6 @@ def _make() -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def peaks(recorder: Any) -> list[int]:
-    """Return the peak bytes of a step under each of ``RECIPES``, from its recorded actions."""
     found = []
     for recipe in RECIPES:
         options = {**recipe.options(), "schedule": SchedulePolicy(hardware="H100")}

@@ -1,5 +1,3 @@
-"""Forecasts of tensor-parallel models on a simulated mesh."""
-
 from __future__ import annotations
 
 import copy

@@ -70,7 +70,6 @@ def trace_stack(num_layers: int, recipe: Recipe, ranks: int = 8) -> TracedStep:
 
 
 def assert_same_step(made: TracedStep, traced: TracedStep) -> None:
-    """Check that a step derived from other traces equals a traced one, up to rounding."""
     assert dataclasses.asdict(made.held) == pytest.approx(dataclasses.asdict(traced.held))
     for ours, theirs in zip(made.graphs, traced.graphs, strict=True):
         assert 0 < ours.problem.peak_us == pytest.approx(theirs.problem.peak_us)

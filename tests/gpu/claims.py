@@ -158,7 +158,6 @@ def save(device: str, path: Path) -> Tensor:
 
 
 def load(device: str, path: Path) -> tuple[Tensor, int]:
-    """Train with saved code; return the losses and the number of graphs compiled."""
     graphshard.load_compiled(path)
     losses = _losses(device)
     return losses, counters["inductor"]["fxgraph_cache_miss"]

@@ -37,7 +37,6 @@ ENV = {
 
 
 def run(world_size: int, backend: str, fn: Callable[..., T], *args: Any) -> list[T]:
-    """Call fn(*args) in new rank processes that share the GPU; return the results."""
     # The group connects in its first collective, so `_on_rank` can still set NCCL_HOSTID.
     return ranks.run_fresh(
         world_size, _on_rank, fn, *args, backend=backend, import_env=ENV, timeout_s=90

@@ -1,7 +1,4 @@
-"""Results of the simulated GPU and claims of docs/, measured on a real GPU.
-
-Covers kernels, host waits, memory and CUDA graphs of a step (see benchmarks/results/cuda.md).
-"""
+"""Results of the simulated GPU and claims of docs/, measured on a real GPU."""
 
 from __future__ import annotations
 

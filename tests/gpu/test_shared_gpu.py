@@ -19,7 +19,6 @@ _refusal = functools.cache(shared.refusal)
 
 @pytest.fixture
 def backend() -> str:
-    """Return the first backend that works; skip the test if no backend does."""
     refusals = {}
     for name in ("nccl", "gloo"):
         reason = _refusal(name)

@@ -65,7 +65,6 @@ def by_graphshard(compiler: str) -> Wrap:
 
 
 def by_torch_compile(model: nn.Module, mesh: DeviceMesh) -> Any:
-    """Return the model compiled without graphshard: by Inductor on a GPU, otherwise aot_eager."""
     on_gpu = mesh.device_type == "cuda"
     return torch.compile(model, backend="inductor" if on_gpu else "aot_eager")
 
@@ -84,7 +83,6 @@ def train(wrap: Wrap, device: str) -> tuple[nn.Module, History]:
 
 
 def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
-    """Assert that graphshard agrees with `theirs` in every step; return graphshard's losses."""
     model, history = train(by_graphshard(compiler), device)
     assert_sharded(model)
     for name, param in model.named_parameters():
@@ -99,7 +97,6 @@ def agree(theirs: Wrap, device: str, compiler: str) -> list[float]:
 
 
 def agree_under_tensor_parallelism(device: str, compiler: str) -> list[float]:
-    """Assert that graphshard is like FSDP2 on 2 x 2 ranks (dp, tp); return graphshard's losses."""
     mesh = mesh_2d(device=device)
     data = batches(Llama, mesh)
     model, compiled = under_graphshard(Llama, mesh, compiler=compiler)

@@ -99,7 +99,6 @@ def _faults_of_memory(values: GraphValues, without: UnmaterializedValues) -> Ite
 
 
 def _written(graph: fx.Graph, values: GraphValues, kernels: list[fx.Node]) -> float:
-    """Return the bytes of all computed values that the graph returns, directly or as views."""
     returned = graph.output_node().all_input_nodes
     roots = {values.roots[node] for node in returned}
     return sum(values.num_bytes[node] for node in kernels if node in roots)

@@ -146,7 +146,6 @@ class _Program:
         self._require_after(self._total, self._start[-1], 0.0)
 
     def _ordered(self, a: int, b: int, cost: BucketCost) -> None:
-        """Add the rows that make bucket `b` follow bucket `a` if `a` comes first."""
         condition = self._order[a, b]
         if a < b:
             self._one_of([condition, self._order[b, a]])
@@ -175,12 +174,10 @@ class _Program:
             self._rows.append((terms | others, out_us[b] / self._ever_us))
 
     def _one_of(self, binaries: list[int]) -> None:
-        """Add the rows that set exactly one of these binaries to 1."""
         self._rows.append((dict.fromkeys(binaries, 1.0), 1.0))
         self._rows.append((dict.fromkeys(binaries, -1.0), -1.0))
 
     def solved(self) -> tuple[tuple[Bucket, ...], float]:
-        """Return the schedule and its duration in us."""
         matrix = np.zeros((len(self._rows), len(self._upper)))
         for row, (terms, _) in zip(matrix, self._rows):
             row[list(terms)] = list(terms.values())

@@ -1,5 +1,3 @@
-"""`benchmarks.replay`: the simulator with times measured on a GPU."""
-
 from __future__ import annotations
 
 import pytest

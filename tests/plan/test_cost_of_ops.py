@@ -58,7 +58,6 @@ def _takes_dims(op: Any) -> bool:
 
 
 def _call(graph: Graph, op: Any, dims: list[int]) -> Any:
-    """Add a call of reduction ``op`` of ``[3, 4, 5]`` over ``dims``."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for argument in op._schema.arguments:

@@ -32,7 +32,6 @@ def _below(depth: int, function: Callable[[], int]) -> int:
 
 
 def _most_faults() -> int:
-    """Return the maximum number of page faults over call depths and caller frame sizes."""
     code = _faults_of_calls.__code__
     sizes = range(code.co_stacksize, code.co_stacksize + 30)
     callers = [

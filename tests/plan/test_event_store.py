@@ -1,5 +1,3 @@
-"""Events that ranks post to each other, on every kind of torch store."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

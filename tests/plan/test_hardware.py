@@ -140,7 +140,6 @@ def test_no_entry_achieves_more_than_its_datasheet(name: str) -> None:
 
 
 def _between_nodes(hardware: Hardware, kind: str) -> float:
-    """Return the bandwidth of a huge message in bytes/s."""
     return 1e15 / hardware.inter.bus[kind].us(1e15) * 1e6
 
 

@@ -1,5 +1,3 @@
-"""Every transfer kind is in every table of kinds."""
-
 from __future__ import annotations
 
 import pytest

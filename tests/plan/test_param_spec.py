@@ -17,8 +17,6 @@ from graphshard.params.param_spec import ParamSpec
 
 @dataclass(frozen=True)
 class _Mesh:
-    """The part of DeviceMesh that a spec uses."""
-
     world_size: int
     rank: int
     ndim: int = 1

@@ -1,5 +1,3 @@
-"""Plans as plain data: JSON, totals, and parameter names by graph input."""
-
 from __future__ import annotations
 
 import dataclasses

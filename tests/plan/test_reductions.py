@@ -49,7 +49,6 @@ def _gradient(param: int, num_bytes: int, ready: int, world: int, stride: int) -
 
 
 def _backward(world: int, stride: int = 1, sizes: tuple[int, ...] = (LARGE, SMALL)) -> Problem:
-    """Return a backward graph of ``LAYERS`` steps, with a gradient of each size in each."""
     sent = [
         _gradient(layer * len(sizes) + i, size, layer + 1, world, stride)
         for layer in range(LAYERS)

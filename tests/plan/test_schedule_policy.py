@@ -1,5 +1,3 @@
-"""SchedulePolicy rejects invalid fields; the error names the field, its value and valid values."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Results that a function of a user's script may return."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Diff of two plans, which is empty if they are equal."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -18,7 +16,6 @@ SIZE = 20
 
 
 def _gathers(*buckets: Bucket, names: str = "a b c d", steps: int = 4) -> Dump:
-    """Return a dump in which each step uses one parameter."""
     fqns = names.split()
     asked = problem([30.0] * steps, [gather(i, SIZE, i) for i in range(len(fqns))])
     return dump(asked, buckets, fqns)

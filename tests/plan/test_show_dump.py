@@ -1,5 +1,3 @@
-"""Dumps: their JSON, their files, and the command line that reads them."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -133,7 +131,6 @@ def test_dumps_of_a_folder_are_in_order(tmp_path: Path) -> None:
 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, Path]:
-    """Return the files of two dumps; the second one launches its last bucket at the end."""
     shown = by_hand()
     last = dataclasses.replace(shown.plan.buckets[-1], launch=3)
     plan = dataclasses.replace(shown.plan, buckets=(*shown.plan.buckets[:-1], last))

@@ -308,7 +308,6 @@ setTimeout(() => {
 
 
 def _step_label(graph: Json, step: int) -> str:
-    """Return how the page names a step: by its module and first node, or "end" after the last."""
     steps = graph["steps"]
     return f"{steps['module'][step]} ({steps['name'][step]})" if step < len(steps["us"]) else "end"
 

@@ -80,7 +80,6 @@ def test_an_arrow_goes_through_the_wait() -> None:
 
 
 def _slice_at(shown: Dump, arrow: Event) -> Event:
-    """Return the slice to which an end of an arrow is attached."""
     (found,) = (
         event
         for event in _events(shown, "X")

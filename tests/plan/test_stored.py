@@ -14,8 +14,6 @@ ROWS = 6
 
 
 class _File:
-    """Two tensors of six rows, and the number of rows read so far."""
-
     def __init__(self) -> None:
         rng = torch.Generator().manual_seed(0)
         self.tensors = [torch.randn(ROWS, 4, 2, generator=rng) for _ in range(2)]

@@ -34,7 +34,6 @@ EXAMPLES = settings(
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the same tensors in all formats; the checkpoint also holds a string."""
     folder = tmp_path_factory.mktemp("good")
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": {"c": torch.ones(3, dtype=torch.bfloat16)}}
     dcp.save({"model": tensors}, checkpoint_id=folder / "tensors", no_dist=True)
@@ -255,8 +254,6 @@ def test_another_pickle_in_place_of_metadata_is_an_error(place: Path, value: Any
 
 
 class _Code:
-    """An object that creates a folder when unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -89,7 +89,6 @@ def _on_ranks(
 
 
 def _kept(module: str, function: str, *args: Any) -> dict[str, bool]:
-    """Return whether saving and resuming were bitwise on both ranks, by names in `Kept`."""
     found = _on_ranks(module, function, *args, steps=None)
     return {
         "saved": all(kept.saved for kept in found),

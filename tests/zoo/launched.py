@@ -48,7 +48,6 @@ def scalars(folder: Path) -> dict[str, list[float]]:
 
 
 def same(values: dict[str, Tensor], model: nn.Module | dict[str, Tensor]) -> bool:
-    """Return whether a plain model or a dict has bitwise equal values for the same names."""
     others = model if isinstance(model, dict) else dict(model.named_parameters())
     return values.keys() <= others.keys() and all(
         torch.equal(v, others[n]) for n, v in values.items()
@@ -56,14 +55,12 @@ def same(values: dict[str, Tensor], model: nn.Module | dict[str, Tensor]) -> boo
 
 
 def updates(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the change of each weight of the small Llama, trained from seed 0."""
     torch.manual_seed(0)
     before = dict(small_llama().named_parameters())
     return {name: value - before[name].detach() for name, value in weights.items()}
 
 
 def as_by_torchrun() -> None:
-    """Set torchrun's environment variables, and reset Accelerate's singletons."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     rank, world = str(dist.get_rank()), str(dist.get_world_size())

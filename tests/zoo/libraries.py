@@ -59,7 +59,6 @@ def _adapted(config: str, **changes: Any) -> nn.Module:
 
 
 def dora() -> nn.Module:
-    """Return a Llama with DoRA, which normalizes the sum of base and adapter weights."""
     return _adapted("LoraConfig", r=3, target_modules=["q_proj", "v_proj"], use_dora=True)
 
 

@@ -134,7 +134,6 @@ def llama_checkpointed() -> PreTrainedModel:
 
 
 def qwen3() -> PreTrainedModel:
-    """Return a Qwen3 of one layer, whose attention heads have norms."""
     config = transformers.Qwen3Config(**{**_DECODER, "num_hidden_layers": 1}, head_dim=8)
     return transformers.Qwen3ForCausalLM(config)
 

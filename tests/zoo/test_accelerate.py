@@ -1,7 +1,4 @@
-"""Accelerate with `graphshard.integrations.accelerate.prepare`, compared with Accelerate's DDP.
-
-It trains like DDP, saves full weights, and resumes bitwise from checkpoints.
-"""
+"""Accelerate with `graphshard.integrations.accelerate.prepare`, compared with Accelerate's DDP."""
 
 from __future__ import annotations
 
@@ -30,8 +27,6 @@ STEPS, MICROBATCHES = 6, 2
 
 
 class Training:
-    """A typical loop with two microbatches per step, gradient clipping and a scheduler."""
-
     def __init__(self, by: str, optimizer: str = "AdamW", **kwargs: Any) -> None:
         as_by_torchrun()
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICROBATCHES, **kwargs)
@@ -102,7 +97,6 @@ def test_accelerate_trains_like_ddp_in_bfloat16() -> None:
 
 
 def save_and_resume(folder: str) -> Kept:
-    """Save midway, together with a second model without an optimizer, and resume."""
     path = Path(folder)
     first = Training("graphshard", log_with="tensorboard", project_dir=folder)
     first.accelerator.init_trackers("run")

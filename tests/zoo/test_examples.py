@@ -51,14 +51,12 @@ def _end(*started: subprocess.Popen[str]) -> str:
 
 
 def _on_two_nodes(example: str, *arguments: object) -> str:
-    """Run one rank on each of two nodes, both simulated on this machine."""
     launch = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
     launch += [f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--local_addr=127.0.0.1"]
     return _end(*[_start(example, launch, *arguments) for _ in range(2)])
 
 
 def pretrain_and_resume(folder: Path) -> Kept:
-    """Pretrain on two nodes with the example, and resume on one node from the middle."""
     small = ["--width=32", "--depth=1", "--length=32", "--batch=2", "--save-every=2"]
     arguments = [f"--text={ROOT / 'README.md'}", "--steps=4", "--compiler=aot_eager", *small]
     first, again = folder / "first", folder / "again"

@@ -1,7 +1,4 @@
-"""Models of peft, diffusers and sentence-transformers train like unsharded copies.
-
-Losses, gradients and parameters agree over three SGD steps.
-"""
+"""Models of peft, diffusers and sentence-transformers train like unsharded copies."""
 
 from __future__ import annotations
 

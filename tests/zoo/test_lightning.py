@@ -1,8 +1,4 @@
-"""Lightning's Trainer and Fabric with graphshard, compared with their DDP.
-
-They train like DDP, reduce gradients only in the last microbatch of a step, and resume bitwise from
-checkpoints.
-"""
+"""Lightning's Trainer and Fabric with graphshard, compared with their DDP."""
 
 from __future__ import annotations
 
@@ -67,8 +63,6 @@ class Model(lightning.LightningModule):
 
 
 class Saves(lightning.Callback):
-    """Callback that saves a checkpoint after a step and keeps a copy of the weights."""
-
     def __init__(self, path: str, step: int) -> None:
         self.path, self.step, self.weights = path, step, dict[str, torch.Tensor]()
 
@@ -232,7 +226,6 @@ def _train_by_fabric(strategy: Any, folder: str = "", start: int = 0) -> tuple[l
 
 
 def fabric_against_ddp() -> float:
-    """Train with graphshard and with DDP; return the largest relative difference of a loss."""
     recording.clear()
     losses, weights = _train_by_fabric(ShardedFabricStrategy(**SHARDING))
     reduced = [e for e in recording.collectives() if e.kind == TransferKind.REDUCE_SCATTER]
@@ -244,7 +237,6 @@ def fabric_against_ddp() -> float:
 
 
 def fabric_resume(folder: str) -> Kept:
-    """Resume from one file saved midway; also load it into a plain model."""
     saving = {"save_distributed_checkpoint": False, **SHARDING}
     losses, weights = _train_by_fabric(ShardedFabricStrategy(**saving), folder)
     dist.barrier()

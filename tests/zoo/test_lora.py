@@ -47,13 +47,11 @@ def _adapted(dtype: torch.dtype) -> Any:
 
 
 def _num_bytes(params: Sequence[Tensor], world: int) -> int:
-    """Return the total size of parameters padded to `world` equal shards."""
     rows = [-(-param.shape[0] // world) * world for param in params]
     return sum(n * p[0].numel() * p.element_size() for n, p in zip(rows, params))
 
 
 def _check_bytes(compiled: Any, batch: Batch, plain: nn.Module) -> None:
-    """Assert that the base is gathered in its own dtype and only adapters are reduced."""
     recording.clear()
     model_loss(compiled, batch).backward()
     sent, world = recording.collectives(), dist.get_world_size()

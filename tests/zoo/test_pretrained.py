@@ -222,7 +222,6 @@ class Wrapped(torch.nn.Module):
 
 
 def _shard_by(how: str, model: Any) -> None:
-    """Shard a model, directly or as part of another module, and train it for a step."""
     whole = Wrapped(model)
     if how == "shard":
         graphshard.shard(model)

@@ -78,7 +78,6 @@ def _train(name: str, compiler: str) -> None:
 
 
 def _check(twins: Twins, quantized: dict[str, nn.Parameter]) -> None:
-    """Assert that all except the quantized weights are sharded, and all match the reference."""
     theirs = dict(twins.reference.named_parameters())
     for name, param in twins.model.named_parameters():
         if name in quantized:

@@ -122,7 +122,6 @@ def test_expert_parallelism_matches_fsdp2(tmp_path: Path) -> None:
 
 
 def resumes(folder: Path) -> bool:
-    """Return whether a run resumed from a checkpoint logs the same as an uninterrupted one."""
     module, name = f"{OUR_MODELS}.llama3", "llama3_debugmodel"
     saves = ("--checkpoint.enable", f"--checkpoint.interval={SAVED}")
     through = _train(folder, module, name, *OURS, *saves)

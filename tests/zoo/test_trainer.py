@@ -1,7 +1,4 @@
-"""`graphshard.integrations.transformers.ShardedTrainer`, compared with `Trainer` under DDP.
-
-It trains like DDP, saves plain checkpoints, and resumes bitwise from them.
-"""
+"""`graphshard.integrations.transformers.ShardedTrainer`, compared with `Trainer` under DDP."""
 
 from __future__ import annotations
 
@@ -155,7 +152,6 @@ def test_trainer_trains_model_loaded_as_shards(tmp_path: Path) -> None:
 
 
 def save_and_resume(folder: str) -> Kept:
-    """Save every other step, load the best at the end, and resume from the first checkpoint."""
     saving: dict[str, Any] = {
         "held_out": 8,  # equal batch sizes: evaluation needs one graph
         "save_strategy": "steps",
@@ -296,7 +292,6 @@ class ShardedSeq2SeqTrainer(ShardedTrainerMixin, Seq2SeqTrainer):
 
 
 def _already_sharded(folder: str) -> None:
-    """Train a model that is sharded already, and evaluate it by generation."""
     model = t5()
     graphshard.shard(model, **SHARDING)
     as_by_torchrun()

@@ -48,7 +48,6 @@ STRATEGIES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def _generate(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Continue this rank's prompt with the full model and the sharded one."""
     torch.manual_seed(0)
     model = ZOO["gpt2"].build().eval()
     prompt = causal_batch(torch.Generator().manual_seed(dist.get_rank()))["input_ids"]
@@ -118,7 +117,6 @@ def test_autocast_trains_like_fsdp2() -> None:
 
 
 def _trained(pipeline: Sequence[passes.Pass]) -> list[torch.Tensor]:
-    """Return loss and gradients under autocast, compiled with the passes `pipeline`."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = ZOO["llama-shallow"].build()

@@ -47,8 +47,6 @@ LAYERS = 2
 
 
 class NoMonitor:
-    """Stand-in for the GPU memory monitor."""
-
     device_name = "CPU"
 
     def get_peak_stats(self) -> metrics.DeviceMemStats:
@@ -65,8 +63,6 @@ def _texts(_: str) -> Dataset:
 
 
 def _small(make: Callable[..., Any], tied: bool) -> Callable[..., Any]:
-    """Wrap `make`, which returns a model config, so that the model is small enough for CPUs."""
-
     def made(**kwargs: Any) -> Any:
         config = make(**kwargs)
         config.layers = config.layers[:LAYERS]
