@@ -160,7 +160,6 @@ def _compile_alone(rank: int, call_log: CallLog) -> None:
 
 
 def _differ(rank: int, call_log: CallLog) -> str:
-    """Run a different graph on rank 1 than on the others, and return this rank's error."""
     try:
         call_log.first_run(*(("other", OTHER) if rank == 1 else ("new", PLAN)))
     except BackendError as error:

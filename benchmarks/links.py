@@ -152,8 +152,6 @@ Tensors = list[Tensor]
 
 
 class _GpuLink:
-    """A link of a GPU: a stream, on which a collective is a kernel that copies and spins."""
-
     def __init__(self, wire: Wire) -> None:
         from benchmarks.gpu_link import run
 
@@ -171,8 +169,6 @@ class _GpuLink:
 
 
 class _CpuLink:
-    """A link of a CPU: the host copies, and the link is occupied until ``_free_at``."""
-
     def __init__(self, wire: Wire) -> None:
         self._wire, self._free_at = wire, 0.0
 

@@ -98,7 +98,6 @@ class LlamaBlock(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def split(self, x: Tensor) -> Tensor:
-        """View ``[batch, length, heads * head_dim]`` as ``[batch, heads, length, head_dim]``."""
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 

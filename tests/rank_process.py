@@ -54,8 +54,6 @@ CONFIGS = ["torch._dynamo.config", "torch._functorch.config", "torch._inductor.c
 
 @dataclass(frozen=True)
 class Failure:
-    """Reason why a rank returned no result."""
-
     rank: int
     text: str  # the traceback, or what happened to the rank
     at: float  # time.monotonic(), the same clock in all processes

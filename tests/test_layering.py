@@ -146,7 +146,6 @@ def _unit(dotted: str) -> str:
 
 
 def _imports() -> dict[str, dict[str, set[str]]]:
-    """Return, for each unit, the units that it imports, each with the importing files."""
     found: dict[str, dict[str, set[str]]] = {unit: {} for unit in ALLOWED}
     for unit, package, path in _files():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -220,7 +220,6 @@ def _record_unsharded(
     step: Step,
     dynamic: bool | None,
 ) -> Recording:
-    """Train a model with plain ``torch.compile`` for a few steps and record the last one."""
     recorder.clear()
     fake, before = new_fake_mode(), torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -20,12 +20,6 @@ Made = tuple[nn.Module, tuple[Tensor, ...]]
 
 
 class GPT(nn.Module):
-    """A GPT that returns its loss.
-
-    Attributes:
-        recompute: whether blocks use activation checkpointing.
-    """
-
     recompute = False
 
     def __init__(self, *, layers: int = 4, dim: int = 2048, vocab: int = 32000) -> None:

@@ -143,7 +143,6 @@ def test_sharding_adds_only_kernels_for_bucket_copies(case: Case) -> None:
 
 
 def too_many(ours: Counts, theirs: Counts) -> str:
-    """Return a message if there are too many kernels, or too many or no bucket copies, else ""."""
     if ours.kernels - ours.bucket_copies > max(1.01 * theirs.kernels, theirs.kernels + 1):
         return f"{ours.kernels - ours.bucket_copies} besides copies, {theirs.kernels} unsharded"
     # Copy-in, copy-out, and a second copy-in if only some gradients of a bucket are cast.

@@ -247,7 +247,6 @@ ERRORS = {
 
 
 def check_all(recorder: Any, script: str) -> dict[str, Report | Failure]:
-    """Check the functions in ``RUN`` and ``ERRORS``, the latter with GRAPHSHARD_CHECK=1."""
     found: dict[str, Report | Failure] = {}
     for function in (*RUN, *ERRORS):
         checks = mock.patch.dict(os.environ, {"GRAPHSHARD_CHECK": str(int(function in ERRORS))})

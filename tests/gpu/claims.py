@@ -47,7 +47,6 @@ class Profiled:
 
 
 def _model(device: str, layers_on_cpu: int = 2) -> tuple[DeepMLP, Tensor]:
-    """Return a model and a batch; equal arguments give equal values."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     dim, layers = (2048, 8) if device == "cuda" else (32, layers_on_cpu)

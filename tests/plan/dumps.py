@@ -41,7 +41,6 @@ WIRE = hardware(Line(10.0, 1.0, 0.1))
 
 
 def bucket(kind: str, buffers: Sequence[tuple[int, ...]], size: int, at: tuple[int, int]) -> Bucket:
-    """Return a bucket that is launched and waited for before the steps ``at``."""
     return Bucket(kind, tuple(buffers), size, "g", WORLD, *at)
 
 

@@ -41,7 +41,6 @@ def price_us(problem: Problem, buckets: tuple[Bucket, ...], cost_model: Transfer
 
 
 def best(problem: Problem, cost_model: TransferCostModel) -> tuple[tuple[Bucket, ...], float]:
-    """Return the schedule with the lowest ``price_us``, and its price according to the program."""
     best_buckets: tuple[Bucket, ...] = ()
     least_us = math.inf
     for split in _all_splits(problem, cost_model):

@@ -46,7 +46,6 @@ class Line:
         return self.parcel_cost_us
 
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
-        """Return whether a group spans nodes: true for several ranks (one per node)."""
         return world > 1
 
     def slowdown_us(self, lane_us: float) -> float:

@@ -1,5 +1,3 @@
-"""`benchmarks.race`: a race on the CPU, failing processes, and a profile written by hand."""
-
 from __future__ import annotations
 
 import re

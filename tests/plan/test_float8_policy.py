@@ -1,5 +1,3 @@
-"""Parameters selected by an fp8 policy, and the arithmetic of casts."""
-
 from __future__ import annotations
 
 import re

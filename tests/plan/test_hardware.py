@@ -1,5 +1,3 @@
-"""Hardware descriptions: rates, device table, networks between nodes, and JSON."""
-
 from __future__ import annotations
 
 import dataclasses

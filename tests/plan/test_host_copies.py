@@ -1,5 +1,3 @@
-"""Host copies of shards and activations: computed by hand, and properties of every plan."""
-
 from __future__ import annotations
 
 import dataclasses

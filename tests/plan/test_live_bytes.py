@@ -1,5 +1,3 @@
-"""Live bytes at each point in time: computed by hand, and as counted by the placer."""
-
 from __future__ import annotations
 
 import dataclasses

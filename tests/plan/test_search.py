@@ -1,5 +1,3 @@
-"""Schedule search: properties of every schedule, and specific schedules that it must find."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""The table of a plan: a small one verbatim, reasons for exposed time, and a large one."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""The predicted timeline as a trace: its lanes, arrows and counters, and the predicted overlap."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""The predicted timeline: a schedule computed by hand, and properties of all timelines."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -154,7 +154,6 @@ def bert(**changes: Any) -> PreTrainedModel:
 
 
 def t5() -> PreTrainedModel:
-    """Return a T5, whose encoder and decoder share an embedding."""
     config = transformers.T5Config(
         vocab_size=VOCAB,
         d_model=32,

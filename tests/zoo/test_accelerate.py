@@ -75,7 +75,6 @@ def _numbers(by: str, mixed_precision: str) -> tuple[Tensor, Tensor, dict[str, T
 
 
 def compare_with_ddp() -> tuple[float, float, float]:
-    """Return the largest relative differences of losses, gradient norms and weights from DDP's."""
     (*ours, trained), (*theirs, expected) = (_numbers(by, "no") for by in ("graphshard", "ddp"))
     losses, norms = (float(((a - b) / b).abs().max()) for a, b in zip(ours, theirs))
     return losses, norms, max(relative_error(trained[n], value) for n, value in expected.items())

@@ -112,7 +112,6 @@ def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def compare_with_ddp(folder: str) -> float:
-    """Fit with graphshard and with DDP; return the largest relative difference of a loss."""
     recording.clear()
     ours, theirs = Model(True), Model(False)
     trainer = _fit(folder, ours, callbacks=[LogMetrics(tokens_per_step=10)], validates=True)

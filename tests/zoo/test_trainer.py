@@ -103,7 +103,6 @@ def _numbers(folder: str, plain: bool, bf16: bool) -> tuple[dict[str, Tensor], d
 
 
 def compare_with_ddp(folder: str) -> dict[str, float]:
-    """Return the largest relative difference from DDP for each reported number."""
     (ours, trained), (theirs, expected) = (
         _numbers(folder, plain, False) for plain in (False, True)
     )

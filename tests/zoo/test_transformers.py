@@ -76,7 +76,6 @@ def test_generated_text_equals_that_of_full_model(name: str) -> None:
 
 
 def _dtypes_of_logits() -> list[torch.dtype]:
-    """Return the dtypes of a compiled model's logits, with and without autocast."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     backend = graphshard.backend(mesh, compiler="aot_eager")
     model = torch.compile(ZOO["llama-shallow"].build(), backend=backend, fullgraph=True)

@@ -1,5 +1,3 @@
-"""A tokenizer with a few words, built without downloads."""
-
 from __future__ import annotations
 
 from tokenizers import Tokenizer, models, pre_tokenizers
