@@ -42,8 +42,8 @@ class Cost(NamedTuple):
 
     Attributes:
         seconds: time until all ranks had loaded.
-        resident: growth of the peak resident memory, in bytes.
-        own: growth of the peak anonymous memory, in bytes.
+        resident: peak resident memory minus that before loading, in bytes.
+        own: peak anonymous memory minus that before loading, in bytes.
         shards: size of the shards in bytes.
     """
 

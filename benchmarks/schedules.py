@@ -104,7 +104,7 @@ class Blocks(NamedTuple):
 
 
 def by_block(plan: Plan, problem: Problem) -> Blocks:
-    """Return one bucket for each of ``blocks``, and one for all other parameters."""
+    """Return the transfers of each of ``blocks`` and those of all other parameters, in launch order."""
     gathers: dict[str, list[int]] = {}
     reductions: dict[str, list[int]] = {}
     for i, transfer in enumerate(problem.transfers):
@@ -265,7 +265,10 @@ def judged(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
 
 
 def budgeted(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
-    """Return graphshard's predictions with two budgets: FSDP2's peak if possible, the minimum."""
+    """Return graphshard's predictions with FSDP2's peak as its budget, and with the smallest budget.
+
+    The former is raised to the latter if it is lower.
+    """
     problems = [at_world(plan, gpus) for plan in plans]
     least = max(map(smallest_peak, problems))
     theirs = judge(plans, problems, fsdp2_rule, COST_MODEL).peak_bytes

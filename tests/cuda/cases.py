@@ -49,7 +49,8 @@ class Strategy:
     """Options, mesh and step function to train a model with.
 
     Attributes:
-        options: arguments of ``graphshard.backend``, in addition to a bf16 policy.
+        options: arguments of ``graphshard.backend``; ``mp_policy`` is bf16 by default, and the
+            case sets hardware and memory budget of ``schedule``.
         replicas: number of replicas in the mesh.
         tp, ep: sizes of mesh axes; see ``Ranks``.
         parallelize: function that splits the model over the tp or ep axis; None for no split.

@@ -48,7 +48,7 @@ Logged = list[tuple[int, float, float]]
 
 
 def _train(folder: Path, module: str, config: str, *arguments: str, num_ranks: int = 2) -> Logged:
-    """Train; return the first rank's log: (step, loss, gradient norm)."""
+    """Train; return (step, loss, gradient norm) of each step, as logged by the first rank."""
     assets, losses = folder / "assets", folder / "losses.json"
     tokenizer().save_pretrained(assets)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -95,7 +95,7 @@ def test_tensor_parallelism_matches_fsdp2(tmp_path: Path, model: str) -> None:
 def experts_against_fsdp2(
     folder: Path, whole_loss: bool, *arguments: str, num_ranks: int = 2
 ) -> tuple[float, float]:
-    """Train a mixture of experts next to FSDP2.
+    """Train a mixture of experts under graphshard and under FSDP2.
 
     Args:
         whole_loss: whether FSDP2 computes the loss in one piece, like graphshard.

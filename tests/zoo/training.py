@@ -43,7 +43,8 @@ def compare(
 ) -> float:
     """Train the model ``name`` with graphshard and with ``against`` (a key of WAYS).
 
-    Asserts that both agree in every step. Returns the largest relative error of a loss.
+    Asserts that both agree in every step, and ``one_graph`` and ``all_used`` of the model's entry.
+    Returns the largest relative error of a loss.
     """
     logging.set_verbosity_error()
     entry, mesh = ZOO[name], world_mesh()
