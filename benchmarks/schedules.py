@@ -104,7 +104,7 @@ class Blocks(NamedTuple):
 
 
 def by_block(plan: Plan, problem: Problem) -> Blocks:
-    """Return the transfers of each of ``blocks`` and those of all other parameters, in launch order."""
+    """Return the transfers of each of ``blocks``, and all other transfers, in launch order."""
     gathers: dict[str, list[int]] = {}
     reductions: dict[str, list[int]] = {}
     for i, transfer in enumerate(problem.transfers):
@@ -265,9 +265,9 @@ def judged(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
 
 
 def budgeted(plans: Sequence[Plan], gpus: int) -> dict[str, Outcome]:
-    """Return graphshard's predictions with FSDP2's peak as its budget, and with the smallest budget.
+    """Return graphshard's predictions with two budgets: FSDP2's peak, and the smallest feasible.
 
-    The former is raised to the latter if it is lower.
+    FSDP2's peak is raised to the smallest feasible budget if necessary.
     """
     problems = [at_world(plan, gpus) for plan in plans]
     least = max(map(smallest_peak, problems))

@@ -108,7 +108,7 @@ def agree_under_tensor_parallelism(device: str, compiler: str) -> list[float]:
 
 
 def cosines_in_fp8(device: str, compiler: str, recipe: str) -> list[float]:
-    """Return, for each parameter, the cosine of its gradients with fp8 in bfloat16 and in float32."""
+    """Return each parameter's cosine of gradients: with fp8 in bfloat16, and in float32."""
     size = Size(layers=1, heads=2, dim=128, context=64, batch=4, steps=0)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     fp8 = graphshard.Float8Policy(recipe)
