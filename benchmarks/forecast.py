@@ -219,7 +219,7 @@ def interval(ratios: Sequence[float]) -> str:
 
 
 def deepspeed_bytes(num_params: int, largest_layer: int, num_gpus: int) -> float:
-    """Return DeepSpeed's estimate of a GPU's memory; ``largest_layer`` is in parameters."""
+    """Return DeepSpeed's estimate of a GPU's memory; ``largest_layer`` counts parameters."""
     return 4 * largest_layer + 18 * num_params / num_gpus
 
 

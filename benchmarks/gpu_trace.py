@@ -71,7 +71,7 @@ def split(kernels: Sequence[Kernel], steps: int) -> dict[str, float]:
 
 
 def streams(kernels: Iterable[Kernel]) -> Streams:
-    """Split kernels by stream; the busiest stream without collectives is the compute stream."""
+    """Return kernels of the busiest stream without collectives, and of all streams with some."""
     by_stream: dict[int, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         by_stream[kernel.stream].append(kernel)

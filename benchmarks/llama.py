@@ -221,7 +221,7 @@ def as_torchtitan(model: TrainableLlama, mesh: DeviceMesh, **options: Any) -> Tr
 
 
 def trace(sizes: LlamaSizes, world: int = WORLD, tokens: int = TOKENS) -> list[Plan]:
-    """Return the plans of forward and backward in bfloat16; each rank has ``tokens`` tokens."""
+    """Return the plans of forward and backward in bfloat16; each rank has one sequence."""
     policy = graphshard.SchedulePolicy(hardware=DEVICE, overlap=False)  # keeps nothing unsharded
     fake = new_fake_mode()  # accepts the RNG state, which is a real tensor
     with fake_ranks(world):

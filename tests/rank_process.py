@@ -211,7 +211,7 @@ def _reply(pipe: Connection, spec: Spec, work: Callable[[], Any]) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """Format the traceback of an error, without the topmost frames, which are in this module."""
+    """Format an error's traceback without the harness's frames; add locals if an assert is bare."""
     frames = error.__traceback__
     own = (__file__, on_large_stack.__code__.co_filename)
     while frames and frames.tb_next and frames.tb_frame.f_code.co_filename in own:

@@ -302,7 +302,7 @@ atexit.register(close_pools)
 
 
 def _start_context(fork: bool) -> Any:
-    """Return a fork server that has imported torch if `fork` and there is no GPU, else spawn."""
+    """Return a multiprocessing context: forkserver if `fork` and there is no GPU, else spawn."""
     # CUDA does not work in a process forked from one that has queried it.
     if not fork or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")

@@ -55,7 +55,10 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def _try(place: Path, form: str) -> ValueError | None:
-    """Consolidate, check that no file except the target changed, and return the error, if any."""
+    """Consolidate, and return the error, if any.
+
+    Check that an error names the file, and that no file except the target changed.
+    """
     before, error = _files(place), None
     target = place / "out" / ("made" if "." in form else "made.pt")
     try:
