@@ -1,4 +1,4 @@
-"""Inductor's CUDA graphs are disabled with a warning, unless `cudagraph_policy` is set."""
+"""Requests for CUDA graphs are dropped with a warning, unless `cudagraph_policy` is set."""
 
 from __future__ import annotations
 

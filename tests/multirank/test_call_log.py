@@ -228,7 +228,7 @@ def test_transfer_on_its_way_ends_before_the_abort() -> None:
 
 
 def test_sends_succeed_until_the_end_is_read() -> None:
-    """A failed send would wait in gloo's queue without end: see [Note: sends that never end]."""
+    """A send that fails may never end: see [Note: sends that never end]."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as ours,

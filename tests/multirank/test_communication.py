@@ -252,7 +252,7 @@ def _events() -> Iterator[None]:
 
 
 def _measure(compiler: str, by_events: bool) -> tuple[float, float, dict[str, float]]:
-    """Return a step's collective delays and time, both in seconds, and the last metrics."""
+    """Return a step's total collective delay and its time, in seconds, and the last metrics."""
     with _events() if by_events else contextlib.nullcontext():
         return _measure_step(compiler)
 

@@ -115,7 +115,7 @@ class History:
     """Losses and gradients of a training run.
 
     Attributes:
-        losses: loss of each step.
+        losses: loss of each step or microbatch.
         grads: full gradients of each step, by parameter name; None for a missing gradient.
     """
 

@@ -46,7 +46,7 @@ def _same_cause(one: str, other: str) -> bool:
 
 
 def shrink(case: Case, line: str) -> Case:
-    """Return a smaller case that fails like headline `line`, after at most `MAX_TRIES` runs."""
+    """Return the smallest case found in `MAX_TRIES` runs that fails like headline `line`."""
     tries = 0
     smaller = True
     while smaller:
