@@ -136,7 +136,6 @@ def lowered(
 
 
 def overlapped(limits: ScheduleLimits) -> PlanBuckets:
-    """Return a planner with overlap, for `lowered`."""
     return lambda problem: find_schedule(problem, CostModel(HARDWARE["cpu"]), limits)
 
 

@@ -51,7 +51,6 @@ _OF_POLICY = ("memory_budget_gb", "activation_memory_budget")
 
 
 def _taken(backend: graphshard.Backend) -> list[str]:
-    """Return the first two cells of the summary's chosen row."""
     rows = [line for line in backend.summary().splitlines() if line.endswith("chosen")]
     assert len(rows) == 1
     return [cell.strip() for cell in rows[0].split("  ") if cell.strip()][:2]

@@ -51,7 +51,6 @@ def test_no_line_for_other_ranks_or_if_the_logger_is_configured(
 
 @contextlib.contextmanager
 def _torch_logs() -> Iterator[None]:
-    """Set up torch's logs as ``TORCH_LOGS=graphshard`` does."""
     torch._logging.set_logs(modules={"graphshard": logging.INFO})
     try:
         yield

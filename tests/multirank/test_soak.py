@@ -126,7 +126,6 @@ def _failing(where: str) -> Iterator[None]:
 
 
 def _soak(steps: int, compiler: str) -> list[Usage]:
-    """Train, and return the usage at the end of each quarter of the steps."""
     threading.settrace(None)  # coverage keeps a tracer for every thread ever started
     training, usages = _Training(compiler), []
     for number in range(steps):

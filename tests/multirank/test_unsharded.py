@@ -83,7 +83,6 @@ def force_eager() -> AbstractContextManager[object]:
 
 
 def config_disable() -> AbstractContextManager[object]:
-    """Disable compilation as TORCH_COMPILE_DISABLE=1 does."""
     return torch._dynamo.config.patch(disable=True)
 
 

@@ -32,7 +32,6 @@ def _batch(rng: Any) -> Tensor:
 
 
 def _train(schedule: graphshard.SchedulePolicy, **options: Any) -> tuple[list[Tensor], Twins]:
-    """Train two steps; return losses, gradients and final parameters, and the `Twins`."""
     torch.manual_seed(0)
     twins = Twins(GPT(), schedule=schedule, **options)
     seen: list[Tensor] = []

@@ -164,7 +164,6 @@ def _train_mixed() -> Sent:
 
 
 def _grads_in_bfloat16(model: Mixed, batch: Tensor) -> dict[str, Tensor]:
-    """Return one rank's bfloat16 gradients, cast to float32 for averaging."""
     params = {n: p.detach().to(BF16) for n, p in model.named_parameters() if p.is_floating_point()}
     for param in params.values():
         param.requires_grad_()

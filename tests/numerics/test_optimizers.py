@@ -28,7 +28,6 @@ def _adamw_by_tensor(model: nn.Module) -> Optimizer:
 
 
 def _grouped(model: nn.Module) -> Optimizer:
-    """Return AdamW with two groups of different options, in a different order than the model."""
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": rest, "weight_decay": 0.0, "lr": 0.05}, {"params": decay}]

@@ -131,7 +131,6 @@ def _by_element(name: str, param: DTensor) -> None:
 
 
 def _aware_of_dtensors(name: str, param: DTensor) -> None:
-    """Initialize the full parameter on every rank; keep this rank's shard."""
     whole = torch.randn(param.shape, generator=generator(len(name), *param.shape))
     given = param.device_mesh, param.placements
     param.copy_(distribute_tensor(whole, *given, src_data_rank=None))

@@ -64,7 +64,6 @@ class Plain:
             self.computes = _by_torchao(self.computes)
 
     def __call__(self, x: Tensor, given: bool) -> Any:
-        """Run a forward, with the input and output casts of the precision."""
         if self.dtype and x.is_floating_point():
             x = x.to(self.dtype)
         return _cast(self.computes(x, given), self.output_dtype)

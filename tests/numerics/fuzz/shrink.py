@@ -1,4 +1,4 @@
-"""Run a case, and find the smallest case that fails in the same way."""
+"""Run a case, and find a smaller case that fails in the same way."""
 
 from __future__ import annotations
 
