@@ -108,11 +108,8 @@ class Backend:
         """Compile a Dynamo graph, or have Dynamo trace its frame again.
 
         It traces again if an input is a full parameter, whose model is then sharded first, or if a
-        sharded parameter or its ``requires_grad`` has changed.
-
-        Args:
-            mode: argument of ``torch.compile``.
-            options: argument of ``torch.compile``.
+        sharded parameter or its ``requires_grad`` has changed. ``mode`` and ``options`` are those
+        of ``torch.compile``, and only Inductor uses them.
         """
         trace, call = Trace(), compiled_call()
         if self._shard_plain_inputs(trace, gm, inputs, call):
@@ -183,17 +180,15 @@ class Backend:
         return "graphshard"
 
     def given_to_compile(self, request: CompileRequest) -> None:
-        """Prepare for the first forward of the module or function in ``request``."""
         policy = self.options.policy_of(self.options.policy_glob(""))
         shard_before_first_forward(self, request, policy)
         watch(self, request.given)
 
     def compiles(self, call: CompiledCall) -> bool:
-        """Return whether the compiled code that is being called belongs to this backend."""
         return _backend_of(call) is self
 
     def shard_compiled(self, root: nn.Module, call: CompiledCall) -> None:
-        """Shard ``root`` before Dynamo traces the compiled call, if it has unsharded parameters."""
+        """Shard the unsharded parameters of ``root`` before Dynamo traces the compiled call."""
         will_cast = has_yet_to_cast(root, call)
         if not will_cast:
             forget_first_forward(root)
@@ -202,7 +197,6 @@ class Backend:
             self.shard_now(root, call.runs(root))
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters of ``root`` that have yet to be sharded, without ignored ones."""
         plain = [p for p in root.parameters() if is_plain(p)]
         return [p for p in plain if p not in self.options.ignored_params]
 
@@ -336,18 +330,19 @@ def backend(
     At the first call, the parameters of the compiled module, or of the modules that a compiled
     function calls, are sharded in place, by default on dim 0 (ZeRO-3, Rajbhandari et al., arXiv
     1910.02054), and become ``DTensor``s; gradients are averaged over the mesh. Parameters that
-    ``graphshard.shard`` has already sharded keep the arguments of that call.
+    :func:`shard` has already sharded keep the arguments of that call, except ``schedule``,
+    ``compiler`` and ``dump``.
 
     Args:
         mesh: ``DeviceMesh`` to shard over. A 1D mesh shards over all of its ranks, a 2D mesh
             (replicate, shard) over its second axis (HSDP). Defaults to a 1D mesh over the default
             process group.
         reshard_after_forward: True frees full parameters after forward and gathers them again in
-            backward (ZeRO-3), except those whose second gather could not be hidden, as far as
-            ``schedule.memory_budget_gb`` allows keeping them. False keeps all (ZeRO-2). An int k
-            that divides the number of shards keeps a k-th of each full parameter on each rank, and
-            backward gathers from only k neighboring ranks (hpZ of ZeRO++, Wang et al., arXiv
-            2306.10209).
+            backward (ZeRO-3), except those whose second gather could not be hidden and that fit
+            into ``schedule.memory_budget_gb`` or, without one, below each graph's smallest possible
+            peak. False keeps all (ZeRO-2). An int k that divides the number of shards keeps a k-th
+            of each full parameter on each rank, and backward gathers from only k neighboring ranks
+            (hpZ of ZeRO++, Wang et al., arXiv 2306.10209).
         mp_policy: FSDP2's policy with the dtypes of gathered parameters, of gradient reductions,
             and of inputs and outputs of the compiled module. Sharded parameters and their gradients
             keep their dtype.
@@ -368,8 +363,9 @@ def backend(
         fp8: policy for linears that compute and gather their weights in fp8. Defaults to no fp8.
         schedule: limits and options of the schedule. Defaults to ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
-        dump: folder for the plans, traces, tables and FX code of every compiled graph, and a page
-            that shows them all, ``index.html``; created if missing. Backends cannot share it.
+        dump: folder in which the mesh's first rank writes the plan, trace, table and FX code of
+            every compiled graph, and a page that shows them all, ``index.html``; created if
+            missing. Backends cannot share it.
         sync_module_states: whether to broadcast the first rank's parameters and buffers before
             sharding.
 
@@ -397,7 +393,8 @@ def shard(
 ) -> nn.Module:
     """Shard ``model`` in place now, before its first step, and return it.
 
-    The arguments are those of :func:`backend`. A model on the meta device stays there: call
+    The arguments are those of :func:`backend`; ``schedule``, ``compiler`` and ``dump`` have an
+    effect only there. A model on the meta device stays there, and nothing is broadcast: call
     ``model.to_empty(device=...)``, which allocates only shards, and initialize it.
 
     Raises:

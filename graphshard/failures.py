@@ -54,7 +54,6 @@ def _where(error: BaseException) -> str:
 
 
 def _is_torch_or_ours(file: str) -> bool:
-    """Return whether a file is from torch, graphshard, Inductor or the standard library."""
     is_pythons = file.startswith(sysconfig.get_path("stdlib")) and not _is_installed(file)
     return file.startswith((*_TORCH_AND_OURS, cache_dir())) or is_pythons
 

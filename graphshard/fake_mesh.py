@@ -20,7 +20,8 @@ class Ranks(NamedTuple):
     Attributes:
         shards: number of shards of a replica's parameters.
         tp: number of ranks over which tensor parallelism splits the model.
-        ep: number of ranks over which experts are split; it divides ``shards``.
+        ep: number of ranks over which experts are split. It divides ``shards``; if it is greater
+            than 1, ``replicas`` and ``tp`` are 1.
     """
 
     replicas: int
@@ -30,7 +31,6 @@ class Ranks(NamedTuple):
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the mesh's axes, keyed by name."""
         if self.ep > 1:
             return dict(zip(expert_parallel.AXES, (self.shards // self.ep, self.ep)))
         sizes = zip(("replicate", "shard", "tp"), self)
@@ -51,7 +51,7 @@ def fake_mesh(ranks: Ranks, device_type: str, rank: int = 0) -> Iterator[DeviceM
 
 
 def sharding_options(model: nn.Module, mesh: DeviceMesh, ranks: Ranks) -> dict[str, Any]:
-    """Return the arguments of ``backend`` that shard a model, split over ``ranks.split_axis``."""
+    """Return arguments of ``backend`` for a model already split over ``ranks.split_axis``."""
     if ranks.ep > 1:
         overrides = expert_parallel.overrides(model, mesh)
         return {"mesh": expert_parallel.data_mesh(mesh), "overrides": overrides}

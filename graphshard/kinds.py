@@ -48,7 +48,6 @@ class TransferKind(_Kind):
 
     @property
     def is_reduction(self) -> bool:
-        """Whether the transfer combines values of several ranks."""
         return self in _REDUCTIONS
 
     @property

@@ -1,7 +1,7 @@
 """The graph passes, in the order in which they run: ``PIPELINE``.
 
 ``contract`` defines passes and stages. Between the stages, AOTAutograd differentiates the traced
-graph, torch's partitioner cuts the joint graph, and Inductor runs its own passes on each part.
+graph, torch's partitioner cuts the joint graph, and the compiler runs its own passes on each part.
 """
 
 from __future__ import annotations

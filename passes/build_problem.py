@@ -189,7 +189,7 @@ def _freed_early(
 def _last_uses(
     graph: fx.Graph, position: Mapping[fx.Node, int], inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Return the position of each node's last use, or the graph's end if it is returned."""
+    """Return the position of each node's last use, or the last position if it is returned."""
     end, last = len(position) - 1, dict[fx.Node, int]()
     for node in reversed(graph.nodes):
         # Uses of views count, and so do uses of inlined values, which are recomputed there.
@@ -224,7 +224,6 @@ def _positions_of_kernels(
 
 
 def _waits(position: Mapping[fx.Node, int], values: GraphValues) -> dict[fx.Node, int]:
-    """Return the position before which the result of each marker is waited for."""
     return {
         node: min((position[user] for user in node.users if user in position), default=0)
         for node in values.kinds
@@ -244,9 +243,10 @@ def _alive_bytes(
     unmaterialized: UnmaterializedValues,
     written: Mapping[fx.Node, int],  # where it is in the graph
 ) -> _AliveBytes:
-    """Return the bytes alive at each position, except what the problem counts by its transfers.
+    """Return the bytes alive at each position, except those that transfers count.
 
-    These are gathered parameters, reloaded activations, and full gradients once they can be sent.
+    Transfers count gathered parameters, reloaded activations and, once they can be sent, full
+    gradients and offloaded activations.
     """
     end = len(position)
     holders: dict[fx.Node, set[fx.Node]] = {}  # nodes whose memory holds each value
@@ -292,7 +292,7 @@ def _results_of(node: fx.Node) -> fx.Node | None:
 
 
 def _needed_until(marker: fx.Node, written: Mapping[fx.Node, int]) -> int:
-    """Return the last position at which a marker's source counts; then its transfer counts."""
+    """Return the last position at which a marker, not its transfer, keeps its source alive."""
     source = source_of(marker)
     if HELD_BYTES in source.meta:  # a secondary shard counts until its parameter is first used
         return min((written.get(user, -1) for user in marker.users), default=-1)
@@ -308,7 +308,6 @@ def _is_cast_copy(node: fx.Node) -> bool:
 
 
 def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:
-    """Return whether an input is freed after its last use: any in backward, except shards."""
     return kind == GraphKind.BACKWARD and not _is_shard(placeholder)
 
 

@@ -47,7 +47,9 @@ class Fact(StrEnum):
 
 @dataclass
 class PassContext:
-    """Inputs and results of passes besides their graphs. Decisions that no pass needs are None.
+    """Inputs and results of passes besides their graphs.
+
+    A pass whose function here is None does not run.
 
     Attributes:
         kind: kind of the graph; None before ``Stage.FINAL``.
@@ -61,7 +63,7 @@ class PassContext:
         is_worth_sharing: function that decides whether to compile equal regions once, from
             ``planning.repeats``.
         num_shared_layers: number of layers that became calls of a shared subgraph.
-        kept: names of forward's nodes that are saved unsharded.
+        kept: names of forward's nodes that ``keep_gathered`` saves unsharded.
         plan: plan of the graph, once ``lower`` has run.
         regions: counts of the regions that became calls of subgraphs.
     """
@@ -102,8 +104,9 @@ class Pass:
 
     Attributes:
         inference_only: whether the pass runs only on inference graphs, which have no joint graph.
-        dump: name of the dumped code, with "{kind}" for the kind of graph, or "" for the name of
-            the stage. Consecutive passes with the same name are dumped together.
+        when: function that returns whether a context enables the pass.
+        dump: name of the dumped code, with "{kind}" for the kind of graph, or "" for that of the
+            stage, if ``run_passes`` dumps it. Consecutive passes with the same name share a dump.
     """
 
     run: Callable[[fx.GraphModule, PassContext], None]
@@ -119,7 +122,6 @@ class Pass:
         return self.run.__name__
 
     def runs(self, context: PassContext) -> bool:
-        """Return whether the pass runs on the graphs of ``context``, in its stage."""
         infers = context.kind == GraphKind.INFERENCE
         return (infers or not self.inference_only) and self.when(context)
 

@@ -36,7 +36,7 @@ def markers_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def source_of(marker: fx.Node) -> fx.Node:
-    """Return the node whose value a marker gathers, reduces or copies."""
+    """Return the first argument of a node, such as what a marker gathers, reduces or copies."""
     source = marker.args[0]
     assert isinstance(source, fx.Node)
     return source
@@ -152,7 +152,6 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
 
 
 def _held_bytes(gradient: fx.Node) -> int:
-    """Return the bytes that a gradient keeps in memory until it is sent."""
     # A vocabulary-parallel embedding sends a part of its gradient.
     root = root_of(gradient)
     is_tensor = isinstance(root.meta.get("val"), torch.Tensor)

@@ -114,7 +114,7 @@ def _described(node: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashab
 
 
 def _described_body(checkpoint: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashable:
-    """Describe what the operators of a checkpoint's body do not: its results and its policy."""
+    """Describe a checkpoint beyond the operators of its body: its results and its policy."""
     nodes = body_of(checkpoint).graph.nodes
     results = frozen(body_of(checkpoint).graph.output_node().args, describe)
     return len(nodes), results, policy_of(checkpoint)
@@ -240,7 +240,10 @@ def _num_reads(node: fx.Node, users: Iterable[fx.Node]) -> int:
 
 
 def _equal_layers(nodes: Sequence[fx.Node], repeat: Repeat, end: int) -> list[_Layer]:
-    """Return the largest set of equal layers in a repeat and its rest, up to ``end``, or []."""
+    """Return the layers of a repeat from the first position at which all are equal, or [].
+
+    Layers may extend into ``repeat.rest``, up to ``end``.
+    """
     stop = min(repeat.stop + repeat.rest, end)
     for begin in range(repeat.start, repeat.start + 2 * repeat.length):
         if nodes[begin].graph is not nodes[0].graph:
@@ -338,7 +341,7 @@ def _inline(
 
     Args:
         order: part of the numbers of its checkpoints that precedes their numbers in the layer.
-        sizes: nodes of symbolic sizes before ``forward``; those of the layer are added.
+        sizes: nodes of symbolic sizes before ``forward``; those of the layer's forward are added.
     """
     # The backward call's graph is the layer's joint graph: it returns gradients, then the output.
     target: Any = backward.args[0]
@@ -354,7 +357,9 @@ def _inline(
         if node.op in ("placeholder", "output"):
             continue
         if node.op != "call_function" or "val" not in node.meta:
-            raise LayersDiffer(f"a layer has a node {node.format_node()}")
+            raise LayersDiffer(
+                f"a layer has a node that is no call, or has no fake value: {node.format_node()}"
+            )
         value = node.meta["val"]
         size = size_expr(value) if isinstance(value, torch.SymInt) else None
         if size in sizes:

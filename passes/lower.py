@@ -195,7 +195,6 @@ def _wait(
 def _copy_out(
     emit: Emitter, bucket: Bucket, nodes: Sequence[BufferMarkers], buffers: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Return the result of each marker, from the buffers of their bucket."""
     kind = bucket.kind
     if kind == TransferKind.ALL_REDUCE_SHARDS:
         kind = TransferKind.REDUCE_SCATTER

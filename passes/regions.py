@@ -35,7 +35,7 @@ RegionKey = tuple[Hashable, ...]  # operations of a region, without the identity
 
 
 def share_regions(gm: fx.GraphModule, context: PassContext) -> None:
-    """Replace equal regions with calls of a shared subgraph, in place."""
+    """Replace equal regions with calls of a shared subgraph, in place, if ``is_worth_sharing``."""
     assert context.is_worth_sharing is not None
     shared = _find_regions(gm.graph)
     counts = _count(gm.graph, shared)
@@ -192,7 +192,7 @@ class _Region:
 
     @property
     def inputs(self) -> list[Input]:
-        """Outside nodes that this region reads; they change as calls replace earlier regions."""
+        """Values from outside that the region reads; they change as calls replace other regions."""
         read = dict.fromkeys(
             (used, _seed_of(node)) for node in self.nodes for used in node.all_input_nodes
         )
@@ -231,10 +231,12 @@ class _Region:
         return fx.GraphModule(owner, graph)
 
     def replace_by_call(self, graph: fx.Graph, name: str) -> dict[fx.Node, fx.Node]:
-        """Replace all uses outside of the region, except by the graph's output.
+        """Insert a call of the region's subgraph, and use its results outside of the region.
+
+        Erases no node, and leaves the graph's output as it is.
 
         Returns:
-            The call's result for each node that is used outside. No node is erased.
+            The call's result for each node that is used outside.
         """
         owner = graph.owning_module
         assert owner is not None
@@ -255,7 +257,6 @@ class _Region:
 
 
 def _seed_of(node: fx.Node) -> int | None:
-    """Return the position of the seed that a node looks up, or None for any other operator."""
     return node.args[1] if node.target is lookup_seed else None  # type: ignore[return-value]
 
 
@@ -310,7 +311,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Return whether a node always makes the same tensor, which costs nothing to copy."""
+    """Return whether a node makes the same tensor every time, from no inputs."""
     made = node.op == "call_function" and not node.all_input_nodes
     return made and _is_pure(node) and not is_random(node)
 
@@ -341,8 +342,13 @@ def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Make users recompute values that regions do not return; return each run's other nodes."""
-    # See [Note: borders].
+    """Make users outside of a run recompute values that its region does not return.
+
+    See [Note: borders].
+
+    Returns:
+        The nodes of each run in graph order: with the copies that it needs, without unused nodes.
+    """
     home = {node: i for i, run in enumerate(runs) for node in run}
     recomputation = _Recomputation(graph, home)
     for node in list(graph.nodes):
@@ -363,7 +369,7 @@ def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[
 
 
 class _Recomputation:
-    """Copies nodes into the regions that use them, and adds the copies to ``home``."""
+    """Copies nodes for users in other regions, or in none; adds copies in regions to ``home``."""
 
     def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
         self._graph, self._home = graph, home
@@ -371,7 +377,7 @@ class _Recomputation:
         self._copies: dict[tuple[int | None, fx.Node], fx.Node] = {}
 
     def copy_for(self, user: fx.Node, used: fx.Node) -> fx.Node:
-        """Return the node for ``user`` to read: a copy of ``used`` in its region, or ``used``."""
+        """Return what ``user`` reads: ``used``, or a copy that its region shares."""
         place = self._home.get(user)
         if not self._is_needed(used, place):
             return used
@@ -386,7 +392,6 @@ class _Recomputation:
         return self._copies[key]
 
     def may_be_copied(self, node: fx.Node) -> bool:
-        """Return whether users of ``node`` in other regions recompute it."""
         is_not_returned = _is_view(node) or node in self._larger
         return _is_constant(node) or (node in self._home and is_not_returned)
 

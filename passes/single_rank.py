@@ -91,7 +91,6 @@ def _owned_if_returned(marker: fx.Node, value: Value, emit: Emitter) -> fx.Node:
 
 
 def _is_own(value: fx.Node) -> bool:
-    """Return whether a value owns contiguous memory and has at most one user."""
     maker = value.args[0] if value.target is operator.getitem else value  # a tuple's operator
     is_made = isinstance(maker, fx.Node) and maker.op == "call_function" and not is_view(maker)
     return is_made and len(value.users) <= 1 and value_of(value).is_contiguous()

@@ -47,7 +47,7 @@ _SPARSE_POSITIONS: dict[Callable[..., Any], tuple[int, int]] = {
 
 
 def inline_regions(gm: fx.GraphModule, context: PassContext) -> None:
-    """Inline regions of ``nested_compile_region``, including nested ones, in place."""
+    """Inline regions of ``nested_compile_region``, and shared layers, in place and recursively."""
     # Dynamo still traces each region that is marked with ``torch.compiler.nested_compile_region``
     # only once for all its calls; ``SchedulePolicy(regions=...)`` compiles equal layers once.
     #
@@ -89,7 +89,7 @@ def hoist_reads(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
-    """Move reads before the operators that AOTAutograd does not trace through, or before all."""
+    """Move reads out of the bodies of ``_STAYING`` operators, or of all operators with bodies."""
     modules = dict(gm.named_modules())
     for call in gm.graph.nodes:
         if isinstance(call.target, HigherOrderOperator):

@@ -1,4 +1,1 @@
-"""User-facing options: frozen, and validated before anything changes.
-
-May import ``planning``, ``cost`` and ``ops``.
-"""
+"""User-facing options: frozen, and validated before anything changes."""

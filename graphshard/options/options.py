@@ -161,7 +161,6 @@ class Options:
         return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
     def num_ranks(self) -> int:
-        """Return the size of the mesh, else of the default process group, else 1."""
         if self.mesh is not None:
             return self.mesh.size()
         return dist.get_world_size() if dist.is_initialized() else 1
@@ -213,7 +212,6 @@ class Options:
 
 
 def _common_names() -> list[str]:
-    """Return the names of parameter options that are also arguments of ``backend``."""
     # A mesh of one parameter can only be set in ``overrides``.
     names = {f.name for f in fields(Options)} - {"mesh"}
     return [f.name for f in fields(ParamOptions) if f.name in names]
@@ -357,7 +355,11 @@ def _default_mesh(device_type: str) -> DeviceMesh:
 
 
 def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
-    """Return the mesh of ``options``, or else one over all ranks on the device to train on."""
+    """Return the mesh of ``options``, or else one over all ranks on the device to train on.
+
+    Raises:
+        BackendError: there is neither a mesh nor a process group.
+    """
     return options.mesh or _default_mesh(_device_type(params, options))
 
 

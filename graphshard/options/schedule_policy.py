@@ -24,7 +24,7 @@ class SchedulePolicy:
         overlap: whether collectives overlap with compute. If True, buckets and launch points are
             chosen by predicted times, and all ranks follow the first rank's plan. If False, gathers
             are launched where their results are needed, reductions where their gradients are ready,
-            and each is waited for immediately.
+            and each is waited for immediately; no parameter is kept unsharded to save a gather.
         bucket_cap_mb: maximum size of a bucket, in MB of full parameters, or "auto" to let the cost
             model decide. A larger parameter gets a separate bucket.
         max_in_flight_gb: limit for the buffers between launch and wait, in GB (default: no limit).
@@ -48,22 +48,24 @@ class SchedulePolicy:
             the buckets for which that is predicted to be faster: large ones within a node. Between
             nodes with several GPUs, an exchange sends more through each network card than a ring.
             Without ``overlap``, "auto" is "ring".
-        regions: whether to compile repeated layers only once, between the same launches and waits.
-            "auto" does so only where it saves Inductor more time than the calls cost over a
-            thousand steps.
+        regions: whether to compile repeated layers only once: their parts between launches and
+            waits become calls of shared subgraphs. "auto" does so only where it saves Inductor more
+            time than the calls cost over a thousand steps.
         auto: whether to plan several strategies for saving tensors for backward, at the first
             compile, and to use the one predicted to be fastest within ``memory_budget_gb`` (default
-            on a GPU: its free memory minus two optimizer states). Strategies combine five values of
-            ``activation_memory_budget``, unless it is set; keeping parameters unsharded (those with
-            exposed gathers, or all); and, on a GPU, offloading activations or not. A
-            ``reshard_after_forward`` in ``overrides``, or with a number of ranks, still applies.
-            The first rank chooses for all ranks; a rank with a larger batch, or a later graph,
-            saves fewer activations if over budget. ``Backend.summary()`` shows all candidates.
+            on a GPU: its free memory minus two optimizer states; required on a CPU). Strategies
+            combine five values of ``activation_memory_budget``, unless it is set; keeping
+            parameters unsharded (those with exposed gathers, or all); and, on a GPU, offloading
+            activations or not. A ``reshard_after_forward`` in ``overrides``, or with a number of
+            ranks, still applies. The first rank chooses for all ranks; a rank with a larger batch,
+            or a later graph, saves fewer activations if over budget. ``Backend.summary()`` shows
+            all candidates.
         node_cost: function that takes a node of a graph and returns its time in microseconds, or
-            None to use the cost model. Graphs are then not cached.
+            None for the time of the cost model. Graphs are then not cached.
 
     Raises:
         ValueError: a field has a wrong type or value, or contradicts another.
+        OSError: the file ``hardware`` cannot be read.
     """
 
     bucket_cap_mb: float | Literal["auto"] = "auto"
@@ -120,7 +122,6 @@ class SchedulePolicy:
     def plan_buckets(
         self, problem: Problem, cost_model: CostModel, *, refine: bool = True
     ) -> tuple[Bucket, ...]:
-        """Return the buckets of a graph, with the steps of their launches and waits."""
         if self.overlap:
             return find_schedule(problem, cost_model, self.limits(), refine=refine)
         return schedule_without_overlap(problem, exchanges=self.reduce == "exchange")

@@ -1,14 +1,14 @@
 """Plan files next to Inductor's caches, and one file that moves both to another machine.
 
-A warm Inductor cache returns compiled graphs without running any pass. Their plans are read from
-files, named by a key of the Dynamo graph and of everything else that a plan depends on.
+A graph in Inductor's cache is not planned again. Its plan is read from a file, named by a key of
+the Dynamo graph and of everything else that a plan depends on.
 
     rank 0   lock ─► compile ──────────────► KEY.compiled, unlock
     rank 1   wait for the lock ......................... ─► compile: all is in the cache
 
 Of the ranks that have the same graph, share a cache and use devices of the same index, one compiles
-for all, with all cores of its host. If it raises or ends, the system releases the lock and the next
-rank compiles. If it takes too long or hangs, all others compile.
+for all, with all cores of its host. If it raises or ends, its lock is released and the next rank
+compiles. If it takes too long or hangs, all others compile.
 
     save_compiled   torch's cache artifacts, our plans, loaded C++ kernels ─► one file
     load_compiled   one file ─► the caches of this machine
@@ -249,7 +249,6 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _write(archive: str | Path, name: str, contents: bytes) -> None:
-    """Write the entry ``name`` of ``archive`` to the cache folder, unless the file exists."""
     path = Path(cache_dir(), name)
     if not path.resolve().is_relative_to(Path(cache_dir()).resolve()):
         raise ValueError(

@@ -199,7 +199,7 @@ class _Chooser:
         return MAY_FIT if choice.best.saving.all_params else NOTHING_FITS
 
     def error_of(self, common: SavingChoice) -> BackendError:
-        """Return the error to raise if nothing fits, with the table of a rank that failed."""
+        """Return the error of the first rank or, if nothing fits, one with a table."""
         failed = self.own if self.own is not None and self.own.best is None else common
         if failed.error:
             return BackendError(failed.error)
@@ -335,7 +335,6 @@ def _partitioned(
     candidates: Sequence[CompileSettings],
     **kwargs: Any,
 ) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
-    """Yield the settings of each candidate with its forward and backward graph."""
     # Cutting the joint graph takes longest, and does not depend on which parameters stay unsharded.
     by_offload = itertools.groupby(
         candidates, key=lambda settings: settings.may_offload_activations

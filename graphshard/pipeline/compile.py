@@ -102,7 +102,8 @@ def compile_traced(
     If the graphs communicate, their groups' call logs record every call of the result.
 
     Raises:
-        BackendError: ranks compile graphs with different communication.
+        BackendError: ranks compile graphs with different communication, or no schedule fits the
+            memory budget.
         ValueError: as :func:`choose_saving`.
     """
     start_s = time.perf_counter()
@@ -207,7 +208,6 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
 
 
 def _half_timeout_s(groups: Sequence[str]) -> float:
-    """Return the time to wait for another rank's compile: half of the shortest group timeout."""
     # A rank that has stopped is noticed later, when the group times out.
     timeouts = (group_timeout_s(process_group(name)) for name in groups)
     return min(timeouts, default=_WAIT_S) / 2
@@ -313,7 +313,6 @@ class Lowering(CustomGraphPass):
         donate_nothing()
 
     def report_code(self, graph_name: str) -> None:
-        """Report that Inductor generates the code of a graph, or of a region of it."""
         region = re.search(r"region_(\d+)$", graph_name)
         what = f"region {int(region[1]) + 1} of {self._num_regions}" if region else "the graph"
         report(f"{self.lowered}: compiling {what}")
@@ -357,7 +356,10 @@ class _Reader(CustomGraphPass):
 
 
 def trace_only(traced: TracedGraph, settings: CompileSettings, read: Read) -> Runnable:
-    """Trace a Dynamo graph and call ``read`` with each graph that would be lowered."""
+    """Trace a Dynamo graph and call ``read`` with each graph that would be lowered.
+
+    The returned callable computes nothing: see ``compile_without_code``.
+    """
     options: dict[str, Any] = {
         **options_of_plans(settings.device),
         "post_grad_custom_post_pass": _Reader(read),

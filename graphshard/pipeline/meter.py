@@ -57,8 +57,6 @@ class _DeviceClock:
 
 
 class _TimedRun:
-    """One run of a forward or backward graph whose waits are timed."""
-
     def __init__(self, clock: Any) -> None:
         self._clock = clock
         self._waits: list[tuple[Any, Any]] = []
@@ -85,7 +83,6 @@ class _TimedRun:
         return len(self._waits)
 
     def measured(self) -> Measured | None:
-        """Return the times once the run has ended; None before that."""
         if self._end is None or not self._clock.has_passed(self._end):
             return None
         exposed_us = sum(self._clock.us(*wait) for wait in self._waits)
@@ -111,7 +108,6 @@ class Meter:
         self.num_runs = 0
 
     def metered(self, compiled: Runnable) -> Runnable:
-        """Return a function that runs the graph ``compiled`` and counts the run."""
         return functools.partial(self._run, compiled)
 
     def _run(self, compiled: Runnable, *args: object) -> Any:
@@ -181,9 +177,10 @@ class Interval:
     def metrics(
         self, steps: int | None, tokens: int | None, compile_s: float, peak_us: float
     ) -> dict[str, float]:
-        """Return numbers per step or second, and start the next interval.
+        """Return metrics of the interval that ends now, and start the next one.
 
-        Return {} if both are None, and on the first call with ``steps``.
+        Return {} on the first call with ``steps``, or if ``steps`` and ``tokens`` are None, in
+        which case the interval goes on.
 
         Args:
             compile_s: time of all compiles so far.

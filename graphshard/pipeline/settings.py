@@ -4,8 +4,8 @@ All decisions of passes are made here: which parameters to keep unsharded, which
 offload, which buckets to make. They follow the user's ``SchedulePolicy``, unless this rank follows
 the plans of the first rank (``graphshard.ranks.plan_consensus``).
 
-A cached graph runs no pass. Everything that is read while a graph is compiled is therefore part of
-the one key that we add to every cache, ``CompileSettings.cache_key``.
+A cached graph is not planned again. Everything that is read while a graph is compiled is therefore
+part of the one key that we add to every cache, ``CompileSettings.cache_key``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class CompileSettings:
     regathered: frozenset[int] = frozenset()
 
     def following(self, plans: Sequence[Plan]) -> CompileSettings:
-        """Return settings with which graphs follow the first rank's ``plans``."""
         return dataclasses.replace(self, first_rank_plans={plan.graph: plan for plan in plans})
 
     def with_saving(self, saving: Saving, budget_gb: float) -> CompileSettings:
@@ -91,7 +90,7 @@ class CompileSettings:
         return dataclasses.replace(self, schedule=schedule, saving=saving)
 
     def fingerprint(self) -> str:
-        """Return the settings that are chosen for all ranks, as text."""
+        """Return all fields but ``baked_in`` and ``regathered``, as text, with the rates in use."""
         # Not the path of a hardware file: with equal rates, plans are equal.
         schedule = dataclasses.replace(self.schedule, hardware="auto")
         hardware = self.cost_model().hardware.to_json()
@@ -146,7 +145,6 @@ class CompileSettings:
 
     @property
     def may_offload_activations(self) -> bool:
-        """Whether activations may be offloaded to stay within a memory budget."""
         limited = self.schedule.limits().peak is not None
         may_offload = self.saving is None or self.saving.offloads
         return limited and may_offload and self.schedule.overlap and self.device.type != "cpu"
@@ -226,7 +224,7 @@ def baked_in(
     inductor_options: Mapping[str, Any],
     tp_groups: Sequence[str] = (),
 ) -> str:
-    """Return the facts that graphs and plans depend on, one per line.
+    """Return the facts for ``CompileSettings.baked_in``, one per line.
 
     Args:
         inputs: one example for each placeholder of the Dynamo graph.

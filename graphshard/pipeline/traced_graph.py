@@ -22,8 +22,9 @@ class TracedGraph:
     Attributes:
         gm: graph; passes modify it.
         inputs: one example for each placeholder.
-        fqns: parameter name of each input of AOTAutograd's graph, or "" if it is not a shard.
-        shards: inputs that are shards of parameters.
+        fqns: parameter name of each input of AOTAutograd's graph, or "" if it is neither a shard
+            nor a replicated parameter.
+        shards: inputs that are shards of parameters, or replicated parameters.
         groups: names of the groups of all ranks, one per mesh; all of these ranks compile this
             graph.
         marker_groups: names of all groups that the markers may use.

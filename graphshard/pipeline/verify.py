@@ -116,7 +116,6 @@ def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
 
 
 def _graph_events(graph: fx.Graph) -> list[Event]:
-    """Return our launches and waits, and the user's launches, in order."""
     events: list[Event] = []
     launches: dict[fx.Node, Wait] = {}  # the event of the wait for each buffer
     num_launched = 0
@@ -152,7 +151,7 @@ def _verify_one_wait(buffer: fx.Node) -> None:
 
 
 def _full_bytes(node: fx.Node) -> int:
-    """Return the size in bytes of an all-gather's output, or of another collective's input."""
+    """Return the size in bytes of an all-gather's output, or of the input of another launch."""
     is_gather = _KIND_OF_LAUNCH[node.target] == TransferKind.ALL_GATHER
     full: Any = node if is_gather else node.args[0]
     return sum(map(num_bytes, tree_leaves(fx.map_arg(full, lambda n: n.meta["val"]))))

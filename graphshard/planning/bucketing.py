@@ -135,7 +135,6 @@ class Queue:
                 yield from self._with_borders(split, begin, border, middle, last)
 
     def _with_borders(self, split: Split, *borders: int) -> Iterator[Split]:
-        """Yield ``split`` with new candidates between ``borders``, if all of these are allowed."""
         ranges = [(begin, end) for begin, end in pairwise(borders) if begin < end]
         if all(self._fits(begin, end) for begin, end in ranges):
             kept = [c for c in split if not borders[0] <= c.begin < borders[-1]]
@@ -253,7 +252,7 @@ def packed_bucket(
     *,
     exchanges: bool = False,
 ) -> Bucket:
-    """Return a bucket of ``members`` whose small transfers share buffers."""
+    """Return a bucket of ``members``, in which small transfers share buffers."""
     sent = {
         i: problem.transfers[i].exchanged() if exchanges else problem.transfers[i] for i in members
     }
@@ -293,7 +292,6 @@ def gathers_by_due(problem: Problem) -> list[int]:
 
 
 def _powers_of_two(stop: int) -> list[int]:
-    """Return 1, 2, 4, ... below ``stop``."""
     return [1 << k for k in range((stop - 1).bit_length())]
 
 

@@ -26,8 +26,6 @@ LEAST_US = 1.0
 
 
 class _GraphMemory(NamedTuple):
-    """Bytes alive so far at each point in time of a graph, and the budget for its peak."""
-
     alive: LiveBytes
     budget: int
 

@@ -194,7 +194,7 @@ def _results_footprint(buffer: Sequence[Transfer], received: int) -> Footprint:
 
 
 def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None:
-    """Add the memory changes of ``transfers`` that are the same in every schedule."""
+    """Add the memory changes by ``transfers`` that do not depend on the schedule."""
     for t in transfers:
         # A full parameter is freed after its last use; a gradient is allocated when it is ready.
         if t.kind.is_fetch:

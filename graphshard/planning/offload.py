@@ -223,7 +223,7 @@ def choose_offloaded(
 
 
 def _absence(activation: SavedActivation, forward_steps: int) -> tuple[Span, Span]:
-    """Return the points in time, in forward and backward, at which it may be off the device."""
+    """Return when an offloaded activation is off the device, in forward and in backward."""
     return (
         Span(launches(activation.last + 1), num_points(forward_steps), activation.num_bytes),
         Span(0, launches(activation.first), activation.num_bytes),

@@ -69,7 +69,6 @@ class Splits(NamedTuple):
 
     @property
     def averages(self) -> list[CostedBucket]:
-        """The all-reduces over replicas, in the order of ``reductions``."""
         return [c.replica_average for c in self.reductions if c.replica_average]
 
 
@@ -216,7 +215,6 @@ class Placer:
         return place_waits(sent, alive, peak, in_flight, limit)
 
     def _due(self, reductions: Sequence[CandidateBucket], k: int) -> int:
-        """Return the step before which reduction ``k`` must be waited for."""
         candidate = reductions[k]
         due = candidate.bucket.wait
         # A follow-up on its shards (an all-reduce over replicas, a copy to the host) starts only at
@@ -324,7 +322,6 @@ class Placer:
 
 
 def _bytes_before(split: Split) -> list[int]:
-    """Return the bytes before each candidate, followed by the total."""
     return [0, *accumulate(candidate.bucket.num_bytes for candidate in split)]
 
 

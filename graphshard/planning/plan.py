@@ -285,7 +285,7 @@ def is_copied_in(buffer: Sequence[Transfer]) -> bool:
 def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:
     """Return the all-reduce over replicas that follows a reduce-scatter, or None.
 
-    It is launched where ``bucket`` is waited for, and reduces the output buffers of ``bucket``.
+    It reduces the output buffers of ``bucket``; its launch and wait are both ``bucket.wait``.
     """
     reduced = [transfers[i] for i in bucket.transfers]
     first = reduced[0]
@@ -465,7 +465,6 @@ class Plan:
         return tuple(dict.fromkeys(dtype.removeprefix("torch.") for dtype in dtypes))
 
     def fqn_of(self, transfer: Transfer) -> str:
-        """Return the name of the transfer's parameter, or ""."""
         return "" if transfer.param is None else self.params[transfer.param].fqn
 
     def named(self, fqns: Sequence[str]) -> Plan:

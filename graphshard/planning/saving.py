@@ -103,9 +103,9 @@ class NothingFitsError(BackendError):
     def __init__(self, choice: SavingChoice, table: str) -> None:
         least = min(t.peak_bytes for t in choice.tried) / 1e9
         super().__init__(
-            f"memory_budget_gb={choice.budget_gb:g}: no strategy that auto=True tries fits; the "
-            f"smallest needs {least:.3f} GB. Raise the budget, or use a smaller batch or more "
-            f"ranks\n{table}"
+            f"memory_budget_gb={choice.budget_gb:g} (if not set, free GPU memory): no strategy "
+            f"that auto=True tries fits; the smallest needs {least:.3f} GB. Raise the budget, or "
+            f"use a smaller batch or more ranks\n{table}"
         )
 
 
@@ -133,7 +133,7 @@ def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving])
 
 
 def without_repeats(tried: Sequence[TriedSaving]) -> tuple[TriedSaving, ...]:
-    """Return ``tried`` without strategies that have the same result as an earlier one."""
+    """Drop strategies with the same ``activations`` and result as an earlier one."""
     # A strategy that may keep or offload more has the same result if doing so is impossible or
     # saves no time.
     first: dict[object, TriedSaving] = {}

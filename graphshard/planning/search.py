@@ -93,7 +93,6 @@ class _Search:
         self._placer = Placer(problem, cost_model, limits, modest)
 
     def descend(self) -> CandidateSchedule:
-        """Return the best candidate schedule of a coordinate descent over ``BucketSizes``."""
         scale = self._scale()
         # Size 0 is among the sizes: one transfer per bucket, one bucket at a time, which needs the
         # least memory. A feasible budget is therefore always met.
@@ -122,7 +121,6 @@ class _Search:
         return self._placer.place(splits, sizes)
 
     def refine(self, best: CandidateSchedule) -> CandidateSchedule:
-        """Return ``best``, improved by local search."""
         # With n transfers, O(log n) candidate schedules at each bucket, up to this number.
         tries = LOCAL_SEARCH_BUDGET // max(1, len(self._transfers))
         index = 0
@@ -215,10 +213,6 @@ def schedule_without_overlap(problem: Problem, *, exchanges: bool = False) -> tu
 
 
 def _fits(transfers: Sequence[Transfer]) -> bool:
-    """Return whether small transfers fit into one bucket.
-
-    They must be within its size limit, and all ready by the time the first one is due.
-    """
     in_time = max(t.ready for t in transfers) <= min(t.due for t in transfers)
     return in_time and sum(t.num_bytes for t in transfers) <= SMALL_CAP_BYTES
 

@@ -49,7 +49,6 @@ class Lane:
         self.free_us = free_us  # when all work added so far is done
 
     def start_us(self, ready_us: float) -> float:
-        """Return the time at which work that is ready at ``ready_us`` would start."""
         return ready_us if ready_us > self.free_us else self.free_us
 
     def run(self, duration_us: float, ready_us: float = 0.0) -> float:
@@ -214,8 +213,6 @@ def simulate(
 
 
 class _Run:
-    """Slots in issue order, and the slots that each of them waits for."""
-
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self.lanes: defaultdict[str, Lane] = defaultdict(Lane)
