@@ -78,8 +78,6 @@ class Measured:
 
 
 class Step(NamedTuple):
-    """Seconds of one step; the fields are as in ``Measured``."""
-
     step_s: float
     optimizer_s: float
     processor_s: float
@@ -142,7 +140,6 @@ class _Training:
         return Step(end - start, end - middle, time.process_time() - processor)
 
     def peak_bytes(self) -> int:
-        """Run a step and return its peak of allocated bytes."""
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profile:

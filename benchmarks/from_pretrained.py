@@ -93,7 +93,6 @@ VARIANTS = {"straight into shards": _straight, "all on every rank, then shard": 
 
 @contextlib.contextmanager
 def _sampled_peak() -> Iterator[list[int]]:
-    """Yield a one-element list with the sampled peak of this process's anonymous memory."""
     peak, ends = [resident("RssAnon")], threading.Event()
 
     def sample() -> None:

@@ -41,7 +41,6 @@ class Streams(NamedTuple):
 
 
 def record(call: Callable[[], object]) -> list[Kernel]:
-    """Run ``call`` under the profiler and return its kernels, sorted by start."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()

@@ -103,7 +103,6 @@ def _forget_peak() -> None:
 
 
 def peak_of(work: Callable[[], object], params: int) -> Memory:
-    """Run ``work`` and return its memory, with ``params`` passed through."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = resident("VmRSS")

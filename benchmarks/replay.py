@@ -110,7 +110,6 @@ def main() -> None:
 
 
 def replay(path: Path) -> Iterator[Replayed]:
-    """Yield the results for both graphs of each of graphshard's entries in the file ``path``."""
     with tarfile.open(path) as packed:
         files = {m.name: packed.extractfile(m).read() for m in packed.getmembers() if m.isfile()}
     for file in sorted(f for f in files if f.endswith("wire.json")):

@@ -33,7 +33,6 @@ def plain(model: Model, mesh: DeviceMesh) -> Trained:
 
 
 def fsdp2(model: Model, mesh: DeviceMesh, **options: Any) -> Trained:
-    """Build eager FSDP2, one unit per block; ``options`` are arguments of ``fully_shard``."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)

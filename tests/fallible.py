@@ -21,7 +21,6 @@ in_flight_then: list[int] = []
 
 @torch.library.custom_op("graphshard_test::may_fail", mutates_args=())
 def may_fail(x: Tensor, where: str) -> Tensor:
-    """Return a copy of `x`, or raise a MemoryError if `where` is to fail now."""
     if where in fails_in and not _pass_once():
         in_flight_then.append(num_registered_works())
         raise MemoryError(where)

@@ -92,8 +92,6 @@ class GPT(nn.Module):
 
 
 class DeepGPT(GPT):
-    """A GPT of two layers, for tests of overlap between layers."""
-
     def __init__(self, dim: int = 18) -> None:
         super().__init__(dim, layers=2)
 

@@ -119,7 +119,6 @@ MAX_LAYERS = 9
 
 
 def _files() -> Iterator[tuple[str, str, Path]]:
-    """Yield (unit, dotted package for relative imports, path) for each file of the package."""
     for path in sorted((ROOT / "graphshard").rglob("*.py")):
         parts = path.relative_to(ROOT / "graphshard").parts
         yield Path(parts[0]).stem, ".".join(["graphshard", *parts[:-1]]), path

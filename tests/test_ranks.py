@@ -1,5 +1,3 @@
-"""The test harness `ranks.run`: results, resets between calls, and failures."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Events of the recording process group for functional collectives, DDP and eager FSDP2."""
-
 from __future__ import annotations
 
 import time

@@ -201,7 +201,6 @@ class Outcome:
 def run(
     recorder: Recorder, cases: Sequence[Case], targets: Sequence[str] = TARGETS
 ) -> list[Outcome]:
-    """Run cases, and compile their kernels for the GPUs named by ``targets``."""
     return [_run(recorder, case, targets) for case in cases]
 
 

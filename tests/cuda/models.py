@@ -95,8 +95,6 @@ class ConvNet(nn.Module):
 
 
 class MoE(nn.Module):
-    """Mixture of experts with top-1 routing; every expert processes every token."""
-
     def __init__(self, *, layers: int = 2, dim: int = 1024, experts: int = 4) -> None:
         super().__init__()
         self.routers = nn.ModuleList(nn.Linear(dim, experts, bias=False) for _ in range(layers))

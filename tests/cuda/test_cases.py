@@ -196,7 +196,6 @@ def _races_without(actions: Sequence[Action], dropped: Action) -> list[Race]:
 
 
 def _last_wait(actions: Sequence[Action], stream: str, on: str) -> WaitEvent:
-    """Return the last wait of ``stream`` for a stream whose name begins with ``on``."""
     origin = {action.event: action.stream for action in actions if isinstance(action, Record)}
     waits = [
         action

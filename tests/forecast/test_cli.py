@@ -1,5 +1,3 @@
-"""``python -m graphshard plan`` as a user runs it: numbers, page, files and errors."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Intervals of forecasts, and the report of the benchmark that yields them."""
-
 from __future__ import annotations
 
 import dataclasses

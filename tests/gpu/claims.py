@@ -59,7 +59,6 @@ def _backend(device: str, **options: Any) -> graphshard.Backend:
 
 
 def profiled(device: str, sharded: bool, **options: Any) -> Profiled:
-    """Profile a step after three warm-up steps; ``options`` are those of ``graphshard.backend``."""
     model, x = _model(device)
     ours = _backend(device, **options) if sharded else None
     compiled = torch.compile(model, backend=ours or "inductor")

@@ -16,7 +16,6 @@ from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, r
 
 
 def hardware(line: Line, name: str = "wire") -> Hardware:
-    """Return hardware with the costs of ``line`` for collectives among ``WORLD`` ranks."""
     per_s = (WORLD - 1) / WORLD * 1e6 / max(line.us_per_byte, 1e-3)
     bus = {kind: Rate(per_s, ((1.0, 1.0),)) for kind in COLLECTIVE_KINDS}
     link = Interconnect(line.latency_us, 0.0, line.parcel_cost_us, bus)

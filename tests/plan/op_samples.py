@@ -64,7 +64,6 @@ def _graphs(info: Any) -> Iterator[fx.Graph]:
 
 
 def _faults(graph: fx.Graph) -> Iterator[str]:
-    """Yield errors in the times, memory and flops of a graph."""
     times = CostModel(MOVES).compute_us(graph)
     wrong = [f"{node.target}: {us} us" for node, us in times.items() if not 0 <= us < math.inf]
     yield from wrong

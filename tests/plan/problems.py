@@ -90,7 +90,6 @@ def reduction(
     num_replicas: int = 1,
     host: bool = False,
 ) -> Transfer:
-    """Return a reduce-scatter of a gradient that is complete before step `ready`."""
     shard_bytes, last = num_bytes // WORLD, num_steps - 1
     return Transfer(
         param=param,

@@ -1,5 +1,3 @@
-"""Nodes that share a kernel, recognized by kernel costs on the machine of ``machines``."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -27,7 +27,6 @@ def _of(*transfers: int, at: tuple[int, int] | None = None, packed: bool = False
 
 
 def _changes(one: Dump, other: Dump) -> list[str]:
-    """Return the lines of the report that precede the table of totals."""
     lines = diff(one, other).splitlines()
     ends = [i for i, line in enumerate(lines) if line.split() == ["before", "after"]]
     return lines[: ends[0]] if ends else lines

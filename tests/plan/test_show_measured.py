@@ -1,5 +1,3 @@
-"""A measured trace with added predictions, each starting where its graph ran."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -104,7 +104,6 @@ def test_a_graph_computed_by_hand() -> None:
 
 
 def _local(shown: Dump) -> Dump:
-    """Return ``shown`` without its reductions, as under ``no_sync``."""
     buckets = tuple(bucket for bucket in shown.plan.buckets if not bucket.kind.is_reduction)
     return _as(shown, GraphKind.BACKWARD, buckets=buckets)
 

@@ -175,8 +175,6 @@ def _hole(metadata: Any) -> None:
 
 
 def _chunk(offsets: list[int], sizes: list[int]) -> Callable[[Any], None]:
-    """Return a change that adds a second chunk, stored in the same place as the first."""
-
     def change(metadata: Any) -> None:
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         _of_a(metadata).chunks.append(chunk)

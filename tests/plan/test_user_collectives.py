@@ -51,7 +51,6 @@ def test_a_rank_with_other_steps_follows_on_the_same_sides(
 
 
 def _plan(*user_launches: int, ready: int = 1) -> Plan:
-    """Return a plan that launches a reduction before step 2 of 4."""
     graph = problem([1.0] * 4, [reduction(0, 8, ready, 4)], user_launches=user_launches)
     (bucket,) = find_schedule(graph, Line(), ScheduleLimits())
     return Plan(PARAMS, graph, (dataclasses.replace(bucket, launch=2),))

@@ -63,7 +63,6 @@ def dora() -> nn.Module:
 
 
 def lora_with_saved_modules() -> nn.Module:
-    """Return a Llama with LoRA and a trainable copy of its frozen head."""
     return _adapted("LoraConfig", r=3, target_modules=["q_proj"], modules_to_save=["lm_head"])
 
 
@@ -180,7 +179,6 @@ def sentences() -> nn.Module:
 
 
 def pairs_batch(rng: torch.Generator) -> list[dict[str, Tensor]]:
-    """Return the features of three sentences, and of one positive example for each."""
     columns = []
     for length in (6, 9):
         ids = torch.randint(3, len(WORDS) + 3, (3, length), generator=rng)

@@ -44,7 +44,6 @@ class Training:
         self.model, self.optim, self.loader, self.schedule = prepared
 
     def train(self, start: int = 0, end: int | None = None) -> tuple[list[float], list[float]]:
-        """Train from `start` to `end`; return losses of microbatches, gradient norms of steps."""
         losses, norms = [], []
         accelerator = self.accelerator
         loader = accelerator.skip_first_batches(self.loader, start * MICROBATCHES)

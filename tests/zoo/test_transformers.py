@@ -1,5 +1,3 @@
-"""Models of `transformers`: greedy generation with sharded models, and training under autocast."""
-
 from __future__ import annotations
 
 import contextlib
