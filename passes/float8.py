@@ -106,7 +106,6 @@ def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
 
 
 def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
-    """Return why a parameter is not gathered in fp8, or None if it is."""
     dtype = value_of(weight).dtype
     if dtype not in float8_math.DTYPES:
         return f"linears in fp8 compute in {' or '.join(map(str, float8_math.DTYPES))}"

@@ -35,9 +35,9 @@ class SchedulePolicy:
         activation_memory_budget: fraction of the activations to save for backward, from 0
             (recompute all) to 1 (recompute none); the cheapest to recompute for their size are
             recomputed first. The default is the setting of that name in
-            ``torch._functorch.config``. Backward gathers each parameter at most once, and none for
-            recomputation alone: vectors are kept unsharded, and if only recomputation needs another
-            parameter, the results of the ops that use it are saved instead.
+            ``torch._functorch.config``. Outside of checkpointed regions, backward then gathers no
+            parameter for recomputation alone: vectors are kept unsharded, and if only recomputation
+            needs another parameter, the results of the ops that use it are saved instead.
         hardware: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by
             ``python -m graphshard calibrate``, or "auto" for the entry with the device's name (if
             there is none, a default entry, with a warning). Must be equal on all ranks.
@@ -127,7 +127,6 @@ class SchedulePolicy:
         return schedule_without_overlap(problem, exchanges=self.reduce == "exchange")
 
     def limits(self) -> ScheduleLimits:
-        """Return the limits of the schedule, sizes in bytes."""
         return ScheduleLimits(
             cap=None if self.bucket_cap_mb == "auto" else _bytes(self.bucket_cap_mb, 1e6),
             in_flight=_bytes(self.max_in_flight_gb, 1e9),

@@ -63,11 +63,10 @@ class PlanCache:
         return Plan.from_json(path.read_text()) if path.exists() else None
 
     def save_code(self, code: Mapping[str, str]) -> None:
-        """Write the code that a dump shows, keyed by file name."""
         write_whole(self._code_path(), json.dumps(code))
 
     def load_code(self) -> dict[str, str]:
-        """Return the code of ``save_code``, or {} if this graph was compiled without a dump."""
+        """Return code by file name, or {} if this graph was compiled without a dump."""
         path = self._code_path()
         code: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
         return code

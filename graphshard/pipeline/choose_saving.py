@@ -167,6 +167,7 @@ class _Chooser:
     def fits_earlier_choice(self, text: str) -> bool:
         """Return whether this rank fits the budget with the parameters that a choice keeps.
 
+        If there was no backward graph to choose for, return whether this rank has none, either.
         Adopts the budget of the choice, and sets ``own`` if this rank cannot save as many
         activations as the first rank.
         """

@@ -75,7 +75,6 @@ class CompiledGraph:
     num_shared_layers: int = 0  # number of layers that AOTAutograd traced as one
 
     def max_gathered_bytes(self) -> int:
-        """Return the planned peak size of unsharded parameters over all graphs, in bytes."""
         by_step = (gathered_bytes(plan.problem, plan.buckets) for plan in self.plans)
         return max((num_bytes for graph in by_step for num_bytes in graph), default=0)
 
@@ -259,7 +258,7 @@ def _by_inductor(
 
 
 def _by_aten(traced: TracedGraph, lowering: Lowering) -> Runnable:
-    """Run the passes that Inductor's hooks run, on graphs that then execute op by op."""
+    """Compile with the passes of ``_by_inductor``, into graphs that run op by op."""
 
     def lower_and_run(gm: fx.GraphModule, _: Sequence[object]) -> Runnable:
         lowering(gm.graph)

@@ -80,7 +80,6 @@ class CompileSettings:
         return dataclasses.replace(self, first_rank_plans={plan.graph: plan for plan in plans})
 
     def with_saving(self, saving: Saving, budget_gb: float) -> CompileSettings:
-        """Return settings as if the user had set ``saving`` and ``budget_gb``."""
         schedule = dataclasses.replace(
             self.schedule,
             auto=False,

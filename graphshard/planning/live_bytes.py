@@ -73,7 +73,6 @@ class LiveBytes:
         self.add(span._replace(num_bytes=-span.num_bytes))
 
     def has_room(self, span: Span, budget: float) -> bool:
-        """Return whether adding ``span`` keeps all of its points within ``budget`` bytes."""
         return not self.exceeds(budget - span.num_bytes, span)
 
     def exceeds(self, budget: float, span: Span) -> bool:

@@ -80,7 +80,6 @@ def _section(problem: Problem, plan: Plan, bucket: Bucket) -> _LaunchRange:
 
 
 def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> list[Bucket]:
-    """Return the collectives of ``plan`` as buckets of the transfers in ``problem``."""
     collectives = without_host_copies(plan.problem).transfers
     ours = _positions(problem.transfers)
     theirs = _positions(_numbered(collectives, plan.params, params))

@@ -339,7 +339,6 @@ def _with_average(candidate: CandidateBucket) -> Footprint:
 def _average_launches(
     reductions: Sequence[CandidateBucket], reduction_waits: Sequence[int]
 ) -> list[int]:
-    """Return the launches of the all-reduces over replicas: the waits of their reductions."""
     return [wait for c, wait in zip(reductions, reduction_waits) if c.replica_average]
 
 

@@ -120,7 +120,6 @@ class Transfer:
     exchange_dtype: str = ""
 
     def exchanged(self) -> Transfer:
-        """Return the transfer as an exchange sends it, in ``exchange_dtype``."""
         narrow_bytes = self.num_bytes * _num_bits(self.exchange_dtype) // _num_bits(self.dtype)
         return dataclasses.replace(
             self,

@@ -65,8 +65,8 @@ class SavingChoice:
         tried: strategies in the order tried, without those that had the same result as an earlier
             one; empty after an error or without a backward graph.
         inputs: description of the graph's inputs, for the title of the table.
-        notes: strategies that were not tried, with reasons.
-        error: error that prevented planning, or "".
+        notes: remarks for the table, such as which strategies were not tried, and why.
+        error: why the first rank could not choose, or "".
     """
 
     budget_gb: float

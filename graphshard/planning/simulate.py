@@ -362,7 +362,6 @@ def bucket_cost(problem: Problem, bucket: Bucket, cost_model: TransferCostModel)
 
 
 def _lane_us(bucket: Bucket, sizes: Sequence[int], cost_model: TransferCostModel) -> float:
-    """Return the time of the collectives of ``bucket``, one for each size in bytes."""
     group = bucket.world, bucket.stride
     if bucket.exchanges:
         return sum(cost_model.exchange_us(num_bytes, *group) for num_bytes in sizes)
