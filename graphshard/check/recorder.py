@@ -194,7 +194,6 @@ class Recorder:
         kernels: int = 0,
         blocks_host: bool = False,
     ) -> None:
-        """Record work on ``stream``, or on the current stream."""
         self._free()
         read, written = (tuple(dict.fromkeys(map(self._block, side))) for side in (reads, writes))
         stream = stream or current_stream()
@@ -290,7 +289,6 @@ class Recorder:
         return pinned is not None and not pinned.is_gone()
 
     def _launch(self, name: str, args: Sequence[object], outputs: object) -> None:
-        """Record a collective on its group's stream, which first waits for the current stream."""
         inputs, results = list(tensors_in(args)), list(tensors_in([outputs]))
         for tensor in (*inputs, *results):
             self._block(tensor)

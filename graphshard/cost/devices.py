@@ -144,7 +144,7 @@ _VARIANT = re.compile("PCIE|NVL|MIG|LAPTOP", re.IGNORECASE)
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the table's entry for ``torch.cuda.get_device_name()``, "cpu" or an entry's name.
+    """Return the table's entry for a ``torch.cuda.get_device_name()``, or the entry called ``name``.
 
     Raises:
         ValueError: the table has no such entry.

@@ -191,7 +191,6 @@ class GraphValues:
         )
 
     def users(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Yield the nodes that use the value of ``node``, directly or through views."""
         for user in node.users:
             if self.kinds[user] == NodeKind.VIEW:
                 yield from self.users(user)

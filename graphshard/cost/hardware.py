@@ -155,7 +155,6 @@ class Hardware:
         _check_positive("ranks_per_node", self.ranks_per_node)
 
     def flops_of(self, dtype: str) -> Rate:
-        """Return the rate of matrix products; a dtype that is not listed runs as float32."""
         return self.flops.get(dtype, self.flops["float32"])
 
     def to_json(self) -> str:

@@ -48,7 +48,7 @@ class CostModel:
     device_type: str | None = None  # that kernels are compiled for (default: that of the tensors)
 
     def unmaterialized(self, values: GraphValues) -> UnmaterializedValues:
-        """Return the nodes whose values never reach memory; empty if not ``fuses`` or unknown."""
+        """Return the nodes whose values never reach memory; empty if unknown or not ``fuses``."""
         if not self.fuses:
             return UnmaterializedValues()
         return call_with_fallback(

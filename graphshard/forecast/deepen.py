@@ -317,7 +317,6 @@ def _num_growths(short: Sequence[int], longer: Sequence[int], length: int) -> li
 
 
 def _num_distinct(values: Sequence[int]) -> list[int]:
-    """Return the numbers of distinct values among the first 0, 1, 2, ... values."""
     seen: set[int] = set()
     counts = [0]
     for value in values:

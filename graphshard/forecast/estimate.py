@@ -68,7 +68,7 @@ class ErrorInterval:
 
 
 def error_interval(ratios: Iterable[float]) -> ErrorInterval:
-    """Return the median of ratios and the narrowest interval that covers ``COVERAGE`` of them."""
+    """Return the median, and the interval of least high / low that covers ``COVERAGE`` of ratios."""
     ordered = sorted(ratios)
     num_covered = math.ceil(COVERAGE * len(ordered))
     intervals = zip(ordered, ordered[num_covered - 1 :])
@@ -191,7 +191,6 @@ class MemoryForecast:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Device memory by kind, without the margin."""
         others = ("when", "margin", "device", "host")
         return {name: value for name, value in vars(self).items() if name not in others}
 

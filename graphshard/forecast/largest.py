@@ -96,7 +96,7 @@ def largest_that_fits(
 ) -> int | None:
     """Return the largest number in ``[least, most]`` whose memory is at most ``limit``, or None.
 
-    ``memory_at`` must never decrease.
+    The result of ``memory_at`` must not decrease as the number grows.
     """
     # Memory grows almost linearly with the number: extrapolate from the last two numbers that fit,
     # and bisect after a number that does not fit.
@@ -169,7 +169,7 @@ class _Grower:
     def by_width(self) -> Iterator[LargestFit]:
         """Yield, for each strategy of ``_widest``, the deepest model of that width.
 
-        A width fits if the model that is scaled to it, in depth too, fits.
+        The width is found by scaling width and depth together; then only the depth grows.
         """
         for strategy, factor in self._widest().items():
             workload = self.make_workload(factor, self.size)
@@ -223,7 +223,6 @@ class _Grower:
         )
 
     def _memory(self, step: TracedStep, strategy: str) -> int:
-        """Return the memory of a rank, or more than it has if the step cannot be planned."""
         planned = self._plan(step, strategy)
         return self.cluster.memory_bytes + 1 if planned is None else planned.memory.total
 

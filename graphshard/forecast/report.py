@@ -20,7 +20,7 @@ class ShownForecast(Forecast):
 
 
 def forecast_page(forecast: Forecast, others: Sequence[Json] = ()) -> str:
-    """Return an HTML page of a forecast, which ends with the tables ``others``."""
+    """Return an HTML page of a forecast, with the tables ``others`` after its own."""
     names = graph_names(forecast.dumps)
     graphs = [_graph(forecast, i, names[i], graph) for i, graph in enumerate(forecast.graphs)]
     time = forecast.time

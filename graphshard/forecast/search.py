@@ -95,7 +95,6 @@ class SearchResult:
         return pareto_front([c for c in self.candidates if c.fits])
 
     def table(self) -> Json:
-        """Return a table of all candidates that fit, fastest first."""
         fitting = (candidate.row() for candidate in self.candidates if candidate.fits)
         rows = [[*names, f"{ms:.1f}", f"{gigabytes:.1f}"] for *names, ms, gigabytes in fitting]
         return table_data("recipes that fit", HEADERS, rows)
@@ -170,7 +169,6 @@ def search(
 
 
 def _dtypes(recipe: Recipe, cluster: Cluster, refused: list[str]) -> list[str]:
-    """Return the precisions to try by default; add to ``refused`` why fp8 is not one of them."""
     if "float8" not in cluster.hardware.flops:
         refused.append(f"fp8: {cluster.hardware.name} has no fp8 matrix products")
         return ["bf16"]
@@ -250,7 +248,7 @@ class _Search:
         return [tp for tp in powers if node % tp == 0 and tp < num_gpus and num_gpus % tp == 0]
 
     def add_split(self, tp: int) -> None:
-        """Plan tensor parallelism over ``tp`` ranks, with microbatches up to the largest that fits.
+        """Plan tensor parallelism over ``tp`` ranks, with microbatches down to the first that fits.
 
         If the whole batch does not fit in one, also plan with all layers recomputed.
         """
@@ -290,7 +288,7 @@ class _Search:
         self.candidates += [candidate] if candidate is not None else []
 
     def add_partial_recomputation(self, dtype: str) -> None:
-        """Plan partial recomputation with the smallest microbatch that does not fit in ZeRO-3.
+        """Plan partial recomputation with the smallest microbatch that plain ZeRO-3 cannot fit.
 
         Only recipes that might beat the fastest candidate are planned.
         """
@@ -360,7 +358,6 @@ class _Search:
         return trace_step(workload, recipe, self.cluster)
 
     def _derive(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> PlannedRecipe | None:
-        """Plan a recipe from a trace of ZeRO-3; return None if it needs its own trace."""
         step = for_strategy(traced, recipe, self.cluster.num_gpus)
         if step is None:
             return None

@@ -120,7 +120,8 @@ def trace(
         symbols: symbols that replace sizes of the inputs, keyed by size; each size is at least 2.
 
     Raises:
-        UntraceableError: shapes or control flow depend on values of tensors.
+        UntraceableError: shapes or control flow depend on values of tensors, or there is no
+            backward graph.
         ValueError: the model has no loss or no trainable parameter; or, if ``ranks`` splits the
             model, ``parallelize`` is None or splits no parameter.
         RuntimeError: this process already has a process group.
@@ -158,7 +159,8 @@ def trace(
             held = _held(model)
     if not any(graph.kind == GraphKind.BACKWARD for graph in reader.graphs):
         raise UntraceableError(
-            "no parameter of the model requires a gradient: pass a trainable model"
+            "the model compiled to no backward graph: it needs trainable parameters, and a forward "
+            "that Dynamo compiles, without torch.compiler.disable"
         )
     return TracedStep(tuple(reader.graphs), held, reader.saved)
 

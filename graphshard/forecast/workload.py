@@ -297,7 +297,6 @@ def _split(name: str, length: int, model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _auto_class(config: Any) -> tuple[Any, Any]:
-    """Return the auto class of a configuration, and the function that makes its inputs."""
     import transformers
 
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -124,6 +124,9 @@ def load_sharded(
 ) -> None:
     """Load a checkpoint that :func:`save_sharded` wrote, in place; all ranks must call this.
 
+    Args:
+        weights: whether to load the model's parameters and buffers, too.
+
     Raises:
         ValueError: ``folder`` has no checkpoint written by :func:`save_sharded`.
     """

@@ -97,7 +97,8 @@ def from_pretrained(
 
     Args:
         cls: model class of transformers, or one of its ``AutoModelFor...`` classes.
-        name_or_path: folder, or name on the Hub, which every node downloads.
+        name_or_path: folder, or name on the Hub, which every node downloads; None if
+            ``state_dict`` is passed.
         mesh: see :func:`graphshard.backend`.
         sharding: other arguments of :func:`graphshard.backend`, as a dictionary.
         strict: whether to raise, rather than only report, if a parameter is in no file or a tensor
@@ -300,7 +301,6 @@ def _read_meta(path: Path, file: Any, name: str) -> torch.Tensor:
 
 
 def _read_rows(path: Path, file: Any, name: str, rows: slice | None) -> torch.Tensor:
-    """Read rows of a tensor in a safetensors file, or the whole tensor for None."""
     with reading(path):
         stored = file.get_slice(name)
         if rows is None or not stored.get_shape()[0]:

@@ -161,7 +161,7 @@ class Dump:
     def optimizer_us(self) -> float:
         """Return the predicted time of a fused AdamW on the gradients that the graph reduces.
 
-        Offloaded gradients do not count: the optimizer runs on the host for them.
+        Offloaded gradients do not count: the host updates their parameters.
         """
         transfers = self.plan.problem.transfers
         reduced = sum(t.shard_bytes for t in transfers if t.kind.is_reduction and not t.host)

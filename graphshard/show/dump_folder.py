@@ -193,7 +193,6 @@ class DumpWriter:
             write_page(self._folder)
 
     def write_saving(self, choice: SavingChoice) -> None:
-        """Write the candidates of ``SchedulePolicy.auto``, and log them to ``TORCH_TRACE``."""
         trace_artifact("graphshard_saving", "string", lambda: saving_table(choice))
         if self._folder is not None:
             self._write(self._folder, "saving.json", choice.to_json())

@@ -78,7 +78,6 @@ def training_step(
 def _in_order(
     dumps: Sequence[Dump], pairs: Iterable[_Pair], count: Callable[[_Pair], int]
 ) -> list[Phase]:
-    """Return all forward graphs, then all backward graphs in reverse order."""
     phases = [Phase(i, count(pair)) for pair in pairs for i in pair.graphs]
     forward = [p for p in phases if dumps[p.graph].plan.graph == GraphKind.FORWARD]
     backward = [p for p in phases if dumps[p.graph].plan.graph == GraphKind.BACKWARD]

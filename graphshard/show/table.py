@@ -143,7 +143,7 @@ def _exposed(totals: Totals) -> str:
 
 
 def _hidden(dump: Dump, busy_us: float, counts: Sequence[bool]) -> str:
-    """Return ``busy_us`` in ms, and its hidden part; ``counts`` marks the buckets it is for."""
+    """Return as text ``busy_us`` of the buckets marked in ``counts``, and the hidden part of it."""
     if not busy_us:
         return f"{busy_us:.3f}"
     exposed_us = sum(us for us, counted in zip(dump.timeline.exposed_us, counts) if counted)

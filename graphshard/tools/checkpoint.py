@@ -80,7 +80,6 @@ class Checkpoint:
     """A checkpoint whose values are accessed by DCP's flat names.
 
     Args:
-        folder: folder of the checkpoint.
         key: top-level key to read (None: all keys).
         prefix: prefix to remove from the names under the key; see :func:`without_prefix`.
 
@@ -124,7 +123,7 @@ class Checkpoint:
         return self._new_names[first] + short[len(first) :] if short.startswith(first) else short
 
     def nested(self, flat: Mapping[str, object]) -> object:
-        """Rebuild the state dict, or the value of the key, without the prefix, from flat names."""
+        """Rebuild what is saved under the key, without the prefix, from values by flat name."""
         if self._key and self._key in flat:  # the value of the key is not a dictionary
             return flat[self._key]
         with reading(self._folder):
@@ -222,7 +221,6 @@ def _check_paths(names: Sequence[str], paths: object) -> None:
 def _check_tensor(
     name: str, entry: TensorStorageMetadata, stored: Mapping[object, StorageInfo]
 ) -> None:
-    """Check that a tensor's chunks cover it, do not overlap and are stored in files."""
     dtype, size = entry.properties.dtype, entry.size
     is_valid = isinstance(dtype, torch.dtype) and _is_shape(size)
     require(is_valid, f"{name!r} has an invalid dtype or size: {dtype}, {size}")

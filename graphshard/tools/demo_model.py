@@ -85,7 +85,7 @@ class GPT(nn.Module):
 
 
 def load_text() -> torch.Tensor:
-    """Return the first ``TEXT_BYTES`` of the standard library's top-level modules, by name.
+    """Return up to ``TEXT_BYTES`` bytes of the standard library's top-level modules, as uint8.
 
     Raises:
         RuntimeError: this Python installation has no sources.

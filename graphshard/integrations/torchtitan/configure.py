@@ -146,7 +146,6 @@ def _split(model: Any, parallel_dims: ParallelDims) -> None:
 
 
 def _mesh(parallel_dims: ParallelDims, name: str) -> DeviceMesh:
-    """Return the mesh axis ``name``, preceded by that of replicas if there are any."""
     names = ["dp_replicate", name] if parallel_dims.dp_replicate_enabled else [name]
     return parallel_dims.get_mesh(names)
 
