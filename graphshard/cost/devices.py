@@ -144,7 +144,7 @@ _VARIANT = re.compile("PCIE|NVL|MIG|LAPTOP", re.IGNORECASE)
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the table's entry for a ``torch.cuda.get_device_name()``, or the entry called ``name``.
+    """Return the table's entry for an entry's name or a ``torch.cuda.get_device_name()``.
 
     Raises:
         ValueError: the table has no such entry.

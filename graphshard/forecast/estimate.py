@@ -68,7 +68,7 @@ class ErrorInterval:
 
 
 def error_interval(ratios: Iterable[float]) -> ErrorInterval:
-    """Return the median, and the interval of least high / low that covers ``COVERAGE`` of ratios."""
+    """Return the median, and the interval of least high / low that covers ``COVERAGE`` of them."""
     ordered = sorted(ratios)
     num_covered = math.ceil(COVERAGE * len(ordered))
     intervals = zip(ordered, ordered[num_covered - 1 :])

@@ -88,7 +88,7 @@ def metrics(
         tokens: number of tokens of all ranks in these steps.
 
     Returns:
-        The numbers, as ``graphshard/step_s``. If ``model`` contains several sharded modules, their
+        The numbers, keyed as in ``graphshard/step_s``. If ``model`` contains several sharded modules, their
         names come first, as in ``graphshard/student/step_s``.
 
     Raises:

@@ -315,7 +315,7 @@ def _from_tensor(tensor: torch.Tensor) -> StoredTensor:
 
 
 def _settle_ties(model: Any, stored: Mapping[str, StoredTensor], info: Any) -> None:
-    """Untie parameters that the config ties but whose values differ in the checkpoint."""
+    """Have parameters tied as in the config, except those whose stored values differ."""
     # transformers does the same, but cannot compare values on the meta device.
     ties = getattr(model, "all_tied_weights_keys", {})
     for target, source in list(ties.items()):

@@ -114,6 +114,6 @@ def batches(text: torch.Tensor, size: Size, seed: int) -> Iterator[torch.Tensor]
 
 
 def new_model(size: Size, device: torch.device) -> GPT:
-    """Create the model, with the same parameters in every call on every rank."""
+    """Seed torch, and create the model: every call on every rank gets the same parameters."""
     torch.manual_seed(0)
     return GPT(size).to(device)
