@@ -159,6 +159,9 @@ def recompute_layers(model: nn.Module, part: float = 1) -> None:
     """Checkpoint the first fraction ``part`` of each list of layers, in place.
 
     If ``part`` is 1 and the model has ``gradient_checkpointing_enable``, call that instead.
+
+    Raises:
+        ValueError: the model has no such list.
     """
     if not part:
         return

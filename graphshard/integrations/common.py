@@ -88,8 +88,8 @@ def metrics(
         tokens: number of tokens of all ranks in these steps.
 
     Returns:
-        The numbers, keyed as in ``graphshard/step_s``. If ``model`` contains several sharded modules, their
-        names come first, as in ``graphshard/student/step_s``.
+        The numbers, keyed as in ``graphshard/step_s``. If ``model`` contains several sharded
+        modules, their names come second, as in ``graphshard/student/step_s``.
 
     Raises:
         ValueError: no module of ``model`` has been sharded by an integration; otherwise as
