@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -146,8 +147,10 @@ class SchedulePolicy:
 
 
 def _check_size(name: str, value: object, alternative: str) -> None:
-    if not _is_number(value) or not value > 0:  # type: ignore[operator]
-        raise ValueError(f"schedule.{name}={value!r}: must be a positive number or {alternative}")
+    if not _is_number(value) or not 0 < value < math.inf:  # type: ignore[operator]
+        raise ValueError(
+            f"schedule.{name}={value!r}: must be a positive, finite number or {alternative}"
+        )
 
 
 def _is_number(value: object) -> bool:

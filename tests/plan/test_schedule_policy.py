@@ -8,10 +8,11 @@ from graphshard import SchedulePolicy
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"overlap": 1}, r"overlap=1: must be True or False"),
-    ({"bucket_cap_mb": 0}, r"bucket_cap_mb=0: must be a positive number"),
-    ({"bucket_cap_mb": "large"}, r"bucket_cap_mb='large': must be a positive number"),
-    ({"max_in_flight_gb": -1.0}, r"max_in_flight_gb=-1\.0: must be a positive number"),
-    ({"memory_budget_gb": True}, r"memory_budget_gb=True: must be a positive number"),
+    ({"bucket_cap_mb": 0}, r"bucket_cap_mb=0: must be a positive, finite number"),
+    ({"bucket_cap_mb": "large"}, r"bucket_cap_mb='large': must be a positive, finite number"),
+    ({"max_in_flight_gb": -1.0}, r"max_in_flight_gb=-1\.0: must be a positive, finite number"),
+    ({"memory_budget_gb": True}, r"memory_budget_gb=True: must be a positive, finite number"),
+    ({"memory_budget_gb": float("inf")}, r"memory_budget_gb=inf: must be a positive, finite"),
     ({"activation_memory_budget": 1.5}, r"=1\.5: must be a number from 0 \(recompute all"),
     ({"activation_memory_budget": "half"}, r"='half': must be a number from 0"),
     (
