@@ -98,7 +98,6 @@ def inputs_of_gradients(backward: fx.Graph) -> dict[fx.Node, int]:
 
 
 def outputs_of(graph: fx.Graph) -> Sequence[Argument]:
-    """Return the output values of a graph in order; some may not be nodes."""
     outputs: Any = graph.output_node().args[0]
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 

@@ -68,7 +68,6 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the version counter of ``tensor``, or 0 if it has none."""
     # Inference tensors have none.
     return 0 if tensor.is_inference() else tensor._version
 

@@ -61,7 +61,6 @@ def _take_name(name: str, group: dist.ProcessGroup) -> bool:
 
 
 def is_registered(group: dist.ProcessGroup | None) -> bool:
-    """Return whether the group exists and has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 
@@ -178,7 +177,6 @@ def replace_wait(wait: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def restore_wait(_: object = None, /) -> None:
-    """Make graphs call ``wait_tensor`` again."""
     _wait_packet.default = wait_tensor
 
 

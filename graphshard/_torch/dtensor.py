@@ -33,7 +33,6 @@ def set_local_tensor(dtensor: DTensor, local: torch.Tensor) -> None:
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Wrap ``local`` in a DTensor with the shape, mesh and placements of ``like``."""
     return DTensor(local, like._spec, requires_grad=False)
 
 
@@ -53,7 +52,6 @@ def rows_of_parts(num_parts: int, dim: int) -> Placement:
 
 
 def has_root_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Return whether two meshes are slices of the same mesh."""
     return mesh._get_root_mesh() == other._get_root_mesh()
 
 
@@ -87,7 +85,6 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def is_from_local(target: object) -> bool:
-    """Return whether ``target`` is a Dynamo graph's function for ``DTensor.from_local``."""
     # Dynamo names the function that it puts into the graph (torch/_dynamo/variables/torch.py in
     # 2.11, distributed.py in 2.13).
     return getattr(target, "__name__", "") in ("from_local", "prim from_local")

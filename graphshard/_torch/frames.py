@@ -58,7 +58,6 @@ def frames() -> Iterator[FrameType]:
 
 
 def is_in_torch_save() -> bool:
-    """Return whether the caller runs inside ``torch.save`` (torch/serialization.py)."""
     return any(frame.f_code is torch.save.__code__ for frame in frames())
 
 

@@ -117,7 +117,7 @@ def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> di
 
     Args:
         asked: ``meta`` of the graph module, where Dynamo stores ``override_cudagraphs`` (torch
-            2.13) of the user's code. It is removed if this turns CUDA graphs off.
+            2.13) of the user's code. That entry is removed if this turns CUDA graphs off.
     """
     # They cannot replay NCCL collectives, which hold buffers that CUDA graphs consider free
     # (pytorch/torchtitan#2444, pytorch/pytorch#187565). The override's ``bwd`` can only turn them
@@ -239,7 +239,7 @@ def compile_without_code(
 
 
 def stub_compiler(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
-    """Return a graph that raises if called, for traces that stop before compilation."""
+    """Return a callable that raises, for traces that stop before compilation."""
 
     def run(*values: Any) -> Any:
         raise AssertionError("this graph was not compiled")
@@ -292,7 +292,6 @@ def saving_activations(budget: float | None) -> AbstractContextManager[None]:
 
 
 def has_activation_budget() -> bool:
-    """Return whether torch's config limits the activations that the partitioner saves."""
     return bool(functorch_config.activation_memory_budget < 1)
 
 
@@ -332,7 +331,6 @@ def caches_graphs() -> bool:
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """Return the Inductor options of ``torch.compile(mode=...)``, or {} for None."""
     return torch._inductor.list_mode_options(mode) if mode else {}
 
 

@@ -127,7 +127,6 @@ def _can_share_triton_kernel(nodes: list[Any]) -> bool:
 
 
 def _fused(kernel: Any, nodes: Nodes) -> BaseSchedulerNode:
-    """Fuse some of a kernel's nodes, and register the result with the scheduler."""
     one = nodes[0] if len(nodes) == 1 else FusedSchedulerNode(kernel.scheduler, nodes)
     kernel.scheduler.name_to_fused_node.update({node.get_name(): one for node in nodes})
     return one

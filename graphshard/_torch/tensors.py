@@ -50,7 +50,6 @@ def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
 
 
 def new_fake_mode() -> FakeTensorMode:
-    """Return a fake mode whose operators also accept real tensors."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -148,7 +147,6 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def size_expr(size: int | torch.SymInt) -> sympy.Expr:
-    """Return a size as an expression of the symbols of its trace."""
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 

@@ -119,7 +119,6 @@ def launch_bucket(
 
 
 def _scaled(call: Call, sent: CollectiveInput, group: str) -> CollectiveInput:
-    """Scale the source of a transfer that has scales, and cast it to fp8."""
     if sent.scales is None:
         return sent
     scale = call(operator.getitem, sent.scales, sent.scale_index)

@@ -98,7 +98,6 @@ class MarkerSpec:
         return self.arguments()[1 : len(self.argument_names()) - len(self.accumulators)]
 
     def call(self, call: Call) -> Any:
-        """Run the op, or insert it into a graph."""
         return call(self.op(), *self.arguments())
 
     def collective_input(self) -> CollectiveInput:

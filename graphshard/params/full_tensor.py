@@ -72,7 +72,6 @@ def receive(
 
 
 def _scatter(full: torch.Tensor | None, dtype: torch.dtype, spec: ParamSpec) -> torch.Tensor:
-    """Scatter the first rank's tensor, and return this rank's padded shard of it."""
     groups = spec.groups
     shard = torch.empty(spec.padded_shape, dtype=dtype, device=groups.device)
     if _in_first_replica(spec):

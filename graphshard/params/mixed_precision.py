@@ -93,7 +93,6 @@ def check_cast_boundaries(
 
 
 def _is_cast(inputs: object, dtype: torch.dtype | None) -> bool:
-    """Return whether a cast to ``dtype`` changes any of the inputs."""
     if dtype is None:
         return False
     dtypes = []

@@ -86,7 +86,6 @@ def saved_state_dict(model: nn.Module) -> StateDict:
 
 @contextmanager
 def _returned_from_state_dict(root: nn.Module, state: StateDict) -> Iterator[None]:
-    """Make ``state_dict()`` of ``root`` and its submodules return their part of ``state``."""
     modules = list(root.named_modules())
     for name, module in modules:
         prefix = plain_name(f"{name}.") if name else ""

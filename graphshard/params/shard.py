@@ -171,7 +171,6 @@ def _advice(name: str, ours: str, theirs: str) -> str:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    """Return the properties of a parameter or buffer that must be equal on all ranks."""
     text = f"{tensor.dtype} {tuple(tensor.shape)}"
     if isinstance(tensor, DTensor):
         text += f" {tensor.placements}"
@@ -263,7 +262,6 @@ def _shard_parameters(
     *,
     syncs: bool,
 ) -> dict[nn.Parameter, ShardedParam]:
-    """Shard the parameters one by one, and free the full ones unless they are ``used``."""
     sharded_params = {}
     for plain in plain_params:
         _ = plain.spec.regather_group  # may create a process group

@@ -157,7 +157,6 @@ def _first_difference(ours: Sequence[str], theirs: Sequence[str], names: Sequenc
 
 
 def _excerpts(ours: str, theirs: str) -> list[str]:
-    """Return both lines, cut to the part around their first difference."""
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
     start = max(0, same - MAX_SHOWN // 2)
     return [_excerpt(line, start) for line in (ours, theirs)]

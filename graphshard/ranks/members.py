@@ -112,7 +112,6 @@ def _connections(listeners: Collection[bytes]) -> Iterator[socket.socket]:
 
 
 def _wait_until_quiet(connections: Collection[socket.socket]) -> None:
-    """Wait until no data has been on its way for ``QUIET_S``, at most ``FINISH_S``."""
     now = time.monotonic()
     give_up, quiet_at = now + FINISH_S, now + QUIET_S
     while (now := time.monotonic()) < min(give_up, quiet_at):

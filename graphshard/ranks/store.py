@@ -113,7 +113,6 @@ class EventStore:
             self.post(ErrorEvent(text=describe()))
 
     def read(self, index: int) -> Event | None:
-        """Return the event at ``index``, or None if it is not posted yet."""
         key = f"event/{index}"
         if not self._store.check([key]):
             return None

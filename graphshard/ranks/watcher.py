@@ -141,7 +141,6 @@ class Watcher:
             self._post_deadlock()
 
     def leave(self) -> None:
-        """Notify the other ranks that this one has left, and end the thread."""
         self._stopped.set()
         with contextlib.suppress(RuntimeError):
             if self._thread.is_alive() and self.error is None:

@@ -69,11 +69,7 @@ class DeviceProperties:
 
 
 def check_versions() -> None:
-    """Check that the simulation supports the installed torch and Triton.
-
-    Raises:
-        RuntimeError: the installed torch or Triton is not supported.
-    """
+    """Raise RuntimeError if the installed torch or Triton cannot simulate a GPU."""
     import triton
 
     for name, version, known in (
