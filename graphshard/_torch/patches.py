@@ -51,8 +51,8 @@ ENTRIES = {
     ),
     "torch.nn.modules.module._global_module_registration_hooks": "As above.",
     "torch.optim.optimizer._global_optimizer_pre_hooks": (
-        "Raises if an optimizer steps parameters of a compiled model that was never sharded. "
-        "Registered only while such models or unused backends exist."
+        "Raises if an optimizer steps parameters of a compiled model that was never sharded; warns "
+        "if a backend was never used. Registered only while there are such models or backends."
     ),
     "torch.optim.optimizer._global_optimizer_post_hooks": (
         "Increments the versions of stepped DTensors, so that backward detects changed parameters."

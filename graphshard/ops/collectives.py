@@ -66,7 +66,6 @@ class CollectiveInput(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The source, or the fake tensor of its node."""
         return value_of(self.source)
 
 
@@ -224,7 +223,10 @@ def copy_and_wait(tensor: torch.Tensor, target: torch.device | str) -> torch.Ten
 def launch_replica_reduce(
     call: Call, buffers: Sequence[BufferInputs], reduced: Sequence[Value], group: str, world: int
 ) -> list[Any]:
-    """Launch the average of ``reduced`` shards over replicas; return the results to wait for."""
+    """Add totals of earlier microbatches to ``reduced`` shards, and launch averages over replicas.
+
+    Return the results to wait for, one per buffer.
+    """
     shards = [_with_partials(call, *pair) for pair in zip(buffers, reduced, strict=True)]
     shards = [
         call(_aten.div.Scalar, shard, world) if _divides_first(group, shard) else shard

@@ -15,7 +15,6 @@
     save_pretrained, pickling  save through other libraries; refuse lossy pickles
     memory_report              memory of a model on a rank
 
-State belongs to a ``ShardedParam``, a
-``ShardedModel`` or a module, or is stored in ``_graphshard_*`` attributes of users' objects. A
-comment on each global says why it exists.
+State belongs to a ``ShardedParam``, a ``ShardedModel`` or a module, or is stored in
+``_graphshard_*`` attributes of users' objects. A comment on each global says why it exists.
 """

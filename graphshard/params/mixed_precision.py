@@ -54,7 +54,6 @@ def find_cast_boundaries(root: nn.Module, options: Options) -> list[CastBoundary
 
 
 def _input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """Return the dtype that floating-point inputs are cast to, or None for no cast."""
     return policy.param_dtype if policy.cast_forward_inputs else None
 
 

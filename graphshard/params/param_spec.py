@@ -335,7 +335,7 @@ class Padding:
 def find_padding(
     shapes: Mapping[str, Sequence[int]], shards: int, held_bytes: float, full_bytes: float
 ) -> Padding | None:
-    """Return the padding of a model, or None if it is small or all parameters fill all shards.
+    """Return the padding, or None if it is small or no parameter has fewer rows than shards.
 
     Args:
         shapes: shapes of all split parameters, ``[rows, ...]``, keyed by name.

@@ -545,7 +545,7 @@ class ShardedModel:
         name: class name of the root module.
         options: options passed when sharding.
         warned_of_options: whether the user was warned about other options of a backend.
-        breaks: graph breaks, as ``file:line: reason``.
+        breaks: graph breaks, as ``file:line: reason``, without the line if it is unknown.
         eager_classes: ordered names of module classes whose forward ran outside a graph while
             parts of the model were compiled.
         warned: whether ``warn_of_breaks`` has warned the user.

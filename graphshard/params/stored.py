@@ -39,7 +39,6 @@ class StoredTensor(torch.Tensor):
 
     @staticmethod
     def create(meta: torch.Tensor, read: Read) -> StoredTensor:
-        """Return a tensor with the shape and dtype of ``meta``, whose rows come from ``read``."""
         return _stored(meta, read)
 
     @classmethod

@@ -34,7 +34,6 @@ def raise_if_different(
         descriptions: texts that must be equal on all ranks, keyed by name.
         advise: function that returns advice for the user, given the name of a description and its
             texts on two ranks.
-        error: error message of this rank, or None.
 
     Raises:
         BackendError: on all ranks, with the error of the first rank that has one, or else with the

@@ -119,7 +119,6 @@ class CallLog:
 
     @contextlib.contextmanager
     def raising_posted_error(self) -> Iterator[None]:
-        """Call :meth:`raise_posted_error` if this context raises a RuntimeError."""
         try:
             yield
         except RuntimeError as error:
