@@ -209,9 +209,9 @@ def _reduce(
 def _used_on_any_rank(
     sharded_params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
 ) -> list[bool]:
-    """Return whether any rank has the gradient of each parameter.
+    """Return, for each parameter, whether any rank has its gradient.
 
-    This is a collective, unless there is at most one parameter.
+    This is a collective if there are several parameters.
     """
     used_here = [grad is not None for grad in grads]
     if len(sharded_params) <= 1:  # backward only runs if a gradient exists

@@ -240,8 +240,8 @@ def modules_named_by(target: object) -> Iterator[nn.Module]:
     """Yield the modules that compiled code refers to.
 
     Args:
-        target: a module; a function, with its closure, globals, defaults and attributes; or the
-            owner of a method, with its attributes. None refers to no modules.
+        target: a module; a function, with its closure, defaults, attributes and the globals that it
+            uses; or the owner of a method, with its attributes. None refers to no modules.
     """
     if isinstance(target, nn.Module):
         yield target

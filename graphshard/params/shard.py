@@ -92,8 +92,8 @@ def shard_module(
     """Shard the parameters of ``root`` in place, except ignored and already sharded ones.
 
     Args:
-        in_use: whether a running forward may already hold full parameters. These are kept for its
-            backward, and their gradients go to the shards.
+        in_use: whether a running forward may already hold full parameters. These are kept until
+            its backward, and their gradients go to the shards.
         allow_meta: whether to accept a module on the meta device, which is sharded there.
 
     Raises:

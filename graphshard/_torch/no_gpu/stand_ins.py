@@ -115,7 +115,7 @@ def install(device: DeviceProperties, hooks: Any) -> None:
 
 
 def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
-    """Replace ``torch.cuda`` functions, which raise or report no device in the CPU build."""
+    """Replace what raises or finds no device in the CPU build, such as ``torch.cuda`` functions."""
     properties = types.SimpleNamespace(**asdict(device))
     answers: dict[str, Any] = {
         "is_available": True,
@@ -233,7 +233,7 @@ def _stand_in_for_dynamo(device: DeviceProperties) -> None:
 
 
 def _stand_in_for_triton(device: DeviceProperties) -> None:
-    """Replace Triton's driver, which would load libcuda to find the target to compile for."""
+    """Replace Triton's driver, which would load libcuda, and turn off what needs a real device."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -264,7 +264,7 @@ def _stand_in_for_triton(device: DeviceProperties) -> None:
 
 
 def _stand_in_for_allocation(hooks: Any) -> None:
-    """Replace Inductor's allocations and views, C++ functions that do not support fake tensors."""
+    """Replace allocation, pinning and views by C++ functions, which do not support fake tensors."""
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
