@@ -26,8 +26,8 @@ Read: TypeAlias = Callable[[slice | None], torch.Tensor]
 class StoredTensor(torch.Tensor):
     """A tensor on the meta device whose values can be read.
 
-    Operators on stored tensors return stored tensors. In-place operators with a stored tensor among
-    their arguments raise NotImplementedError, even if they write only to another tensor.
+    Operators on stored tensors return stored tensors. Those that write to an argument, stored or
+    not, raise NotImplementedError.
 
     Attributes:
         meta: plain tensor on the meta device.
