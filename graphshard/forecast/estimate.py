@@ -68,7 +68,10 @@ class ErrorInterval:
 
 
 def error_interval(ratios: Iterable[float]) -> ErrorInterval:
-    """Return the median, and the interval of least high / low that covers ``COVERAGE`` of them."""
+    """Return the median of ``ratios``, and the interval in which most of them lie.
+
+    Of all intervals that cover ``COVERAGE`` of the ratios, it has the least ``high / low``.
+    """
     ordered = sorted(ratios)
     num_covered = math.ceil(COVERAGE * len(ordered))
     intervals = zip(ordered, ordered[num_covered - 1 :])
