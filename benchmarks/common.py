@@ -120,8 +120,8 @@ def synchronize(device: torch.device) -> None:
 def interleave(runs: Mapping[str, Callable[[], T]], steps: int, warm_up: int) -> dict[str, list[T]]:
     """Call all ``runs`` round by round; return their results in the rounds after the warm-up.
 
-    The order rotates from round to round, so that a slow phase of the machine affects all runs, and
-    no run always follows the same one.
+    A slow phase of the machine thus affects all runs. The order rotates, so that no run is always
+    the first of its round.
     """
     names = list(runs)
     results: dict[str, list[T]] = {name: [] for name in runs}

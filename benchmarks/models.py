@@ -53,7 +53,7 @@ class MLPBlock(nn.Module):
 
 
 class DeepMLP(nn.Module):
-    """A chain of equal linear layers, whose memory is almost only parameters."""
+    """Residual blocks of equal linear layers; in small batches, activations take little memory."""
 
     def __init__(self, dim: int, linears: int) -> None:
         super().__init__()

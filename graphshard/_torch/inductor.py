@@ -296,7 +296,7 @@ def has_activation_budget() -> bool:
 
 
 def uses_channels_last(graph: fx.Graph, kind: str) -> bool:
-    """Return whether Inductor converts the images in a graph to channels-last layout."""
+    """Return whether Inductor computes the convolutions of a graph in channels-last layout."""
     gm = graph.owning_module
     assert gm is not None
     return GraphLowering.decide_layout_opt(gm, is_inference=kind == "inference")

@@ -158,5 +158,5 @@ def register() -> None:
 
 
 def gather_ahead(model: Any) -> None:
-    """Let FSDP2 gather on a CPU without waiting at once, as it does on a GPU."""
+    """Make the all-gathers that FSDP2 prefetches asynchronous on a CPU, as they are on a GPU."""
     model._set_unshard_async_op(True)

@@ -165,11 +165,11 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 
 def chunk_cat_is_one_kernel(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> bool:
-    """Return whether `chunk_cat_` is one kernel for these dtypes and devices."""
-    # See aten/src/ATen/native/cuda/TensorShape.cu. A CPU makes padded copies first.
+    """Return whether `chunk_cat_` is one kernel on CUDA for these dtypes."""
+    # See aten/src/ATen/native/cuda/TensorShape.cu.
     dtypes = {source.dtype for source in sources}
     casts = dtypes == {torch.bfloat16} and target.dtype == torch.float32
-    return target.device.type == "cuda" and (dtypes == {target.dtype} or casts)
+    return dtypes == {target.dtype} or casts
 
 
 def chunk_cat_(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:

@@ -47,7 +47,7 @@ def _validate(args: argparse.Namespace) -> tuple[str, str]:
             "--tp"
         )
     if args.tp_plan is not None and args.tp == 1:
-        raise argparse.ArgumentTypeError(f"--tp-plan {args.tp_plan}: set --tp as well")
+        raise argparse.ArgumentTypeError(f"--tp-plan {args.tp_plan}: needs --tp of at least 2")
     if not 0 <= args.rank < args.world:
         raise argparse.ArgumentTypeError(f"--rank {args.rank}: must be from 0 to {args.world - 1}")
     return script, function

@@ -28,7 +28,6 @@ from .workload import (
     config_workload,
     find_config,
     find_workload,
-    is_config,
     scale_config,
 )
 
@@ -104,7 +103,7 @@ def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:
 def _print_largest(
     args: argparse.Namespace, batch: BatchShape, recipe: Recipe, machine: Cluster
 ) -> int:
-    if not is_config(args.model):
+    if args.model.rpartition(":")[0].endswith(".py"):
         raise ValueError(f"--largest: cannot scale {args.model}: pass a config, not a function")
     if args.json is not None:
         raise ValueError("--largest cannot write --json: drop one of the two options")

@@ -176,8 +176,8 @@ class MemoryForecast:
         reducing: full gradients and their communication buffers.
         buffers: buffers of the model.
         margin: allowance for memory outside of the allocator and for fragmentation.
-        device: memory of the device.
-        host: host memory for the parameters, gradients and optimizer state of ``offload``.
+        device: capacity of the device, with which ``total`` is compared.
+        host: with ``offload``, host memory for the parameters, gradients and optimizer state.
     """
 
     when: str

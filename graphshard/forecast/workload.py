@@ -71,16 +71,19 @@ def find_workload(model: str, batch: BatchShape) -> Workload:
     script, colon, function = model.rpartition(":")
     if colon and script.endswith(".py"):
         return _script_workload(script, function)
-    if is_config(model):
-        return config_workload(find_config(model), model, batch)
+    return config_workload(find_config(model), model, batch)
+
+
+def _unknown(model: str) -> str:
+    """Return the error message for a model that is neither a script's nor a configuration."""
     if Path(model).exists():
-        raise ValueError(f"{model}: must be a folder with a config.json, or FILE.py:FUNCTION")
+        return f"{model}: must be a folder with a config.json, or FILE.py:FUNCTION"
     name = model.lower().rpartition("/")[2]  # without the owner of a name on the Hub
     close = difflib.get_close_matches(name, PUBLIC_MODELS, n=1)
     hint = f"did you mean {close[0]}? Otherwise " if close else ""
     if is_hub_name(model):
         hint += f"download it from the Hub (hf download {model} config.json), or "
-    raise ValueError(
+    return (
         f"unknown model {model!r}: {hint}pass FILE.py:FUNCTION, the folder of a transformers "
         f"config, FAMILY:key=value,.. (FAMILY is a model_type of transformers) or one of "
         f"{', '.join(PUBLIC_MODELS)}"
@@ -213,6 +216,8 @@ def _families() -> Any:
 
 def find_config(model: str) -> Any:
     """Build the configuration that ``model`` names; raise a ValueError if that fails."""
+    if not is_config(model):
+        raise ValueError(_unknown(model))
     families = _families()
     try:
         if model.lower() not in PUBLIC_MODELS and (folder := config_folder(model)) is not None:

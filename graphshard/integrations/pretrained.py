@@ -89,11 +89,13 @@ def from_pretrained(
 ) -> Any:
     """Load a sharded model, bitwise equal to ``cls.from_pretrained`` followed by ``shard``.
 
-    All ranks of the mesh must call this. Each rank reads only its rows of the tensors in
-    safetensors files, and holds its shards plus its rows of one parameter. Tensors that
-    transformers rebuilds by mixing rows are the exception: they are read in full, one at a time.
-    Parameters that are in no file are initialized by the model, in full, with the values of the
-    mesh's first rank unless ``sync_module_states=False``.
+    All ranks of the mesh must call this. Each rank reads only its rows of the parameters in
+    safetensors files, and holds its shards, all buffers and its rows of one parameter. Exceptions:
+    tensors that transformers rebuilds by mixing rows are read in full, one at a time; parameters
+    sharded by another dimension than the first are read with all columns, then sliced; tied
+    parameters that a file stores twice are read in pieces, to compare them. Parameters that are in
+    no file are initialized by the model, in full, with the values of the mesh's first rank unless
+    ``sync_module_states=False``.
 
     Args:
         cls: model class of transformers, or one of its ``AutoModelFor...`` classes.

@@ -64,7 +64,8 @@ def _is_chunk_cat(buffer: torch.Tensor, sent: Sequence[_PackedTensor], world: in
     if world == 1 or not sent:
         return False
     evenly = all(rows and rows == -(-tensor.shape[0] // world) for tensor, rows, _ in sent)
-    return evenly and chunk_cat_is_one_kernel(buffer, [tensor for tensor, _, _ in sent])
+    on_gpu = buffer.device.type == "cuda"  # a CPU makes padded copies first
+    return on_gpu and evenly and chunk_cat_is_one_kernel(buffer, [tensor for tensor, _, _ in sent])
 
 
 def _parts(

@@ -94,7 +94,10 @@ class MarkerSpec:
         return dataclasses.replace(self, **nothing)
 
     def constants(self) -> tuple[Any, ...]:
-        """Return the arguments between the first and the accumulators; hashable unless scaled."""
+        """Return the arguments between the first and the accumulators.
+
+        All are hashable, except a list of scales (``UnshardSpec.scales``).
+        """
         return self.arguments()[1 : len(self.argument_names()) - len(self.accumulators)]
 
     def call(self, call: Call) -> Any:

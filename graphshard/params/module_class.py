@@ -327,7 +327,8 @@ def _check_replacement(param: nn.Parameter, name: str, previous: ShardedParam | 
         fqn = previous.fqn if previous else name
         raise BackendError(
             f"parameter {fqn!r} is sharded, but was replaced by a plain "
-            f"{type(param).__name__}: change it in place (copy_, load_state_dict)"
+            f"{type(param).__name__}: load full values with load_state_dict, or copy_ a DTensor "
+            "into it"
         )
     on_device = param.device.type not in ("cpu", "meta")
     if previous is not None and previous.spec.host_memory is not None and on_device:

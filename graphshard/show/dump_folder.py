@@ -231,12 +231,12 @@ def profile(
     """
     path = Path(path)
     folder = path.parent if dump is None else Path(dump)
-    for name, needed in (("path", path.parent), ("dump", folder)):
+    for name, needed, remedy in (
+        ("path", path.parent, "create it, or choose another for the trace"),
+        ("dump", folder, "pass the folder of graphshard.backend(dump=...)"),
+    ):
         if not needed.is_dir():
-            raise ValueError(
-                f"{name}: {str(needed)!r} is not an existing folder: create it, or pass the folder "
-                "of graphshard.backend(dump=...)"
-            )
+            raise ValueError(f"{name}: {str(needed)!r} is not an existing folder: {remedy}")
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

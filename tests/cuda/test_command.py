@@ -448,7 +448,7 @@ def test_script_that_hangs_is_stopped(script: str, capsys: pytest.CaptureFixture
         (["a.py:f", "--device", "H1"], "--device H1: must be one of H100, H200"),
         (["a.py:f", "--world", "6", "--replicas", "4"], "x tp must divide the world size"),
         (["a.py:f", "--world", "6", "--tp", "4"], "x tp must divide the world size"),
-        (["a.py:f", "--tp-plan", "a.py:g"], "--tp-plan a.py:g: set --tp as well"),
+        (["a.py:f", "--tp-plan", "a.py:g"], "--tp-plan a.py:g: needs --tp of at least 2"),
         (["a.py:f", "--rank", "8"], "--rank 8: must be from 0 to 7"),
     ],
 )

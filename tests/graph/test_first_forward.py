@@ -1,4 +1,7 @@
-"""torch.compile reads a backend's name in a frame with the module: see [Note: first forward]."""
+"""torch.compile reads a backend's ``__name__`` while its own argument is the module to compile.
+
+See [Note: first forward] in graphshard/params/first_forward.py.
+"""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]
 
 
 def _num_of_foreach(args: Sequence[object], *, casts: bool) -> int:
-    """Return 1 for the fast path of a foreach operator, otherwise the length of its lists."""
+    """Return the number of kernels of a foreach operator: 1 on its fast path, else one a tensor."""
     # The fast path requires dense tensors, one dtype per list (with ``casts``, it may differ
     # between lists), and the same layout for tensors at the same position.
     lists = [list(tensors_in(arg)) for arg in args if isinstance(arg, (list, tuple))]
