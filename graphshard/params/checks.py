@@ -138,8 +138,8 @@ def _parameter_error(groups: Mapping[PlainParam, MeshGroups], allow_meta: bool) 
     for plain, own in groups.items():
         if any(had_sharded(*holder) for holder in plain.holders):
             error: str | None = (
-                "was replaced by a plain parameter after sharding: change it in place. "
-                + FUNCTIONAL_CALL
+                "was replaced by a plain parameter after sharding: load full values with "
+                "load_state_dict, or copy_ a DTensor into it. " + FUNCTIONAL_CALL
             )
         else:
             error = _own_mesh_error(own) or _tensor_error(plain.param, own, all_meta)

@@ -361,5 +361,6 @@ def _check_placements(dtensor: DTensor, spec: ParamSpec) -> None:
     if actual != expected:
         raise BackendError(
             f"parameter {spec.fqn!r} was replaced by a DTensor of {actual} instead of {expected}: "
-            "change it in place (copy_, load_state_dict), or assign a matching DTensor"
+            "load full values with load_state_dict, copy_ a DTensor into it, or assign a matching "
+            "DTensor"
         )

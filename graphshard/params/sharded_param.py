@@ -216,8 +216,8 @@ class ShardedParam:
         if self.is_replaced():
             raise BackendError(
                 f"parameter {self.fqn!r} was replaced after sharding, so training would not update "
-                "it: change it in place (copy_, load_state_dict), or replace it before sharding. "
-                + FUNCTIONAL_CALL
+                "it: load full values with load_state_dict, copy_ a DTensor into it, or replace it "
+                "before sharding. " + FUNCTIONAL_CALL
             )
         if self._uninitialized:
             self._check_initialized()
