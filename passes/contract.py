@@ -47,7 +47,7 @@ class Fact(StrEnum):
 
 @dataclass
 class PassContext:
-    """Inputs and results of passes besides their graphs.
+    """Inputs and results of passes, other than their graphs.
 
     A pass whose function here is None does not run.
 

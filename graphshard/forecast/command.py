@@ -28,6 +28,7 @@ from .workload import (
     config_workload,
     find_config,
     find_workload,
+    is_function,
     scale_config,
 )
 
@@ -53,7 +54,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.largest:
         return _print_largest(args, batch, recipe, machine)
     for option in (name for name in ("search", "formula") if getattr(args, name)):
-        if args.model.rpartition(":")[0].endswith(".py"):
+        if is_function(args.model):
             raise ValueError(
                 f"--{option}: cannot vary the batch size of {args.model}: pass a config, not a "
                 "function"
@@ -103,7 +104,7 @@ def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:
 def _print_largest(
     args: argparse.Namespace, batch: BatchShape, recipe: Recipe, machine: Cluster
 ) -> int:
-    if args.model.rpartition(":")[0].endswith(".py"):
+    if is_function(args.model):
         raise ValueError(f"--largest: cannot scale {args.model}: pass a config, not a function")
     if args.json is not None:
         raise ValueError("--largest cannot write --json: drop one of the two options")

@@ -68,8 +68,8 @@ def find_workload(model: str, batch: BatchShape) -> Workload:
     Raises:
         ValueError: there is no such model, or it cannot be built.
     """
-    script, colon, function = model.rpartition(":")
-    if colon and script.endswith(".py"):
+    if is_function(model):
+        script, _, function = model.rpartition(":")
         return _script_workload(script, function)
     return config_workload(find_config(model), model, batch)
 
@@ -194,13 +194,18 @@ _ATTENTION = "graphshard_forecast"
 _FLASH = "attention is a flash kernel without a mask, as with attn_implementation=flash_attention_2"
 
 
+def is_function(model: str) -> bool:
+    """Return whether ``model`` has the form FILE.py:FUNCTION."""
+    return model.rpartition(":")[0].endswith(".py")
+
+
 def is_config(model: str) -> bool:
     """Return whether ``model`` names a configuration: a folder, ``FAMILY:..`` or a public model."""
     family, colon, _ = model.partition(":")
     return (
         model.lower() in PUBLIC_MODELS
         or config_folder(model) is not None
-        or bool(colon and not family.endswith(".py") and family in _families())
+        or bool(colon and not is_function(model) and family in _families())
     )
 
 

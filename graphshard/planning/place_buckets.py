@@ -23,10 +23,11 @@ class _LaunchRange(NamedTuple):
 def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
     """Return the collectives of ``plan`` in order, with launches and waits that fit ``problem``.
 
-    A bucket keeps its position among the user collectives. Its launch moves as little as needed:
-    its transfers must be ready in ``problem``, and not yet due. Its wait moves to the step in which
-    it is due, or stays (but not before the launch) if it is due only at the end of the graph. The
-    wait for a reduction that is then averaged over replicas moves to the launch of the average.
+    A bucket keeps its position among the user collectives. Its launch moves to the nearest step at
+    which its transfers are ready in ``problem`` and not yet due. Its wait moves to the step at
+    which it is due. If it is due only at the end of the graph, the wait stays, or moves to the
+    launch if that is later. The wait for a reduction that is then averaged over replicas moves to
+    the launch of the average.
 
     Args:
         plan: first rank's plan for the same transfers, possibly in a different order and with

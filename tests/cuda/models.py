@@ -157,8 +157,8 @@ def gpt() -> Made:
     return GPT(), (_tokens(1024),)
 
 
-def llama() -> Made:
-    sizes = LlamaSizes(2048, 3, 16, 4, 5632, recompute=False, vocab=32000)
+def llama(layers: int = 3) -> Made:
+    sizes = LlamaSizes(2048, layers, 16, 4, 5632, recompute=False, vocab=32000)
     return Llama(sizes), (_tokens(1024), _tokens(1024))
 
 
@@ -167,8 +167,7 @@ def small_gpt() -> Made:
 
 
 def small_llama() -> Made:
-    sizes = LlamaSizes(2048, 2, 16, 4, 5632, recompute=False, vocab=32000)
-    return Llama(sizes), (_tokens(1024), _tokens(1024))
+    return llama(layers=2)
 
 
 def llama_8b() -> Made:
