@@ -27,7 +27,7 @@ from .._torch.autograd import on_graph_error
 from .._torch.distributed import process_group
 from ..kinds import GraphKind, TransferKind
 from ..planning.offload import without_host_copies
-from ..planning.plan import Plan, PlanParam, Transfer
+from ..planning.plan import Plan, PlanParam, Problem, Transfer
 from .agree import broadcast_from_rank, digest, max_over_ranks
 from .call_log import CallLog, call_log_of
 from .calls import CHOICE_AGAIN, INFERENCE, TRAINING
@@ -211,7 +211,8 @@ def _communicate(plans: Sequence[Plan]) -> bool:
 def _group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
     """Map the names of the groups in which ``plans`` communicate to "#0", "#1", ...
 
-    All ranks give the same number to their groups along the same axis of the mesh.
+    All ranks give the same number to their groups along the same axis of the mesh. Groups that only
+    the user's collectives use share a number if they have the same ranks.
     """
     described = [
         (plan.fqn_of(t), t.kind, t.dtype, t.num_bytes, t.group, t.replicas)
@@ -221,8 +222,15 @@ def _group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
     # Sort without the names of groups, which differ between ranks.
     described.sort(key=lambda facts: facts[:-2])
     names = [name for *_, group, replicas in described for name in (group, replicas)]
-    names += [user.group for plan in plans for user in plan.problem.user_collectives]
-    return {name: f"#{i}" for i, name in enumerate(filter(None, dict.fromkeys(names)))}
+    numbers = {name: f"#{i}" for i, name in enumerate(filter(None, dict.fromkeys(names)))}
+    # If meshes are equal, torch caches a DTensor's sharding for all of them, with the groups of the
+    # one that was used first. Ranks that have cached other sizes then use other groups.
+    num_ours, by_ranks = len(numbers), dict[tuple[int, ...], str]()
+    for name in (user.group for plan in plans for user in plan.problem.user_collectives):
+        if name and name not in numbers:
+            ranks = tuple(dist.get_process_group_ranks(process_group(name)))
+            numbers[name] = by_ranks.setdefault(ranks, f"#{num_ours + len(by_ranks)}")
+    return numbers
 
 
 def _with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
@@ -240,7 +248,10 @@ def _with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def _with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first rank's plans with this rank's graph inputs, or -1 for unsent parameters."""
+    """Return the first rank's plans with this rank's graph inputs, or -1 for unsent parameters.
+
+    The groups of the user's collectives are also this rank's.
+    """
     # Graphs that differ only in such parameters share plans.
     own, theirs = (
         _inputs_by_fqn([param for plan in some for param in _travelling(plan)])
@@ -254,9 +265,16 @@ def _with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Pl
                 dataclasses.replace(param, input=inputs.get(param.input, -1))
                 for param in plan.params
             ),
+            problem=_with_user_groups_of(plan.problem, own_plan.problem),
         )
-        for plan in plans
+        for plan, own_plan in zip(plans, own_plans, strict=True)
     ]
+
+
+def _with_user_groups_of(problem: Problem, own: Problem) -> Problem:
+    pairs = zip(problem.user_collectives, own.user_collectives, strict=True)
+    users = tuple(dataclasses.replace(user, group=mine.group) for user, mine in pairs)
+    return dataclasses.replace(problem, user_collectives=users)
 
 
 def _travelling(plan: Plan) -> list[PlanParam]:

@@ -17,6 +17,7 @@ from tests import ranks
 from tests.multirank.test_call_log import assert_same, message
 from tests.numerics.parallel import (
     assert_like_fsdp2,
+    assert_trains_like_fsdp2,
     batches,
     mesh_2d,
     split,
@@ -106,6 +107,24 @@ def _sum(sums: list[int]) -> str:
 
 def test_sums_in_the_forward_are_in_the_plan() -> None:
     assert set(ranks.run_fresh(4, _sum, [2] * 4)) == {"[5, 2]"}
+
+
+def _train_in_equal_groups() -> None:
+    mesh, equal = mesh_2d(), mesh_2d()
+    torch.manual_seed(0)
+    model = Blocks(2).parallelize(mesh["tp"])
+    if dist.get_rank() < 2:
+        model._group = equal["tp"].get_group().group_name
+    backend = graphshard.backend(mesh["dp"], compiler="aot_eager", schedule=_policy())
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    eager, data = under_fsdp2(Blocks, mesh), batches(Blocks, mesh, 2)
+    assert_trains_like_fsdp2(compiled, model, eager, data)
+    used = {user.group for plan in backend.plans for user in plan.problem.user_collectives}
+    assert len(used) == 1 + (dist.get_rank() < 2)
+
+
+def test_some_ranks_use_another_group_of_the_same_ranks() -> None:
+    ranks.run_fresh(4, _train_in_equal_groups)
 
 
 def test_another_number_of_sums_on_some_ranks_is_an_error_on_all() -> None:
