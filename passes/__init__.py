@@ -10,7 +10,13 @@ from graphshard.passes.casts import cast_before_gather
 from graphshard.passes.contract import Fact, Pass, PassContext, Stage, ordered
 from graphshard.passes.dedup import merge_markers
 from graphshard.passes.float8 import gather_float8, use_float8
-from graphshard.passes.layers import SHARED_LAYER, LayersDiffer, inline_layers, share_layers
+from graphshard.passes.layers import (
+    SHARED_LAYER,
+    LayersDiffer,
+    inline_layers,
+    keep_calls,
+    share_layers,
+)
 from graphshard.passes.lower import lower
 from graphshard.passes.normalize import normalize
 from graphshard.passes.regions import share_regions
@@ -39,8 +45,8 @@ __all__ = [
     "Pass",
     "PassContext",
     "Stage",
-    "inline_layers",
     "inline_regions",
+    "keep_calls",
     "ordered",
     "param_derived",
     "read_partition",
@@ -55,8 +61,9 @@ PIPELINE = ordered(
     Pass(use_float8, Stage.TRACED, requires=(Fact.READS_OUTSIDE,)),
     Pass(share_layers, Stage.TRACED, requires=(Fact.READS_OUTSIDE,)),
     #
-    Pass(bypass_sync_nodes, Stage.JOINT),
-    Pass(merge_markers, Stage.JOINT, provides=(Fact.ONE_MARKER,)),
+    Pass(inline_layers, Stage.JOINT, provides=(Fact.ONE_GRAPH,)),
+    Pass(bypass_sync_nodes, Stage.JOINT, requires=(Fact.ONE_GRAPH,)),
+    Pass(merge_markers, Stage.JOINT, requires=(Fact.ONE_GRAPH,), provides=(Fact.ONE_MARKER,)),
     Pass(cast_before_gather, Stage.JOINT, requires=(Fact.ONE_MARKER,)),
     Pass(gather_float8, Stage.JOINT, requires=(Fact.ONE_MARKER,), provides=(Fact.WIRE_DTYPES,)),
     Pass(

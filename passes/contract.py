@@ -35,6 +35,7 @@ class Fact(StrEnum):
 
     INLINED = "marked regions are inlined"
     READS_OUTSIDE = "no operator body that AOTAutograd keeps reads a parameter"
+    ONE_GRAPH = "no node calls a subgraph of layers"
     ONE_MARKER = "each parameter has one gather and one reduction"
     WIRE_DTYPES = "markers have their wire dtypes"
     GATHERS_KNOWN = "markers record what backward gathers again"

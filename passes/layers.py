@@ -5,7 +5,7 @@
     joint      the nodes of the layer's own joint graph, copied to each of its calls
 
 AOTAutograd traces and differentiates ``layer`` once, and calls its forward and backward graphs.
-These calls are inlined before any pass or the partitioner sees the joint graph.
+Inductor's passes over joint graphs run once for all calls, which ``inline_layers`` then inlines.
 
 [Note: equal layers] Layers share a trace only if its joint graph is the one that plain tracing
 would record for each of them, so that results are bitwise equal:
@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphshard._torch.inductor import SEEDED
 from graphshard._torch.recompute import CHECKPOINT, REGION, body_of, is_body, policy_of
 from graphshard._torch.tensors import (
     FakeTensor,
@@ -281,14 +282,35 @@ class LayersDiffer(Exception):
     """Raised if AOTAutograd's graphs of a shared layer cannot be inlined."""
 
 
-def inline_layers(gm: fx.GraphModule) -> None:
+def keep_calls(gm: fx.GraphModule) -> bool:
+    """Return whether all calls of subgraphs are calls of shared layers that can be inlined later.
+
+    Otherwise, inline the shared layers.
+
+    Raises:
+        LayersDiffer: as :func:`inline_layers`.
+    """
+    calls = _calls(gm)
+    # Seeds of a layer's graph would be equal nodes in all of its copies, which the partitioner
+    # merges.
+    graphs = {getattr(gm, call.args[0].target).graph for call in calls}
+    targets = (getattr(node.target, "overloadpacket", None) for g in graphs for node in g.nodes)
+    if calls and all(map(_is_shared, calls)) and not any(map(SEEDED.__contains__, targets)):
+        return True
+    _inline_calls(gm, list(filter(_is_shared, calls)))
+    return False
+
+
+def inline_layers(gm: fx.GraphModule, context: PassContext) -> None:
     """Replace calls of shared layers with copies of their nodes, in place.
 
     Raises:
         LayersDiffer: a call cannot be inlined; trace the layers separately.
     """
-    calls: list[Any] = gm.graph.find_nodes(op="call_function", target=_INVOKE)
-    calls = [call for call in calls if SHARED_LAYER in call.args[1]]
+    _inline_calls(gm, list(filter(_is_shared, _calls(gm))))
+
+
+def _inline_calls(gm: fx.GraphModule, calls: Sequence[Any]) -> None:
     if not calls:
         return
     forwards = {call.args[2:]: call for call in calls if not _is_backward(call)}
@@ -305,7 +327,14 @@ def inline_layers(gm: fx.GraphModule) -> None:
         _inline(gm, forward, backwards.get(arguments, forward), order[forward], sizes)
     _number_regions(gm.graph)
     gm.graph.eliminate_dead_code()
-    gm.recompile()
+
+
+def _calls(gm: fx.GraphModule) -> list[Any]:
+    return gm.graph.find_nodes(op="call_function", target=_INVOKE)
+
+
+def _is_shared(call: Any) -> bool:
+    return SHARED_LAYER in call.args[1]
 
 
 def _order_regions(graph: fx.Graph, order: Mapping[fx.Node, int]) -> None:
@@ -353,6 +382,7 @@ def _inline(
         for n in inputs
         if isinstance(n.meta["val"], torch.Tensor)
     }
+    late = {inputs[-1]} if backward is not forward else set()  # backward's nodes
     for node in joint.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -365,7 +395,11 @@ def _inline(
         if size in sizes:
             copies[node] = sizes[size]
             continue
-        is_backward = node.meta.get("partitioner_tag") == "is_backward"
+        # Nodes that Inductor's passes add have no tag.
+        tag = node.meta.get("partitioner_tag")
+        is_backward = tag == "is_backward" or not late.isdisjoint(node.all_input_nodes)
+        if is_backward:
+            late.add(node)
         with gm.graph.inserting_before(backward if is_backward else forward):
             copies[node] = gm.graph.node_copy(node, copies.__getitem__)
         if size is not None and not is_backward:

@@ -179,16 +179,18 @@ def _keep(wait: fx.GraphModule, kept: list[int]) -> None:
 
 
 @functools.cache  # patched once
-def on_joint_graph(rewrite: Callable[[fx.GraphModule], None]) -> None:
-    """Call ``rewrite`` with every joint graph, before AOTAutograd partitions its subgraphs."""
+def keep_subgraphs(keeps: Callable[[fx.GraphModule], bool]) -> None:
+    """Leave the subgraphs of a joint graph as they are if ``keeps`` returns True for the graph.
+
+    AOTAutograd partitions those of all others.
+    """
 
     def wrap(partition_subgraphs: Any) -> Any:
         @functools.wraps(partition_subgraphs)
-        def rewritten(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            rewrite(gm)
-            return partition_subgraphs(gm, *args, **kwargs)
+        def unless_kept(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            return gm if keeps(gm) else partition_subgraphs(gm, *args, **kwargs)
 
-        return rewritten
+        return unless_kept
 
     patch("torch._functorch._aot_autograd.graph_compile.run_joint_graph_passes_on_hops", wrap)
 

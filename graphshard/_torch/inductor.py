@@ -191,6 +191,10 @@ def _laid_out_as(tensor: Any, traced: fx.Node) -> Any:
     return ir.ExternKernel.require_stride_order(tensor, order)
 
 
+# Inductor replaces these: it draws one seed for each of them, once per graph
+# (torch/_inductor/fx_passes/replace_random.py).
+SEEDED = (torch.ops.aten.rand, torch.ops.aten.randn, torch.ops.aten.randint)
+
 # Reads one seed from the tensor of seeds that Inductor creates for a graph's random numbers.
 lookup_seed = torch.ops.prims.inductor_lookup_seed.default
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from .._torch.aot_graphs import derive_schemas_once, graph_kind, on_joint_graph
+from .._torch.aot_graphs import derive_schemas_once, graph_kind, keep_subgraphs
 from .._torch.cpp_kernels import few_cpp_files
 from .._torch.distributed import group_timeout_s, process_group
 from .._torch.dynamo import compile_id
@@ -42,7 +42,7 @@ from .._torch.inductor import (
 from ..cpython_tuning import with_stack_room, without_full_collections
 from ..kinds import GraphKind
 from ..ops.in_flight import wait_in_flight_on_error
-from ..passes import SHARED_LAYER, LayersDiffer, Stage, inline_layers, inline_regions
+from ..passes import SHARED_LAYER, LayersDiffer, Stage, inline_regions, keep_calls
 from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
 from ..progress import is_logged, report
@@ -159,7 +159,7 @@ def _share_layers(
     Returns:
         The result of ``act``, and the number of layers that share a trace with an equal one.
     """
-    on_joint_graph(inline_layers)
+    keep_subgraphs(keep_calls)
     derive_schemas_once(SHARED_LAYER)
     context = settings.pass_context()
     run_stage(Stage.TRACED, traced.gm, context)

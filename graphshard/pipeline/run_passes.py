@@ -30,8 +30,8 @@ def run_stage(
 ) -> None:
     """Run and time the passes of a stage that ``context`` enables, and check the results.
 
-    Graphs with a plan are verified against it. Graphs are linted and recompiled, except in
-    ``Stage.FINAL`` and ``Stage.LOWERED``, after which the compiler does so.
+    Graphs with a plan are verified against it. Graphs are linted, except in ``Stage.FINAL`` and
+    ``Stage.LOWERED``, after which the compiler does so.
 
     Args:
         gm: graph that the stage rewrites, in place; the forward graph in ``Stage.PARTITIONED``.
@@ -82,8 +82,9 @@ def _parts(
 def _check(gm: fx.GraphModule, stage: Stage, context: PassContext) -> None:
     if context.plan is not None:
         verify_lowered(gm.graph, context.plan)
-    if stage in (Stage.FINAL, Stage.LOWERED):  # the compiler lints and recompiles it next
+    if stage in (Stage.FINAL, Stage.LOWERED):  # the compiler lints it next
         return
     gm.graph.lint()
-    for part in graph_modules(gm) if stage == Stage.TRACED else [gm]:
-        part.recompile()
+    if stage == Stage.TRACED:  # AOTAutograd runs this graph; of all others, it copies the nodes
+        for part in graph_modules(gm):
+            part.recompile()
