@@ -278,8 +278,8 @@ def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
 
 # [Note: borders] A compiler assumes that the results of a subgraph call own their memory. A region
 # therefore returns no view of its inputs or of its other results; users make the view themselves.
-# It also returns no pointwise value that is larger than the values it is computed from: without
-# regions, that value is never in memory, because every kernel that reads it recomputes it.
+# It also returns no pointwise value that is at least as large as the values it is computed from:
+# without regions, that value is never in memory, because every kernel that reads it recomputes it.
 #
 #     before   region a: h = mm(..)   f = h.float()   m = f.mean()   v = h.t()
 #              region b: f - m   mm(v, ..)
@@ -316,8 +316,8 @@ def _is_constant(node: fx.Node) -> bool:
     return made and _is_pure(node) and not is_random(node)
 
 
-def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inlined pointwise values that are larger than the values they are computed from.
+def _as_large_as_sources(graph: fx.Graph) -> set[fx.Node]:
+    """Return the inlined pointwise values that are no smaller than what they are computed from.
 
     Random values, and those computed from memory that the graph writes to, are left out.
     """
@@ -334,9 +334,9 @@ def _larger_than_sources(graph: fx.Graph) -> set[fx.Node]:
     for node in filter(inlined.__contains__, graph.nodes):
         roots = [values.roots[source] for source in node.all_input_nodes]
         read = frozenset[fx.Node]().union(*(reads.get(root, {root}) for root in roots))
-        is_less = sum(values.num_bytes[root] for root in read) < values.num_bytes[node]
+        is_no_more = sum(values.num_bytes[root] for root in read) <= values.num_bytes[node]
         is_pointwise = torch.Tag.pointwise in node.target.tags and not is_random(node)
-        if is_pointwise and is_less and not read & written:
+        if is_pointwise and is_no_more and not read & written:
             reads[node] = read
     return set(reads)
 
@@ -373,7 +373,7 @@ class _Recomputation:
 
     def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
         self._graph, self._home = graph, home
-        self._larger = _larger_than_sources(graph)
+        self._recomputed = _as_large_as_sources(graph)
         self._copies: dict[tuple[int | None, fx.Node], fx.Node] = {}
 
     def copy_for(self, user: fx.Node, used: fx.Node) -> fx.Node:
@@ -392,7 +392,7 @@ class _Recomputation:
         return self._copies[key]
 
     def may_be_copied(self, node: fx.Node) -> bool:
-        is_not_returned = _is_view(node) or node in self._larger
+        is_not_returned = _is_view(node) or node in self._recomputed
         return _is_constant(node) or (node in self._home and is_not_returned)
 
     def _is_needed(self, used: fx.Node, place: int | None) -> bool:

@@ -211,6 +211,24 @@ def test_a_border_in_a_norm_is_crossed_by_values_in_memory_only() -> None:
     assert torch.equal(gm(*inputs), expected)
 
 
+def test_an_activation_is_recomputed_in_the_region_of_its_product() -> None:
+    def deep(x: Tensor, *weights: Tensor) -> Tensor:
+        for w in weights:
+            x = torch.tanh(torch.nn.functional.silu(-(x @ w.t())) * (x @ w) + x)
+        return x
+
+    inputs = _inputs()
+    gm = _traced(deep, *inputs)
+    expected = gm(*inputs)
+    _insert_cuts_after(gm, aten.silu.default)
+    assert _shared(gm).num_lost_fusions == 0
+    for call in _calls(gm):
+        region: Any = getattr(gm, call.args[1])
+        returned = {node.target for node in region.graph.output_node().args[0]}
+        assert returned <= {aten.mm.default, aten.tanh.default}
+    assert torch.equal(gm(*inputs), expected)
+
+
 def test_values_are_computed_before_their_input_is_written_to() -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:
