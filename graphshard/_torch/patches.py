@@ -68,7 +68,8 @@ ENTRIES = {
         "Traces the results of unshard markers as parameters."
     ),
     "torch._dynamo.variables.builder.VariableBuilder._type_dispatch_impl": (
-        "Traces a DTensor in a module's _parameters as its full parameter."
+        "Traces a DTensor in a module's _parameters as its full parameter, and reads of parameters "
+        "without a frame for each."
     ),
     "torch._dynamo.variables.base.VariableTrackerMeta.all_subclasses": (
         "Lists the variable class of traced parameters, because Dynamo lists all such classes."

@@ -27,6 +27,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 
+from .._torch.as_parameter import ParameterGetter
 from .._torch.dynamo import run_as_python
 from .._torch.frames import compiled_call
 from .._torch.nn import FLAT_WEIGHTS, NoticesReplacement, flat_weights, parameters_of
@@ -226,27 +227,11 @@ def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type
 
 
 def _accessor(name: str, reading: Reading) -> property:
-    marker, op = reading.marker, reading.marker.op()
+    marker = reading.marker
     shard = cast(str, marker.arguments()[0])
     attributes = tuple(getattr(marker, argument) for argument in marker.accumulators)
-
-    # _bake replaces the names and constants in capitals.
-    def get(self: Any) -> Any:
-        if is_compiling():
-            return op(self.SHARD, *("CONSTANTS",))
-        return _eager_value(self, "NAME")
-
-    def get_accumulating(self: Any) -> Any:
-        if is_compiling():
-            accumulators = [attribute and getattr(self, attribute) for attribute in ("ATTRIBUTES",)]
-            return op(self.SHARD, *("CONSTANTS",), *accumulators)
-        return _eager_value(self, "NAME")
-
-    getter, constants = get_accumulating, marker.constants()
-    if not any(attributes):
-        getter, constants = get, (*constants, *attributes)
-    _bake(getter, {"NAME": name, ("ATTRIBUTES",): attributes, ("CONSTANTS",): constants}, shard)
-    run_as_python(getter)
+    read_eagerly = functools.partial(_eager_value, name=name)
+    getter = ParameterGetter(marker.op(), shard, marker.constants(), attributes, read_eagerly)
     if reading.tensor_parallel is not None:
         return property(_converted(getter, _wrap(reading.dim, reading.tensor_parallel)))
     if reading.dim:
@@ -289,16 +274,6 @@ def _converted(getter: Callable[[Any], Any], convert: Callable[[Any], Any]) -> C
     run_as_python(convert)
     run_as_python(get)
     return get
-
-
-def _bake(getter: Any, constants: Mapping[object, object], shard: str) -> None:
-    # Dynamo traces an accessor once per parameter of a model, and guards on all of its closure.
-    # Constants and attribute names in its code need no guard.
-    code = getter.__code__
-    getter.__code__ = code.replace(
-        co_consts=tuple(constants.get(constant, constant) for constant in code.co_consts),
-        co_names=tuple(shard if name == "SHARD" else name for name in code.co_names),
-    )
 
 
 @torch.compiler.disable
