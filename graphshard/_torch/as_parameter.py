@@ -24,6 +24,7 @@ from torch._dynamo.variables.misc import LambdaVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import Source, TracingContext
+from torch._library.simple_registry import singleton
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _functional_call
@@ -241,12 +242,14 @@ def _fake_parameter(marker: fx.Node, requires_grad: bool) -> torch.Tensor:
     It is a leaf, except under a ``torch.func`` transform.
     """
     fake: torch.Tensor
-    tx = InstructionTranslator.current_tx()
+    tx: Any = InstructionTranslator.current_tx()
     if torch._C._functorch.maybe_current_level() is not None:
         fake = get_fake_value(marker, tx, True)
     else:
-        with torch.no_grad():  # running the op's autograd function would double the time
-            fake = get_fake_value(marker, tx, True)
+        op: Any = marker.target
+        fake_kernel: Any = singleton.find(op.name()).fake_impl.kernel
+        with tx.fake_mode:  # running the op itself would take twice as long
+            fake = fake_kernel(*fx.map_arg(marker.args, lambda node: node.meta["example_value"]))
         fake.requires_grad_(requires_grad)
     fake._is_param = True  # what _ParameterMeta checks
     return fake
