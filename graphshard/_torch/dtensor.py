@@ -84,12 +84,6 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-def is_from_local(target: object) -> bool:
-    # Dynamo names the function that it puts into the graph (torch/_dynamo/variables/torch.py in
-    # 2.11, distributed.py in 2.13).
-    return getattr(target, "__name__", "") in ("from_local", "prim from_local")
-
-
 def replace_data(dtensor: DTensor, new: DTensor) -> None:
     """Give ``dtensor`` the local tensor, dtype and placements of ``new``, in place.
 

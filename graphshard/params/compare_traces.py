@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import fx, nn
 
-from .._torch.dtensor import is_from_local
 from .._torch.dynamo import capture_graph, set_grad_enabled
 from .._torch.tensors import HigherOrderOperator
 from ..errors import BackendError
 from ..ops.markers import UNSHARD_MARKERS
 from ..options.options import Options
+from . import module_class
 from .sharded_param import sharded_param_of
 
 _Label = tuple[object, ...]
@@ -122,7 +122,7 @@ def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
     results = itertools.count()
     for node in gm.graph.nodes:
         # The plain graph has the parameter itself.
-        if node.target in UNSHARD_MARKERS or _wraps_parameter(node, labels):
+        if node.target in UNSHARD_MARKERS or _is_of_accessor(node):
             labels[node] = labels[node.args[0]]
         elif node.op == "get_attr":
             labels[node] = ("attribute",)
@@ -137,12 +137,9 @@ def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
             labels[node] = ("result", next(results))
 
 
-def _wraps_parameter(node: fx.Node, labels: _Labels) -> bool:
-    """Return whether a node makes a DTensor of a parameter that tensor parallelism has split."""
-    if node.op != "call_function" or not is_from_local(node.target):
-        return False
-    source = node.args[0]
-    return isinstance(source, fx.Node) and labels[source][0] == "parameter"
+def _is_of_accessor(node: fx.Node) -> bool:
+    """Return whether an accessor calls the node: to move a dimension, or to make a DTensor."""
+    return node.op not in ("placeholder", "output") and module_class.__file__ in _line(node)
 
 
 def _name(node: fx.Node) -> str:

@@ -16,6 +16,14 @@ from torch import Tensor, nn
 import graphshard
 from tests.models import GPT, MLP
 from tests.numerics.compare import Twins, world_mesh
+from tests.numerics.parallel import MLP as TensorParallelMLP
+from tests.numerics.parallel import (
+    assert_trains_like_fsdp2,
+    batches,
+    mesh_2d,
+    split,
+    under_fsdp2,
+)
 from tests.ranks import on_ranks
 
 
@@ -67,6 +75,20 @@ class WithCode(nn.Module):
     batch = staticmethod(MLP.batch)
 
 
+class Columns(nn.Module):
+    """A model in which a parameter is transposed, to be sharded by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.weight = MLP(), nn.Parameter(torch.randn(7, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.mlp(x @ self.weight.movedim(0, 1))
+        return loss
+
+    batch = staticmethod(MLP.batch)
+
+
 class ReadsWithoutGrad(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -87,6 +109,7 @@ class ReadsWithoutGrad(nn.Module):
     [
         (GPT, _itself),
         (MLP, _called),
+        (Columns, _called),
         (WithCode, _itself),
         (WithCode, _called),
         (ReadsWithoutGrad, _called),
@@ -98,5 +121,27 @@ def test_models_with_equal_traces_train(kind: Any, target: Any) -> None:
     ignored = {model.ignored} if kind is WithCode else set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHSHARD_CHECK", "1")
-        twins = Twins(model, function=target, fullgraph=False, ignored_params=ignored)
+        twins = Twins(
+            model,
+            function=target,
+            fullgraph=False,
+            ignored_params=ignored,
+            overrides={"weight": {"dim": 1}} if kind is Columns else {},
+        )
         twins.backward([kind.batch(torch.Generator().manual_seed(0))] * 2)
+
+
+class Checkpointed(TensorParallelMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+        return loss
+
+
+@on_ranks(4)
+def test_a_function_of_a_split_checkpointed_model_trains() -> None:
+    mesh = mesh_2d()
+    model = split(Checkpointed, mesh)
+    backend = graphshard.backend(mesh["dp"], compiler="aot_eager")
+    compiled = torch.compile(_called(model), backend=backend, fullgraph=True)
+    eager, data = under_fsdp2(Checkpointed, mesh), batches(Checkpointed, mesh, 2)
+    assert_trains_like_fsdp2(compiled, model, eager, data)

@@ -271,8 +271,8 @@ def _allowed(case: Case) -> Case:
         # Plain torch.compile cannot differentiate the result of a split part outside of a graph.
         blocks = tuple(_without_breaks(block, {"outside"}) for block in case.blocks)
         case = replace(case, blocks=blocks)
-        # Torch loses a tensor assigned to the data of its own DTensors, and confuses their mesh with
-        # random states that forward saves for a checkpoint.
+        # Torch loses a tensor assigned to the data of its own DTensors, and confuses their mesh
+        # with random states that forward saves for a checkpoint.
         if case.writes == "scale" or "checkpoint" in case.kinds():
             changes["ignored"] = ()
     if case.precision != "float64":
