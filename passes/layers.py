@@ -291,14 +291,22 @@ def keep_calls(gm: fx.GraphModule) -> bool:
         LayersDiffer: as :func:`inline_layers`.
     """
     calls = _calls(gm)
+    shared = list(filter(_is_shared, calls))
     # Seeds of a layer's graph would be equal nodes in all of its copies, which the partitioner
     # merges.
-    graphs = {getattr(gm, call.args[0].target).graph for call in calls}
-    targets = (getattr(node.target, "overloadpacket", None) for g in graphs for node in g.nodes)
-    if calls and all(map(_is_shared, calls)) and not any(map(SEEDED.__contains__, targets)):
+    if calls and shared == calls and not _are_seeded(gm, calls):
         return True
-    _inline_calls(gm, list(filter(_is_shared, calls)))
+    _inline_calls(gm, shared)
     return False
+
+
+def _are_seeded(gm: fx.GraphModule, calls: Sequence[Any]) -> bool:
+    graphs = {getattr(gm, call.args[0].target).graph for call in calls}
+    return any(
+        getattr(node.target, "overloadpacket", None) in SEEDED
+        for graph in graphs
+        for node in graph.nodes
+    )
 
 
 def inline_layers(gm: fx.GraphModule, context: PassContext) -> None:

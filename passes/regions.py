@@ -334,9 +334,9 @@ def _as_large_as_sources(graph: fx.Graph) -> set[fx.Node]:
     for node in filter(inlined.__contains__, graph.nodes):
         roots = [values.roots[source] for source in node.all_input_nodes]
         read = frozenset[fx.Node]().union(*(reads.get(root, {root}) for root in roots))
-        is_no_more = sum(values.num_bytes[root] for root in read) <= values.num_bytes[node]
+        is_large = sum(values.num_bytes[root] for root in read) <= values.num_bytes[node]
         is_pointwise = torch.Tag.pointwise in node.target.tags and not is_random(node)
-        if is_pointwise and is_no_more and not read & written:
+        if is_pointwise and is_large and read.isdisjoint(written):
             reads[node] = read
     return set(reads)
 

@@ -37,7 +37,7 @@ PATCHES = {
         "backend before the first compile."
     ),
     "torch._functorch._aot_autograd.graph_compile.run_joint_graph_passes_on_hops": (
-        "Inlines the layers that AOTAutograd traced once, before it partitions each of them."
+        "Leaves layers that AOTAutograd traced once to `inline_layers`: does not partition them."
     ),
     "torch._higher_order_ops.invoke_subgraph.InvokeSubgraphHOP.gen_schema": (
         "Derives the schema of such a layer once. Torch traces it again at every call, twice."
