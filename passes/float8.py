@@ -9,7 +9,9 @@ products:
              w8 = unshard(p, .., scales=s)   x8 = cast(x, ..)         y = _scaled_mm(x8, w8.T, ..)
 
 All casts to fp8 are ATen ops, which Inductor fuses into the kernels that compute their inputs. A
-weight that is not gathered in fp8 is used in its own dtype, and the plan records why.
+weight that is not gathered in fp8 is used in its own dtype, and the plan records why. With the
+recipe "mxfp8", a weight is gathered in its own dtype and then cast, because forward and backward
+cast it in different blocks.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from graphshard._torch.tensors import fake_mode_of, quiet_fake_tensors
 from graphshard.ops import float8_math, float8_ops, markers
 from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.marker_specs import MaxOverRanksSpec, UnshardSpec
+from graphshard.ops.mx_math import MXFP8
 from graphshard.ops.nodes import REASON, Call, Emitter, graph_modules, run, value_of
 from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import source_of
@@ -35,7 +38,8 @@ from graphshard.passes.describe import source_of
 _CallKey: TypeAlias = tuple[Hashable, ...]  # an op and its arguments
 
 _aten = torch.ops.aten
-# Key in ``node.meta`` of an fp8 weight, for the node of the inverse scales of its `_Scaling`.
+# Key in ``node.meta`` of a weight in fp8 products, for the node of the inverse scales of its
+# `_Scaling`, or None if it is cast after the gather.
 _INVERSES = "graphshard_inverses"
 # Keys in ``node.meta`` by which activation checkpointing instructs the partitioner.
 _REGION = ("recompute", REGION)
@@ -100,6 +104,9 @@ def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
         if refusal is not None:
             node.meta[REASON] = f"travels as {dtype} instead of fp8: {refusal}"
             continue
+        if spec.float8_recipe == MXFP8:
+            node.meta[_INVERSES] = None
+            continue
         scaling = _Scaling(spec.float8_recipe, dtype, spec.group, spec.device)
         chosen.setdefault(scaling, []).append(node)
     return chosen
@@ -109,10 +116,17 @@ def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
     dtype = value_of(weight).dtype
     if dtype not in float8_math.DTYPES:
         return f"linears in fp8 compute in {' or '.join(map(str, float8_math.DTYPES))}"
-    for user in weight.users:
-        if user.target not in float8_ops.PRODUCTS or weight in (user.args[0], user.args[2]):
-            return f"{user.target} uses it"
-    return next(filter(None, (_device_refusal(user, refused) for user in weight.users)), None)
+    products = [user for user in weight.users if _is_weight_of(weight, user)]
+    others = [user for user in weight.users if user not in products]
+    if others and UnshardSpec.of_node(weight).float8_recipe != MXFP8:
+        return f"{others[0].target} uses it"
+    return next(filter(None, (_device_refusal(user, refused) for user in products)), None)
+
+
+def _is_weight_of(node: fx.Node, product: fx.Node) -> bool:
+    """Return whether ``node`` is the weight in an fp8 product, and none of its other arguments."""
+    args = product.args
+    return product.target in float8_ops.PRODUCTS and node not in (args[0], args[2])
 
 
 def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None:
@@ -124,9 +138,8 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
     product = f"{recipe} {result} of {left.dtype} {shapes} on {left.device.type}"
     if product not in refused:
         with quiet_fake_tensors(), fake_mode_of([weight]):
-            scaled = float8_math.quantized(run, weight, float8_math.E4M3, recipe, 1)
             try:
-                _scaled_product(run, node.target, values, scaled)
+                float8_ops.product(run, node.target, values)
                 refused[product] = None
             except RuntimeError as error:
                 refused[product] = f"{product}: {str(error).splitlines()[0]}"
@@ -162,8 +175,7 @@ def _lower_product(node: fx.Node, emit: Call) -> None:
     weight = node.args[1]
     assert isinstance(weight, fx.Node)
     if _INVERSES in weight.meta:
-        scaled = float8_math.Scaled(weight, _inverse(weight, emit))
-        product = _scaled_product(emit, node.target, node.args, scaled)
+        product = float8_ops.product(emit, node.target, node.args, _scaled(weight, emit))
     else:
         product = _plain_product(node, emit)  # the weight is not in fp8
     product.meta.update({key: node.meta[key] for key in _REGION if key in node.meta})
@@ -171,25 +183,19 @@ def _lower_product(node: fx.Node, emit: Call) -> None:
     node.graph.erase_node(node)
 
 
-def _scaled_product(
-    call: Call, product: object, arguments: Sequence[Any], weight: float8_math.Scaled
-) -> Any:
-    left, recipe = arguments[0], arguments[-1]
-    if product is float8_ops.float8_mm:
-        return float8_math.forward(call, left, weight, recipe)
-    if product is float8_ops.float8_mm_grad_input:
-        return float8_math.grad_input(call, left, weight, recipe)
-    return float8_math.grad_weight(call, left, arguments[2], recipe)
+def _scaled(weight: fx.Node, emit: Call) -> float8_math.Scaled | None:
+    """Return a weight gathered in fp8 with its inverse scale; None if it is not gathered in fp8.
 
-
-def _inverse(weight: fx.Node, emit: Call) -> fx.Node:
-    """Return a gathered weight's inverse scale: ``[1, 1]`` or ``[1, rows]``, without padding."""
+    The inverse scale is ``[1, 1]`` or ``[1, rows]``, without padding.
+    """
+    if weight.meta[_INVERSES] is None:
+        return None
     index = UnshardSpec.of_node(weight).scale_index
     inverse: fx.Node = emit(operator.getitem, weight.meta[_INVERSES], index)
     num_scales, rows = value_of(inverse).shape[1], value_of(weight).shape[0]
     if num_scales > rows:
         inverse = emit(_aten.slice.Tensor, inverse, 1, 0, rows)
-    return inverse
+    return float8_math.Scaled(weight, inverse)
 
 
 def _plain_product(node: fx.Node, emit: Call) -> fx.Node:

@@ -9,6 +9,8 @@ from typing import Any
 
 from .._torch.no_gpu.stand_ins import DeviceProperties, compile_kernel
 from ..cost.devices import MEMORY_BYTES, TABLE
+from ..ops.float8_math import TENSORWISE
+from ..ops.mx_math import MXFP8
 
 
 def _gpu(memory_bytes: int, entry: Mapping[str, Any]) -> DeviceProperties:
@@ -34,9 +36,12 @@ GPUS = {
 }
 
 
-def has_float8(gpu: DeviceProperties) -> bool:
-    """Return whether tensor cores compute in fp8 (compute capability 8.9 and later)."""
-    return gpu.capability >= 89
+def has_float8(gpu: DeviceProperties, recipe: str = TENSORWISE) -> bool:
+    """Return whether tensor cores compute in fp8 by a recipe.
+
+    That takes compute capability 8.9, and 10.0 for "mxfp8".
+    """
+    return gpu.capability >= (100 if recipe == MXFP8 else 89)
 
 
 @dataclass(frozen=True)

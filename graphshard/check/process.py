@@ -178,5 +178,7 @@ def _call(library: str, function: str, device: str, args: Sequence[Any]) -> Any:
 
 def _float8_error(device: DeviceProperties) -> Callable[[str, str], str | None]:
     # Replaces a check that would run fp8 matrix products on the device.
-    reason = None if has_float8(device) else f"{device.name} has no fp8 matrix products"
-    return lambda device_type, recipe: reason
+    def error(device_type: str, recipe: str) -> str | None:
+        return None if has_float8(device, recipe) else f"{device.name} has no {recipe} products"
+
+    return error

@@ -19,15 +19,15 @@ Functions that take a ``Call`` run ATen calls, or insert them into a graph.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from .._torch.inductor import lower_as_transposed_copy
 from .library import define, fake, implement
-from .nodes import Call, Value, run, value_of
+from .nodes import Call, Value, value_of
 
+# Recipes whose weights are gathered in fp8 (``mx_math.MXFP8`` is another one).
 TENSORWISE, ROWWISE = RECIPES = ("tensorwise", "rowwise")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.bfloat16, torch.float32)  # accepted for inputs and results of fp8 products
@@ -45,20 +45,6 @@ convert = torch.ops.prims.convert_element_type.default
 def is_of_torchao(value: object) -> bool:
     """Return whether the type of ``value`` is from ``torchao.float8``; does not import torchao."""
     return type(value).__module__.startswith("torchao.float8.")
-
-
-@functools.cache
-def float8_error(device_type: str, recipe: str) -> str | None:
-    """Return the error message of fp8 products on a device, or None if it supports them."""
-    values = torch.ones(ALIGNMENT, ALIGNMENT, dtype=torch.bfloat16, device=device_type)
-    try:
-        weight = quantized(run, values, E4M3, recipe, 1)
-        forward(run, values, weight, recipe)
-        grad_input(run, values, weight, recipe)
-        grad_weight(run, values, values, recipe)
-    except (RuntimeError, NotImplementedError) as error:
-        return str(error).splitlines()[0]
-    return None
 
 
 class Scaled(NamedTuple):

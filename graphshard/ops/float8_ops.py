@@ -5,23 +5,27 @@
                                        grad_w = float8_mm_grad_weight(g, w, x)
 
 ``w`` is a full weight in its own dtype; when run eagerly, the ops cast it themselves. The pass
-moves that cast ahead of the all-gather. (``float8_mm_grad_weight`` takes ``w`` only to identify the
-weight whose gradient it computes.) To scale shards, the pass inserts ``local_amax``, the largest
-absolute values of shards, and ``own_rows``, the scales of the rows that this rank owns.
+moves that cast ahead of the all-gather, except for "mxfp8". (``float8_mm_grad_weight`` takes ``w``
+only to identify the weight whose gradient it computes.) To scale shards, the pass inserts
+``local_amax``, the largest absolute values of shards, and ``own_rows``, the scales of the rows that
+this rank owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .._torch.distributed import process_group
 from .._torch.tensors import OpOverload, foreach_max_abs
-from .float8_math import E4M3, ROWWISE, forward, grad_input, grad_weight, quantized
+from . import mx_math
+from .float8_math import E4M3, ROWWISE, Scaled, forward, grad_input, grad_weight, quantized
 from .library import define, differentiate, fake, implement
-from .nodes import run
+from .mx_math import MXFP8
+from .nodes import Call, run
 
 float8_linear = define("float8_linear(Tensor x, Tensor weight, Tensor? bias, str recipe) -> Tensor")
 float8_mm = define("float8_mm(Tensor x, Tensor weight, str recipe) -> Tensor")
@@ -52,13 +56,44 @@ def _float8_linear(
     return y if bias is None else y + bias.to(y.dtype)
 
 
-implement(float8_mm)(
-    lambda x, w, recipe: forward(run, x, quantized(run, w, E4M3, recipe, 1), recipe)
-)
-implement(float8_mm_grad_input)(
-    lambda grad, w, recipe: grad_input(run, grad, quantized(run, w, E4M3, recipe, 1), recipe)
-)
-implement(float8_mm_grad_weight)(lambda grad, w, x, recipe: grad_weight(run, grad, x, recipe))
+def product(call: Call, op: object, arguments: Sequence[Any], weight: Scaled | None = None) -> Any:
+    """Return the result of ``op``, one of ``PRODUCTS``.
+
+    Args:
+        weight: the weight among ``arguments`` if it is already scaled. Not for "mxfp8".
+
+    Raises:
+        RuntimeError: torch or the device does not support the product.
+    """
+    left, own, recipe = arguments[0], arguments[1], arguments[-1]
+    if op is float8_mm_grad_weight:
+        x = arguments[2]
+        if recipe == MXFP8:
+            return mx_math.grad_weight(call, left, x)
+        return grad_weight(call, left, x, recipe)
+    if recipe == MXFP8:
+        return (mx_math.forward if op is float8_mm else mx_math.grad_input)(call, left, own)
+    weight = weight or quantized(call, own, E4M3, recipe, 1)
+    return (forward if op is float8_mm else grad_input)(call, left, weight, recipe)
+
+
+for _op in PRODUCTS:
+    implement(_op)(lambda *arguments, _op=_op: product(run, _op, arguments))
+
+
+@functools.cache
+def float8_error(device_type: str, recipe: str) -> str | None:
+    """Return the error message of fp8 products on a device, or None if it supports them."""
+    values = torch.ones(mx_math.BLOCK, mx_math.BLOCK, dtype=torch.bfloat16, device=device_type)
+    try:
+        for op in PRODUCTS:
+            others = [values] if op is float8_mm_grad_weight else []
+            product(run, op, (values, values, *others, recipe))
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
 fake(float8_mm_grad_input)(lambda grad, w, recipe: grad.new_empty((grad.shape[0], w.shape[1])))
 fake(float8_mm_grad_weight)(lambda grad, w, x, recipe: torch.empty_like(w))
 

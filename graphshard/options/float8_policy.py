@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..ops.float8_math import ALIGNMENT, DTYPES, RECIPES, TENSORWISE
+from ..ops.mx_math import MXFP8
 
 _HEADS = frozenset(
     {"lm_head", "output", "output_layer", "head", "embed_out", "classifier", "score"}
@@ -31,8 +32,10 @@ class Float8Policy:
     """Policy for linears that compute in fp8 and whose weights are gathered in fp8.
 
     Attributes:
-        recipe_name: "tensorwise" (one scale per tensor) or "rowwise" (one scale per row), which is
-            more accurate; ``graphshard.ops.float8_math`` describes both.
+        recipe_name: "tensorwise" (one scale per tensor), "rowwise" (one scale per row), which is
+            more accurate, or "mxfp8" (one scale per 32 values of a row or column), for Blackwell
+            GPUs. ``graphshard.ops.float8_math`` describes the first two, ``mx_math`` the last one,
+            whose weights are gathered in their own dtype.
         filter_fn: function that takes a weight's FQN and shape ``(out, in)`` and returns whether
             its linears compute in fp8. It is called for every sharded 2D floating-point parameter
             that no ``nn.Embedding`` holds; a tied weight needs True for each of its FQNs. A weight
@@ -46,8 +49,9 @@ class Float8Policy:
     filter_fn: Callable[[str, tuple[int, ...]], bool] = field(default=is_inner_linear, repr=False)
 
     def __post_init__(self) -> None:
-        if self.recipe_name not in RECIPES:
-            raise ValueError(f"fp8.recipe_name={self.recipe_name!r}: must be one of {RECIPES}")
+        recipes = *RECIPES, MXFP8
+        if self.recipe_name not in recipes:
+            raise ValueError(f"fp8.recipe_name={self.recipe_name!r}: must be one of {recipes}")
         if not callable(self.filter_fn):
             raise ValueError(
                 f"fp8.filter_fn={self.filter_fn!r}: must be a function of a weight's FQN and shape"

@@ -21,7 +21,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .._torch.dtensor import has_root_of, slice_equal_to
 from .._torch.nn import has_forward
 from .._torch.tensors import is_traceable_wrapper_subclass, storage_of
-from ..ops.float8_math import float8_error, is_of_torchao
+from ..ops.float8_math import is_of_torchao
+from ..ops.float8_ops import float8_error
 from ..options.float8_policy import check_fp8
 from ..options.options import Options, ParamOptions, matches
 from .full_tensor import without_expanded_dims

@@ -107,6 +107,7 @@ STRATEGIES = {
     ),
     "fp8 tensorwise": Strategy({"fp8": graphshard.Float8Policy()}, dtype=None),
     "fp8 rowwise": Strategy({"fp8": graphshard.Float8Policy("rowwise")}, dtype=None),
+    "fp8 mxfp8": Strategy({"fp8": graphshard.Float8Policy("mxfp8")}, dtype=None),  # needs a B200
     # No baseline: unsharded models do not sum received gradients.
     "exchange": Strategy({"schedule": graphshard.SchedulePolicy(reduce="exchange")}, dtype=None),
     "CPU offload": Strategy({"offload_policy": CPUOffloadPolicy()}),
@@ -146,7 +147,7 @@ ALL = [
         Case(model, name)
         for model in ("gpt", "llama")
         for name, strategy in STRATEGIES.items()
-        if strategy.parallelize is None
+        if strategy.parallelize is None and name != "fp8 mxfp8"
     ),
     *(
         Case(model, name)

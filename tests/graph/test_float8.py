@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard.kinds import GraphKind, TransferKind
-from graphshard.ops import float8_math, float8_ops, markers
+from graphshard.ops import float8_ops, markers
 from graphshard.ops.float8_math import RECIPES, TENSORWISE
 from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.nodes import REASON
@@ -76,7 +76,7 @@ def _in_fp8(plan: Plan) -> set[str]:
 def test_one_all_reduce_finds_the_scales_of_all_weights(
     mesh: DeviceMesh, recipe: str, mp_policy: Any, overlap: bool
 ) -> None:
-    if float8_math.float8_error("cpu", recipe):
+    if float8_ops.float8_error("cpu", recipe):
         pytest.skip("this CPU has no such product")
     schedule = graphshard.SchedulePolicy(overlap=overlap)
     fp8 = graphshard.Float8Policy(recipe)
@@ -281,7 +281,7 @@ def test_one_kernel_prepares_the_fp8_shards_of_a_bucket(by_inductor: ByInductor)
 
 
 def test_inductor_lays_out_fp8_operands_for_cublaslt(by_inductor: ByInductor) -> None:
-    if float8_math.float8_error("cpu", TENSORWISE):
+    if float8_ops.float8_error("cpu", TENSORWISE):
         pytest.skip("this CPU has no such product")
     assert len(by_inductor.layouts) == 3 * len(WEIGHTS)
     for left, right in by_inductor.layouts:
@@ -289,7 +289,7 @@ def test_inductor_lays_out_fp8_operands_for_cublaslt(by_inductor: ByInductor) ->
 
 
 def test_linears_with_one_input_read_one_cast_of_it(by_inductor: ByInductor) -> None:
-    if float8_math.float8_error("cpu", TENSORWISE):
+    if float8_ops.float8_error("cpu", TENSORWISE):
         pytest.skip("this CPU has no such product")
     inputs = re.findall(r"extern_kernels\._scaled_mm\((\w+),", by_inductor.codes[0])
     assert len(inputs) == len(WEIGHTS) and len(set(inputs)) == len({"q, k, v", "up", "down"})

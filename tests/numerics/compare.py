@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graphshard
-from graphshard.ops.float8_math import TENSORWISE, float8_error
+from graphshard.ops.float8_math import TENSORWISE
+from graphshard.ops.float8_ops import float8_error
 from tests.models import Trainable
 
 TOLERANCE = 2e-5

@@ -19,6 +19,7 @@ import graphshard
 from graphshard.kinds import TransferKind
 from graphshard.ops import float8_math, float8_ops, markers
 from graphshard.ops.float8_math import E4M3, RECIPES, ROWWISE, TENSORWISE
+from graphshard.ops.mx_math import MXFP8
 from graphshard.ops.nodes import run
 from graphshard.tools.demo_model import GPT, Size, batches, load_text
 from graphshard.tools.demo_training import LEARNING_RATE
@@ -150,7 +151,8 @@ def _gradients(size: Size = SIZE, **options: Any) -> tuple[list[Tensor], int]:
 
 
 def _recipes() -> list[str]:
-    return [recipe for recipe in RECIPES if float8_math.float8_error("cpu", recipe) is None]
+    recipes = *RECIPES, MXFP8
+    return [recipe for recipe in recipes if float8_ops.float8_error("cpu", recipe) is None]
 
 
 def _cosines() -> list[float]:
@@ -325,7 +327,7 @@ def test_fp8_all_gather_of_torchao_raises() -> None:
 @on_ranks(2)
 def test_error_of_unsupported_recipe_names_the_device() -> None:
     recipe = graphshard.Float8Policy(ROWWISE)
-    if float8_math.float8_error("cpu", ROWWISE):
+    if float8_ops.float8_error("cpu", ROWWISE):
         _refuses(_model(), "cpu cannot compute the rowwise fp8 matmuls", fp8=recipe)
     else:
         compiled = compile_sharded(_model(SHALLOW), compiler="aot_eager", fp8=recipe)

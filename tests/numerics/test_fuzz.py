@@ -4,7 +4,8 @@ import pickle
 
 import pytest
 
-from graphshard.ops.float8_math import TENSORWISE, float8_error
+from graphshard.ops.float8_math import TENSORWISE
+from graphshard.ops.float8_ops import float8_error
 from tests import ranks
 from tests.numerics.fuzz.case import Case, draw
 from tests.numerics.fuzz.shrink import TIMEOUT_S

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import graphshard
 from graphshard.ops import float8_math
 from graphshard.ops.float8_math import E4M3, E5M2, RECIPES, ROWWISE, TENSORWISE
+from graphshard.ops.mx_math import MXFP8
 from graphshard.ops.nodes import run
 
 
@@ -75,7 +76,7 @@ def test_backend_refuses_invalid_fp8_options(arguments: dict[str, Any], match: s
 
 
 def test_a_policy_refuses_invalid_fields() -> None:
-    with pytest.raises(ValueError, match=re.escape(f"must be one of {RECIPES}")):
+    with pytest.raises(ValueError, match=re.escape(f"must be one of {(*RECIPES, MXFP8)}")):
         graphshard.Float8Policy("blockwise")
     with pytest.raises(ValueError, match=r"fp8.filter_fn=3: must be a function"):
         graphshard.Float8Policy(filter_fn=3)  # type: ignore[arg-type]

@@ -1,0 +1,156 @@
+"""The arithmetic of mxfp8 linears: casts with a scale for each block of 32 values, and products.
+
+The format is MXFP8 of the OCP Microscaling Formats specification 1.0, as Blackwell's tensor cores
+multiply it: e4m3 values, and for each 32 of them along the dimension over which the product sums,
+a power of two in e8m0 (the 8 exponent bits of a float32). The exponent is rounded up, so no value
+saturates ("rceil", as in cuBLAS and torchao/prototype/mx_formats/mx_tensor.py).
+
+    y      = x @ w.T     blocks along a row of x,      and along a row of w
+    grad_x = g @ w       blocks along a row of g,      and along a column of w
+    grad_w = g.T @ x     blocks along a column of g,   and along a column of x
+
+The blocks of a weight differ between forward and backward, and so do its bytes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+
+from .float8_math import E4M3, as_dtype, convert, transposed_copy
+from .nodes import Call, Value, value_of
+
+MXFP8 = "mxfp8"
+BLOCK = 32  # values that share a scale
+
+_MANTISSA = 1 << 23  # a float32's bits are its exponent times this, plus its mantissa
+_TILE = 128, 4  # rows and columns of scales that tensor cores read together
+
+_aten = torch.ops.aten
+
+
+class Blocks(NamedTuple):
+    """A matrix in mxfp8, with blocks along its rows."""
+
+    values: Any  # e4m3, [rows, columns]
+    exponents: Any  # uint8, [rows, columns / 32]: biased exponents of the scales that values lack
+
+
+def forward(call: Call, x: Value, weight: Value) -> Any:
+    """Return ``x @ weight.T``."""
+    return _product(call, by_rows(call, x), by_rows(call, weight), value_of(x).dtype)
+
+
+def grad_input(call: Call, grad: Value, weight: Value) -> Any:
+    """Return ``grad @ weight``."""
+    return _product(call, by_rows(call, grad), by_columns(call, weight), value_of(grad).dtype)
+
+
+def grad_weight(call: Call, grad: Value, x: Value) -> Any:
+    """Return ``grad.T @ x``."""
+    return _product(call, by_columns(call, grad), by_columns(call, x), value_of(x).dtype)
+
+
+def by_rows(call: Call, x: Value) -> Blocks:
+    """Return ``x`` in blocks along its rows.
+
+    Raises:
+        RuntimeError: a row is not a multiple of 32 long.
+    """
+    columns = value_of(x).shape[1]
+    if columns % BLOCK:
+        raise RuntimeError(f"mxfp8 takes rows of a multiple of {BLOCK} values, not {columns}")
+    values, exponents = _cast(call, _view(call, x, [-1, columns // BLOCK, BLOCK]), 2)
+    return Blocks(
+        _view(call, values, [-1, columns]), _view(call, exponents, [-1, columns // BLOCK])
+    )
+
+
+def by_columns(call: Call, x: Value) -> Blocks:
+    """Return the transpose of ``x``, padded to rows of a multiple of 32, in blocks along rows."""
+    x, columns = _padded(call, x, 0, BLOCK), value_of(x).shape[1]
+    values, exponents = _cast(call, _view(call, x, [-1, BLOCK, columns]), 1)
+    values = call(transposed_copy, _view(call, values, [-1, columns]))
+    exponents = call(_aten.permute.default, _view(call, exponents, [-1, columns]), [1, 0])
+    return Blocks(values, _contiguous(call, exponents))
+
+
+def _cast(call: Call, blocks: Value, dim: int) -> tuple[Any, Any]:
+    """Return the values and the exponents of blocks along ``dim``."""
+    amax = call(_aten.amax.default, call(_aten.abs.default, blocks), [dim], True)
+    # Values of e4m3 end at 448: a block's scale is at least this.
+    least = call(_aten.div.Tensor, as_dtype(call, amax, torch.float32), torch.finfo(E4M3).max)
+    bits = call(_aten.view.dtype, least, torch.int32)
+    exponent = call(_aten.__rshift__.Scalar, call(_aten.sub.Tensor, bits, 1), 23)
+    exponent = call(_aten.add.Tensor, exponent, 1)  # rounded up
+    inverse = call(_aten.mul.Tensor, call(_aten.sub.Tensor, exponent, 254), -_MANTISSA)
+    inverse = call(_aten.view.dtype, inverse, torch.float32)
+    scaled = call(_aten.mul.Tensor, as_dtype(call, blocks, torch.float32), inverse)
+    return call(convert, scaled, E4M3), call(convert, exponent, torch.uint8)
+
+
+def _product(call: Call, a: Blocks, b: Blocks, dtype: torch.dtype) -> Any:
+    """Return ``a @ b.T``."""
+    if value_of(a.values).device.type == "cpu":  # has no such product
+        left, right = _exact(call, a, dtype), _exact(call, b, dtype)
+        return call(_aten.mm.default, left, call(_aten.permute.default, right, [1, 0]))
+    product = call(
+        _aten._scaled_mm.default,
+        a.values,
+        call(_aten.permute.default, b.values, [1, 0]),
+        _tiled(call, a.exponents),
+        _tiled(call, b.exponents),
+        out_dtype=torch.bfloat16,
+    )
+    return as_dtype(call, product, dtype)
+
+
+def _exact(call: Call, matrix: Blocks, dtype: torch.dtype) -> Any:
+    """Return the matrix in ``dtype``, which holds its values exactly."""
+    bits = call(_aten.mul.Tensor, call(convert, matrix.exponents, torch.int32), _MANTISSA)
+    scales = call(_aten.unsqueeze.default, call(_aten.view.dtype, bits, torch.float32), 2)
+    values = call(convert, matrix.values, torch.float32)
+    blocks = _view(call, values, [*_sizes(matrix.exponents), BLOCK])
+    scaled = call(_aten.mul.Tensor, blocks, scales)
+    return as_dtype(call, _view(call, scaled, _sizes(matrix.values)), dtype)
+
+
+def _tiled(call: Call, exponents: Value) -> Any:
+    """Return scales as e8m0, in the order in which tensor cores read them, ``[scales]``.
+
+    They are padded to whole tiles (cuBLAS documentation, 1D Block Scaling Factors Layout).
+    """
+    rows, columns = _TILE
+    padded = _padded(call, _padded(call, exponents, 0, rows), 1, columns)
+    down, across = (-1 if n < 0 else n // tile for n, tile in zip(_sizes(padded), _TILE))
+    tiles = _view(call, padded, [down, 4, rows // 4, across, columns])
+    ordered = _contiguous(call, call(_aten.permute.default, tiles, [0, 3, 2, 1, 4]))
+    return call(_aten.view.dtype, _view(call, ordered, [-1]), torch.float8_e8m0fnu)
+
+
+def _sizes(x: Value) -> list[int]:
+    """Return the sizes for a view, -1 in place of a symbolic one: at most one is."""
+    return [size if isinstance(size, int) else -1 for size in value_of(x).shape]
+
+
+def _padded(call: Call, x: Value, dim: int, multiple: int) -> Any:
+    size: Any = value_of(x).shape[dim]
+    missing = -size % multiple
+    if not isinstance(size, int):
+        size = call(_aten.sym_size.int, x, dim)
+        missing = call(operator.mod, call(operator.neg, size), multiple)
+    elif not missing:
+        return x
+    return call(_aten.constant_pad_nd.default, x, [0, missing] if dim else [0, 0, 0, missing])
+
+
+def _view(call: Call, x: Value, shape: list[Any]) -> Any:
+    return call(_aten.view.default, _contiguous(call, x), shape)
+
+
+def _contiguous(call: Call, x: Value) -> Any:
+    if value_of(x).is_contiguous():
+        return x
+    return call(_aten.clone.default, x, memory_format=torch.contiguous_format)

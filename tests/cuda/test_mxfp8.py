@@ -1,0 +1,40 @@
+"""Training in mxfp8 on a simulated GPU that has such products."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from graphshard.check.gpus import GPUS, CompiledKernel, compile_kernels
+from graphshard.check.process import call
+from graphshard.check.recorder import Recorder
+from graphshard.check.step import Recording
+from tests.cuda.cases import Case, run
+from tests.cuda.test_cases import skip_without_stand_ins
+
+DEVICE = "B200"
+CASE = Case("small_gpt", "fp8 mxfp8")
+
+pytestmark = [skip_without_stand_ins, pytest.mark.timeout(600)]
+
+
+def record(recorder: Recorder) -> tuple[Recording, list[CompiledKernel]]:
+    """Record a step, and compile its kernels that write fp8."""
+    (outcome,) = run(recorder, [CASE], ())
+    assert outcome.recording is not None, outcome.error
+    kernels = {kernel for kernel in outcome.recording.kernels if "*fp8e4nv" in kernel[1]}
+    return outcome.recording, compile_kernels(kernels, GPUS[DEVICE])
+
+
+def test_kernels_compile_and_store_rows() -> None:
+    recording, kernels = call("tests.cuda.test_mxfp8:record", DEVICE)
+    assert kernels and not [kernel for kernel in kernels if kernel.error]
+    # A loop over the values of a block must not write them one byte per row.
+    column = re.compile(r"tl\.store\(\w+ \+ \(x\d+ \+ \d+\*r0_\d\)")
+    assert not [store for code in recording.codes for store in column.findall(code)]
+
+
+def test_gpu_without_mxfp8_is_named() -> None:
+    with pytest.raises(Exception, match="NVIDIA H100 has no mxfp8 products"):
+        call("tests.cuda.test_mxfp8:record", "H100")

@@ -1,0 +1,195 @@
+"""Training in mxfp8, compared with torchao. Both emulate the products on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import graphshard
+from graphshard.kinds import TransferKind
+from graphshard.ops import mx_math
+from graphshard.ops.mx_math import BLOCK, MXFP8
+from graphshard.ops.nodes import run
+from tests import ranks
+from tests.numerics.compare import (
+    History,
+    assert_equal,
+    assert_history_rounded,
+    compile_sharded,
+    generator,
+    train_steps,
+    world_mesh,
+)
+from tests.ranks import on_ranks
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+FP8 = graphshard.Float8Policy(MXFP8)
+DIM = 64
+
+
+class Net(nn.Module):
+    """An MLP that also uses a weight outside of linears, and a head that is not in fp8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(DIM, 3 * DIM), nn.Linear(3 * DIM, DIM)
+        self.lm_head = nn.Linear(DIM, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(F.gelu(self.up(x)))
+        return self.lm_head(x).square().mean() + self.up.weight.square().mean()
+
+
+class LinearOfTorchao(nn.Linear):
+    """A linear whose products torchao emulates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+        from torchao.prototype.mx_formats import config
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        y = mx_mm.apply(
+            x,
+            self.weight,
+            *[torch.float8_e4m3fn] * 3,
+            BLOCK,
+            KernelPreference.EMULATED,
+            config.MXFP8Dim0CastKernelChoice.TORCH,
+            config.MXFP8Dim1CastKernelChoice.TORCH,
+            config.ScaleCalculationMode.RCEIL,
+            False,
+        )
+        return y + self.bias.to(y.dtype)
+
+
+def _batches(rows: int) -> list[Tensor]:
+    seeds = [(step, dist.get_rank()) for step in range(3)]
+    return [torch.randn(rows, DIM, generator=generator(*seed)) for seed in seeds]
+
+
+def _by_fsdp2(model: Net, batches: list[Tensor], policy: MixedPrecisionPolicy) -> History:
+    for linear in (model.up, model.down):
+        linear.__class__ = LinearOfTorchao
+    fully_shard(model, mesh=world_mesh(), mp_policy=policy)
+    return train_steps(model, model, batches)
+
+
+def _against_torchao(compiler: str, mp_policy: MixedPrecisionPolicy) -> None:
+    # torchao does not pad: only products over whole blocks of rows are comparable.
+    ours, batches = Net(), _batches(2 * BLOCK)
+    compiled = compile_sharded(ours, compiler=compiler, mp_policy=mp_policy, fp8=FP8)
+    trained = train_steps(compiled, ours, batches)
+    expected = _by_fsdp2(Net(), batches, mp_policy)
+    if compiler == "aot_eager":
+        assert_equal(trained, expected)
+    else:
+        model = Net()
+        fully_shard(model, mesh=world_mesh())
+        assert_history_rounded(trained, expected, train_steps(model, model, batches))
+
+
+@pytest.mark.low_precision
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), BF16], ids=["float32", "bf16"])
+def test_training_matches_fsdp2_with_torchao(compiler: str, mp_policy: Any) -> None:
+    ranks.run(2, _against_torchao, compiler, mp_policy)
+
+
+def _by_torchao(x: Tensor) -> tuple[Tensor, Tensor]:
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    exponents, values = to_mx(x, torch.float8_e4m3fn, BLOCK, ScaleCalculationMode.RCEIL)
+    return exponents.view(torch.uint8), values.view(torch.uint8)
+
+
+@given(st.integers(-100, 100), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_blocks_match_torchao(exponent: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(64, 96, generator=generator(exponent + 100)) * 2.0**exponent).to(dtype)
+    x[3], x[5, :BLOCK] = 0, 2.0**exponent  # a scale of exactly a power of two
+    for blocks, matrix in ((mx_math.by_rows(run, x), x), (mx_math.by_columns(run, x), x.t())):
+        exponents, values = _by_torchao(matrix.contiguous())
+        assert torch.equal(blocks.exponents, exponents)
+        assert torch.equal(blocks.values.view(torch.uint8), values)
+
+
+@pytest.mark.parametrize("rows", [1, 128, 130])
+@pytest.mark.parametrize("columns", [1, 4, 7])
+def test_order_of_scales_matches_torchao(rows: int, columns: int) -> None:
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    exponents = torch.randint(255, (rows, columns), generator=generator(0)).to(torch.uint8)
+    tiled = mx_math._tiled(run, exponents)
+    assert tiled.dtype == torch.float8_e8m0fnu
+    assert torch.equal(tiled.view(torch.uint8), to_blocked(exponents).flatten())
+
+
+def test_rows_are_padded_with_zeros() -> None:
+    grad, x = torch.randn(40, DIM), torch.randn(40, 96)
+    padded = (F.pad(part, (0, 0, 0, 24)) for part in (grad, x))
+    assert torch.equal(mx_math.grad_weight(run, grad, x), mx_math.grad_weight(run, *padded))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_reach_the_result(value: float) -> None:
+    x = torch.randn(2, DIM)
+    x[0, 3] = value
+    y = mx_math.forward(run, x, torch.randn(BLOCK, DIM))
+    assert y.isfinite().any(1).tolist() == [False, True]
+
+
+@on_ranks(2)
+def test_weights_are_gathered_in_their_own_dtype() -> None:
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BF16, fp8=FP8)
+    torch.compile(Net(), backend=backend)(_batches(40)[0]).backward()
+    for plan in backend.plans:
+        gathered = {t.dtype for t in plan.problem.transfers if t.kind == TransferKind.ALL_GATHER}
+        assert gathered == {"torch.bfloat16"} and not plan.reasons
+        assert not plan.count(TransferKind.ALL_REDUCE_MAX)
+
+
+@on_ranks(2)
+def test_sizes_that_are_no_multiples_of_32_compute_in_bfloat16() -> None:
+    losses = []
+    for fp8 in (FP8, None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(48, DIM), nn.Linear(DIM, 48))
+        backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BF16, fp8=fp8)
+        loss = torch.compile(model, backend=backend)(torch.ones(BLOCK, 48)).square().mean()
+        loss.backward()
+        losses.append(loss)
+        if fp8 is not None:
+            reasons = [why for _, why in backend.plans[0].reasons]
+            assert len(reasons) == 2
+            assert all("takes rows of a multiple of 32 values, not 48" in why for why in reasons)
+    assert losses[0] == losses[1]
+
+
+def _losses(dynamic: bool) -> list[float]:
+    torch._dynamo.reset()
+    model = Net()
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", fp8=FP8)
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic)
+    losses = []
+    for rows in (64, 40, 3):
+        loss = compiled(_batches(rows)[0])
+        loss.backward()
+        losses += [
+            float(loss.detach()),
+            *(float(p.grad.full_tensor().sum()) for p in model.parameters()),
+        ]
+    return losses
+
+
+@on_ranks(2)
+def test_dynamic_and_static_graphs_agree() -> None:
+    assert _losses(dynamic=True) == _losses(dynamic=False)
