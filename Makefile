@@ -1,5 +1,5 @@
-# The constraints pin what CI tests, torch included (2.13.0: on Linux the default index has its CUDA
-# build). For the newest of everything: make clean && make demo CONSTRAINTS=/dev/null
+# constraints.txt pins the versions that CI tests, torch included (on Linux, pip installs its CUDA
+# build). For the newest versions: make clean && make demo CONSTRAINTS=/dev/null
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 
@@ -15,16 +15,16 @@ TESTS := test-two-at-a-time test-zoo test-alone
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m graphshard demo
 
-# The ranks of a test share the cores, so each gets one thread. Inductor's cache is kept between
-# tests and runs: most of a test's time would otherwise go to compiling the same kernels again.
+# One thread per rank, since the ranks of a test share the cores. Inductor's cache is kept between
+# runs: compiling the same kernels again would take most of the time.
 $(TESTS) coverage: export OMP_NUM_THREADS ?= 1
 $(TESTS) coverage: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
-# Half of the time of what takes much memory goes to its pages: larger ones.
+# Huge pages: tests that use much memory otherwise spend half of their time on page faults.
 $(TESTS) coverage: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
-# Two at a time, but for those that look at times, memory or the death of ranks, or share a GPU.
+# Tests run two at a time, except those that measure time or memory, kill ranks, or share a GPU.
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/zoo -m "not alone and not gpu"
 ALONE := -m "alone or gpu"
-# Every stage runs, even after one that failed: the last line names those that did.
+# Run all stages, even if one fails; the last line names the failed ones.
 test:
 	@failed=; \
 	for stage in lint docs $(TESTS); do $(MAKE) $$stage || failed="$$failed $$stage"; done; \
@@ -39,8 +39,8 @@ test-zoo: $(TEST_STAMP)
 test-alone: $(TEST_STAMP)
 	$(BIN)/pytest $(ALONE)
 
-# The same, and which lines of ours no test ran: counting takes half as long again. The zoo runs none
-# that others do not.
+# Run the tests and list the lines of graphshard that none of them ran. Takes 50 % longer than the
+# tests alone. Skips the zoo, which covers no additional lines.
 coverage: $(TEST_STAMP)
 	rm -rf .cache/coverage
 	mkdir -p .cache/coverage
@@ -49,7 +49,7 @@ coverage: $(TEST_STAMP)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing
 
-# mypy checks the links made here; [tool.mypy] in pyproject.toml says why.
+# mypy checks a tree of symbolic links; [tool.mypy] in pyproject.toml explains why.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,18 +58,18 @@ lint: $(STAMP)
 	ln -s $(CURDIR)/graphshard/* $(CURDIR)/passes $(TYPECHECK)
 	$(BIN)/mypy
 
-# The site is at .cache/site/index.html; every warning is an error. -E reads all pages again, since
-# they show docstrings, of which Sphinx does not know that they changed.
+# Build the site, .cache/site/index.html; warnings are errors. -E reads all pages again, because
+# Sphinx does not notice changed docstrings.
 docs: $(TEST_STAMP)
 	$(BIN)/sphinx-build -E -W --keep-going -q docs .cache/site
 
-# -c and not PIP_CONSTRAINT: that would also bind the isolated build, which needs no pins.
+# -c instead of PIP_CONSTRAINT, which would also pin the isolated build environment.
 $(DEMO_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -c $(CONSTRAINTS) -e ".[demo]"
 	touch $@
 
-# What the demo, which has to start soon, does not need.
+# Dev tools, which the demo does not need: it should start quickly.
 $(STAMP): $(DEMO_STAMP)
 	$(BIN)/pip install -c $(CONSTRAINTS) -e ".[dev]"
 	touch $@
