@@ -154,7 +154,7 @@ def _in_flight() -> tuple[int, int, int]:
     return *counts, recording.max_bytes_in_flight()
 
 
-def test_max_in_flight() -> None:
+def test_max_in_flight_counts_unwaited_collectives() -> None:
     assert ranks.run(2, _in_flight, backend="recording") == [(3, 1, 48)] * 2
 
 

@@ -25,7 +25,7 @@ def _plan() -> Plan:
     return Plan((), problem, (bucket,))
 
 
-def test_launches_on_the_wrong_side_of_a_user_collective() -> None:
+def test_launches_on_wrong_side_of_user_collective_are_reported() -> None:
     plan, ours, theirs = _plan(), RecordedLaunch(GATHER, "dp"), RecordedLaunch(GATHER, "tp")
     call = GraphCall([ours, theirs], [0, 1, ~0, ~1])
     assert find_plan([plan], call) is plan

@@ -101,7 +101,7 @@ def test_step_has_no_races(case: Case) -> None:
 
 
 @cases
-def test_launches_and_waits_follow_the_plan(case: Case) -> None:
+def test_launches_and_waits_follow_plan(case: Case) -> None:
     recording = recording_of(case)
     assert recording.calls
     for run in recording.calls:
@@ -152,7 +152,7 @@ def too_many(ours: Counts, theirs: Counts) -> str:
 
 
 @cases
-def test_graphs_need_the_planned_memory(case: Case) -> None:
+def test_graphs_need_planned_memory(case: Case) -> None:
     recording = recording_of(case)
     assert [plan.graph for plan in recording.plans] == [GraphKind.FORWARD, GraphKind.BACKWARD]
     for plan, run in zip(recording.plans, recording.calls, strict=True):
@@ -174,7 +174,7 @@ def test_step_needs_no_more_memory_than_eager_fsdp2(case: Case) -> None:
     assert peak_bytes_of_step(recording.actions) <= peak_bytes_of_step(theirs.actions)
 
 
-def test_all_ranks_run_the_same_code() -> None:
+def test_all_ranks_run_same_code() -> None:
     first, last = (recording_of(Case("small_gpt", "ZeRO-3", rank=rank)) for rank in (0, 7))
     assert is_same_text(first.codes, last.codes)
 
@@ -207,7 +207,7 @@ def _last_wait(actions: Sequence[Action], stream: str, on: str) -> WaitEvent:
     return waits[-1]
 
 
-def test_collective_without_a_wait_is_a_race() -> None:
+def test_collective_without_wait_is_a_race() -> None:
     recording = recording_of(Case("small_gpt", "ZeRO-3"))
     start, stop = recording.calls[0].actions  # the forward graph: it uses its last gather
     wait = _last_wait(recording.actions[start:stop], COMPUTE, "nccl")
@@ -245,12 +245,12 @@ def _planted() -> Planted:
     return planted
 
 
-def test_kernels_that_a_gpu_refuses_have_errors() -> None:
+def test_kernels_unsupported_by_gpu_have_errors() -> None:
     fine, wrong, poor = _planted().kernel_errors
     assert not fine and "lode" in wrong and "bytes of shared memory" in poor
 
 
-def test_fp8_products_that_cublaslt_refuses_raise() -> None:
+def test_fp8_products_unsupported_by_cublaslt_raise() -> None:
     fine, row_major, odd, shifted = _planted().product_errors
     assert not fine
     assert "mat2 must be col_major" in row_major
@@ -262,7 +262,7 @@ def test_convolutions_return_cudnn_layout() -> None:
     assert _planted().channels_last == [False, True, True]
 
 
-def test_other_threads_do_not_see_the_device_of_kernels() -> None:
+def test_only_thread_that_runs_kernel_sees_meta_device() -> None:
     assert _planted().devices == ["meta", "cuda"]
 
 
@@ -273,7 +273,7 @@ def _split_into_kernels(action: Action) -> Action:
     return action
 
 
-def test_bucket_copy_of_many_kernels_is_found() -> None:
+def test_bucket_copy_with_many_kernels_is_reported() -> None:
     recording = recording_of(Case("small_gpt", "ZeRO-3"))
     outcome = _outcome(Case("small_gpt", "ZeRO-3"))
     assert outcome.unsharded
@@ -286,7 +286,7 @@ def test_bucket_copy_of_many_kernels_is_found() -> None:
     assert "besides copies" in too_many(cast, theirs)
 
 
-def test_unplanned_memory_is_found() -> None:
+def test_unplanned_memory_is_reported() -> None:
     recording = recording_of(Case("small_gpt", "ZeRO-3"))
     plan, run = recording.plans[0], recording.calls[0]
     needed = peak_bytes(recording.actions, run)
@@ -298,7 +298,7 @@ def test_unplanned_memory_is_found() -> None:
     assert not is_planned(plan, peak_bytes(actions, planted))
 
 
-def test_ranks_with_different_code_are_found() -> None:
+def test_ranks_with_different_code_are_reported() -> None:
     codes = recording_of(Case("small_gpt", "ZeRO-3")).codes
     launch = "torch.ops._c10d_functional.all_gather_into_tensor"
     assert launch in codes[0]

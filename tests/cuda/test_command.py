@@ -296,7 +296,9 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 in_one_process = pytest.mark.usefixtures("one_process")
 
 
-def test_report_on_model_that_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_on_valid_model_has_no_errors(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--device", "A100-40GB", "--world", "64", "--replicas", "2"]
     assert main(["check", f"{script}:wants_cuda_graphs", *options]) == 0
     text, warnings = capsys.readouterr()
@@ -337,7 +339,7 @@ def test_model_that_needs_too_much_memory_fails(
 
 
 @in_one_process
-def test_waits_of_the_host_are_counted(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_waits_are_counted(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{script}:copies_to_the_host"]) == 0
     assert "waits 2 times, for aten.copy_" in capsys.readouterr().out
 
@@ -355,7 +357,7 @@ def test_waits_of_the_host_are_counted(script: str, capsys: pytest.CaptureFixtur
         ("waits_between_graphs", "waits 1 times, for synchronize_stream\n"),
     ],
 )
-def test_copies_to_the_host_with_and_without_waits(
+def test_waits_for_copies_to_host_are_checked(
     script: str, capsys: pytest.CaptureFixture[str], function: str, expected: str
 ) -> None:
     status = main(["check", f"{script}:{function}"])
@@ -391,14 +393,16 @@ def test_each_of_two_graphs_is_compared_with_its_plan(
 
 
 @in_one_process
-def test_model_that_makes_a_constant_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_that_creates_a_constant_passes(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["check", f"{script}:makes_a_constant"]) == 0
     assert "errors       none" in capsys.readouterr().out
 
 
 @in_one_process
 @pytest.mark.parametrize(("function", "error"), ERRORS.items())
-def test_error_of_a_failing_script_is_reported(
+def test_error_of_failing_script_is_reported(
     script: str, capsys: pytest.CaptureFixture[str], function: str, error: str
 ) -> None:
     assert main(["check", f"{script}:{function}"]) == 1
@@ -418,7 +422,7 @@ def test_error_of_a_failing_script_is_reported(
         assert re.search(rf"^at +{file}:\d+: {re.escape(lines[function])}$", text, re.MULTILINE)
 
 
-def test_script_with_a_syntax_error_is_reported(
+def test_script_with_syntax_error_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"

@@ -21,7 +21,7 @@ def _plan(*arguments: str) -> int:
     return main(["plan", *arguments])
 
 
-def test_text_json_and_page_have_the_same_numbers(
+def test_text_json_and_page_have_same_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers, page = tmp_path / "plan.json", tmp_path / "plan.html"
@@ -48,7 +48,7 @@ def test_text_json_and_page_have_the_same_numbers(
         assert max(alive) == graph["predicted"]["peak_bytes"]
 
 
-def test_a_model_of_a_script_on_hardware_from_a_file(
+def test_plan_accepts_model_from_script_and_hardware_from_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "mine.py"
@@ -80,7 +80,7 @@ def test_a_model_of_a_script_on_hardware_from_a_file(
     assert error.startswith("error  RuntimeError: ") and "[4, 9] X [8, 8]" in error
 
 
-def test_names_on_the_hub_are_looked_up_in_its_cache(
+def test_hub_names_are_looked_up_in_cache(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import LlamaConfig
@@ -100,7 +100,7 @@ def test_names_on_the_hub_are_looked_up_in_its_cache(
     assert "(hf download mine/other config.json)" in capsys.readouterr().err
 
 
-def test_an_unknown_option_points_to_the_help_of_its_command(
+def test_error_for_unknown_option_points_to_help_of_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -169,7 +169,7 @@ def test_errors_are_one_sentence(
     assert more.startswith("more   ")
 
 
-def test_search_finds_the_fastest_recipe_that_fits(
+def test_search_finds_fastest_recipe_that_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page, options = tmp_path / "search.html", ["--gpus", "8", "--batch", "1x32", "--search"]
@@ -189,7 +189,7 @@ def test_search_finds_the_fastest_recipe_that_fits(
     assert microbatches == {"1": {"1 of 1"}, "2": {"1 of 2"}}
 
 
-def test_search_with_fixed_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_keeps_given_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpus", "16", "--batch", "1x32", "--device", "A100-40GB", "--search", "--tp", "2"]
     assert _plan(LLAMA, *options) == 0
     out = capsys.readouterr().out

@@ -16,7 +16,7 @@ def _workload(family: str) -> Workload:
     return find_workload(f"{family}:{SIZES},{LAYERS}", BatchShape(1, 16))
 
 
-def test_experts_are_split_and_their_exchanges_are_priced() -> None:
+def test_experts_are_split_and_their_all_to_alls_are_priced() -> None:
     result = forecast(_workload("mixtral"), Recipe(ep=4), cluster("H100", 32))
     assert "zero3, ep 4, bf16" in str(result)
     assert "equal numbers of tokens" in str(result)
@@ -36,7 +36,7 @@ def test_experts_are_split_and_their_exchanges_are_priced() -> None:
     assert "graphshard.backend(data_mesh(mesh), overrides=overrides(model, mesh)" in result.code()
 
 
-def test_models_and_recipes_that_expert_parallelism_refuses() -> None:
+def test_unsupported_models_and_recipes_are_refused() -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts whose parameters"):
         forecast(_workload("llama"), Recipe(ep=4), cluster("H100", 8))
     with pytest.raises(ValueError, match="ep=16: does not divide 8 experts"):

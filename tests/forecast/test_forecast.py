@@ -114,7 +114,7 @@ def test_invalid_clusters_are_refused(arguments: dict[str, object], error: str) 
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "hsdp:4", "hpz:2", "ddp"])
-def test_the_code_of_a_recipe_imports_all_that_it_uses(strategy: str) -> None:
+def test_recipe_code_imports_all_names_it_uses(strategy: str) -> None:
     recipe = Recipe(strategy, "bf16" if strategy == "ddp" else "fp8", recompute=True)
     part = Recipe(strategy, recompute=0.5, offload=strategy != "ddp", tp=2)
     recomputed = ["model.layers[:2]", "model[1].layers[:3]"]
@@ -139,7 +139,7 @@ def test_the_code_of_a_recipe_imports_all_that_it_uses(strategy: str) -> None:
         ("A10G", 1, ["bf16"], "A10G"),
     ],
 )
-def test_search_tries_the_precisions_of_the_device(
+def test_search_tries_precisions_of_device(
     device: str, tp: int, tried: list[str], obstacle: str
 ) -> None:
     refused: list[str] = []
@@ -172,7 +172,7 @@ def test_invalid_recipes_and_batches_are_refused() -> None:
         gigabytes("--budget", "lots")
 
 
-def test_shifted_changes_the_number_of_a_layer() -> None:
+def test_shifted_changes_layer_number() -> None:
     layers = Layers("model.layers")
     assert layers.shifted("model.layers.3.mlp.0.weight", 9) == "model.layers.12.mlp.0.weight"
     assert layers.shifted("model.norm.weight", 9) == "model.norm.weight"

@@ -35,7 +35,7 @@ def _of_a_stack(num_samples: int, length: int = 32) -> Workload:
     [(_of_llama, 0.0), (_of_a_stack, 1.0)],
     ids=["one layer", "recomputed layers"],
 )
-def test_formula_equals_the_bytes_of_static_traces(
+def test_formula_equals_bytes_of_static_traces(
     workload: Callable[..., Workload], recompute: float
 ) -> None:
     recipe, machine = Recipe(recompute=recompute), cluster("H100", gpus=2)
@@ -48,7 +48,7 @@ def test_formula_equals_the_bytes_of_static_traces(
         assert larger.saved == pytest.approx(saved, rel=1e-2)  # inputs and loss
 
 
-def test_formula_as_text_starts_with_the_highest_degree() -> None:
+def test_formula_text_starts_with_highest_degree() -> None:
     formula = 4 * SAMPLES * TOKENS**2 + sympy.Integer(92_100) * SAMPLES * TOKENS + 40
     text = "4 B x samples x tokens^2 + 92.1 KB x samples x tokens + 40 B"
     assert formula_text(formula) == text

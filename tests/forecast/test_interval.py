@@ -35,7 +35,7 @@ ROW = dataclasses.replace(
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "forecast_cpu.json"
 
 
-def test_intervals_match_the_measured_steps() -> None:
+def test_intervals_match_measured_steps() -> None:
     rows = Store.load(RESULTS).rows
     for shown, ratios in (
         (STEP_TIME[CALIBRATED], [row.time_ratio for row in rows]),
@@ -47,7 +47,7 @@ def test_intervals_match_the_measured_steps() -> None:
         )
 
 
-def test_the_interval_of_datasheets_matches_published_steps() -> None:
+def test_datasheet_interval_matches_published_steps() -> None:
     errors = STEP_TIME[DATASHEET]
     text = RESULTS.with_name("forecast.md").read_text()
     assert (
@@ -64,7 +64,7 @@ def test_an_interval_covers_nine_of_ten_and_the_median(ratios: list[float]) -> N
     assert errors.low in ratios and errors.high in ratios
 
 
-def test_a_forecast_has_the_interval_of_the_source_of_its_rates() -> None:
+def test_forecast_interval_depends_on_source_of_rates() -> None:
     traced = trace_stack(1, Recipe())
     workload = module_workload(nn.Identity(), (torch.zeros(64),))
     for source in (DATASHEET, CALIBRATED):
@@ -93,7 +93,7 @@ def test_hardware_files_state_device_type_and_source() -> None:
             Hardware.from_json(json.dumps(raw))
 
 
-def test_a_modelled_wire_is_priced_by_the_time_it_sleeps() -> None:
+def test_predicted_time_of_modelled_wire_equals_its_sleep() -> None:
     case = Case("GPT", 4, "4,1", "float32")
     for recipe in case.recipes:
         model = CostModel(machine_of(case, recipe, HARDWARE["cpu"]))
@@ -115,7 +115,7 @@ def test_measured_rows_are_stored(tmp_path: Path) -> None:
     assert [len(again.of_case(case)) for case in wanted] == [1, 0]
 
 
-def test_the_order_of_strategies_counts_only_if_times_differ() -> None:
+def test_order_of_strategies_counts_only_if_times_differ() -> None:
     def row(strategy: str, measured: float, predicted: float) -> Row:
         return dataclasses.replace(
             ROW, strategy=strategy, measured_ms=measured, predicted_ms=predicted

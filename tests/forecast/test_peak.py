@@ -40,7 +40,7 @@ def peaks(recorder: Any) -> list[int]:
 
 
 @pytest.mark.skipif(bool(process.obstacle()), reason=process.obstacle())
-def test_forecast_peaks_match_the_compiled_code() -> None:
+def test_forecast_peaks_match_compiled_code() -> None:
     measured = process.call("tests.forecast.test_peak:peaks", "H100")
     for recipe, needed in zip(RECIPES, measured, strict=True):
         traced = trace(_make, recipe.ranks(8), HARDWARE, recipe.traced_options())

@@ -14,7 +14,7 @@ from .test_trace import trace_stack
 
 
 @pytest.mark.parametrize("ranks", [Ranks(2, 4), Ranks(1, 4)])
-def test_a_step_adapted_to_a_mesh_equals_one_traced_for_it(ranks: Ranks) -> None:
+def test_adapted_step_equals_step_traced_for_mesh(ranks: Ranks) -> None:
     sharded = trace_stack(3, Recipe(), 8)
     strategy = "hsdp:4" if ranks.replicas > 1 else "zero3"
     traced = trace_stack(3, Recipe(strategy), ranks.replicas * ranks.shards)
@@ -31,7 +31,7 @@ def test_a_step_adapted_to_a_mesh_equals_one_traced_for_it(ranks: Ranks) -> None
             assert bool(mine.replicas) == bool(other.replicas)
 
 
-def test_fp8_scales_are_reduced_among_the_shards() -> None:
+def test_fp8_scales_are_reduced_over_shard_group() -> None:
     recipe = Recipe(dtype="fp8")
     made = on_mesh(trace_stack(3, recipe, 8), 8, Ranks(2, 4))
     traced = trace_stack(3, Recipe("hsdp:4", dtype="fp8"), 8)

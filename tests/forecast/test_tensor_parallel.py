@@ -38,7 +38,7 @@ def _trace(recipe: Recipe) -> TracedStep:
     )
 
 
-def test_shards_of_split_parameters() -> None:
+def test_split_parameters_are_sharded_over_data_ranks() -> None:
     whole, split = _trace(Recipe("hsdp:2")), _trace(RECIPE)
     assert RECIPE.ranks(8) == Ranks(replicas=2, shards=2, tp=2)
     assert split.held.num_params == whole.held.num_params
@@ -54,13 +54,13 @@ def test_shards_of_split_parameters() -> None:
             assert transfer.replica_stride == (4 if reduces else 1)
 
 
-def test_groups_of_an_earlier_trace_are_not_used() -> None:
+def test_groups_of_earlier_trace_are_not_used() -> None:
     # The meshes of both tensor-parallel axes are equal, but one group has another name.
     assert _trace(Recipe("zero3", tp=2)).graphs
     assert _trace(RECIPE).graphs
 
 
-def test_ranks_that_share_a_batch_count_its_tokens_once() -> None:
+def test_tokens_of_shared_batch_are_counted_once() -> None:
     workload = module_workload(nn.Identity(), (torch.zeros(64),))
     shown = forecast(workload, RECIPE, cluster("H100", 8), traced=_trace(RECIPE))
     assert shown.tokens == 4 * 64
@@ -72,7 +72,7 @@ def test_ranks_that_share_a_batch_count_its_tokens_once() -> None:
     assert 'graphshard.backend(mesh["replicate", "shard"], ' in shown.code()
 
 
-def test_a_llama_is_split_as_its_configuration_says() -> None:
+def test_llama_is_split_by_plan_in_its_config() -> None:
     workload = find_workload(f"qwen3:{SIZES},vocab_size=96,num_hidden_layers=1", BatchShape(1, 8))
     step = trace(
         lambda: workload.make(1),
@@ -91,7 +91,7 @@ def test_a_llama_is_split_as_its_configuration_says() -> None:
 
 
 @on_ranks(2)
-def test_loss_and_gradients_of_a_split_llama_are_those_of_the_whole_model() -> None:
+def test_loss_and_gradients_of_split_llama_match_whole_model() -> None:
     workload = find_workload(f"llama:{SIZES},vocab_size=96,num_hidden_layers=1", BatchShape(2, 8))
     torch.manual_seed(0)
     whole: Any = workload.make(1)[0]

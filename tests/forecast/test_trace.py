@@ -95,12 +95,12 @@ def assert_same_step(made: TracedStep, traced: TracedStep) -> None:
     ],
     ids=lambda recipe: f"{recipe.strategy} {recipe.dtype}",
 )
-def test_a_deepened_step_equals_the_traced_one(recipe: Recipe) -> None:
+def test_extrapolated_step_equals_traced_step(recipe: Recipe) -> None:
     short, longer, deep = (trace_stack(n, recipe) for n in (3, 4, 5))
     assert_same_step(deepen(short, longer, 2, Layers("blocks")), deep)
 
 
-def test_layers_of_two_kinds_deepen_to_the_traced_step() -> None:
+def test_extrapolated_step_with_two_kinds_of_layers_equals_traced_step() -> None:
     recipe = Recipe(recompute=0.5)
     workload = Workload("stack", lambda n: (Stack(n or 10), (_ids(),)), 64, num_layers=10)
     derived = trace_step(workload, recipe, cluster("H100", 8))
@@ -109,7 +109,7 @@ def test_layers_of_two_kinds_deepen_to_the_traced_step() -> None:
     assert_same_step(derived, trace_stack(10, recipe))
 
 
-def test_the_code_of_a_recipe_recomputes_the_same_layers() -> None:
+def test_recipe_code_recomputes_same_layers() -> None:
     recipe, by_hand, ours = Recipe(recompute=0.4), Stack(5), Stack(5)
     recompute_layers(ours, recipe.recompute)
     code = recipe.code(8, recomputed=recomputed_layers(by_hand, recipe.recompute))
@@ -122,7 +122,7 @@ def test_the_code_of_a_recipe_recomputes_the_same_layers() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp:4"])
-def test_on_host_equals_a_step_traced_with_offload(strategy: str) -> None:
+def test_on_host_equals_step_traced_with_offload(strategy: str) -> None:
     on_device = trace_stack(3, Recipe(strategy))
     assert_same_step(on_host(on_device), trace_stack(3, Recipe(strategy, offload=True)))
 
@@ -149,14 +149,14 @@ def test_offload_takes_host_memory_and_time() -> None:
     assert exposed == pytest.approx(2 * 1e6 * copied / slow.largest, rel=0.01)
 
 
-def test_a_single_rank_holds_its_parameters_during_backward() -> None:
+def test_single_rank_holds_its_parameters_during_backward() -> None:
     traced = trace_stack(3, Recipe(dtype="float32"), 1)
     backward = traced.graphs[1]
     assert not backward.problem.transfers and backward.input_bytes
     assert backward.problem.fixed_border_bytes[-1] == backward.input_bytes + traced.held.trained
 
 
-def test_layers_that_differ_do_not_deepen() -> None:
+def test_different_layers_are_not_extrapolated() -> None:
     def uneven(num_layers: int) -> TracedStep:
         model = Stack(num_layers)
         for i, block in enumerate(model.blocks):
@@ -174,7 +174,7 @@ def test_layers_that_differ_do_not_deepen() -> None:
     [Recipe(dtype="float32"), Recipe("hsdp:4", "float32"), Recipe(dtype="float32", offload=True)],
     ids=["zero3", "hsdp:4", "offload"],
 )
-def test_plans_equal_those_of_the_backend(recipe: Recipe) -> None:
+def test_plans_equal_plans_of_backend(recipe: Recipe) -> None:
     traced = trace_stack(2, recipe)
     planned = plan_step(traced, recipe, cluster("H100", 8))
     ranks = recipe.ranks(8)
@@ -193,7 +193,7 @@ def test_plans_equal_those_of_the_backend(recipe: Recipe) -> None:
         assert ours.plan.problem.fixed_border_bytes == theirs.problem.fixed_border_bytes
 
 
-def test_a_trace_has_no_side_effects() -> None:
+def test_trace_has_no_side_effects() -> None:
     model, before = Stack(2), torch.get_rng_state()
     kinds = {name: type(param) for name, param in model.named_parameters()}
     forecast = graphshard.plan(model, (_ids(),), graphshard.cluster("H100", 8))
@@ -236,7 +236,7 @@ def test_models_that_read_tensor_values_are_refused() -> None:
         graphshard.plan(Chooses(1), (_ids(),), graphshard.cluster("H100", 8))
 
 
-def test_a_budget_is_kept_and_changes_that_break_it_are_left_out() -> None:
+def test_plan_keeps_budget_and_omits_changes_that_exceed_it() -> None:
     machine, traced = cluster("H100", 8), trace_stack(4, Recipe())
     free = plan_step(traced, Recipe(), machine).memory
     tight = Recipe(budget_gb=free.allocated / 1e9)
@@ -248,7 +248,7 @@ def test_a_budget_is_kept_and_changes_that_break_it_are_left_out() -> None:
         plan_step(traced, Recipe(budget_gb=1e-5), machine)
 
 
-def test_searches_continue_after_recipes_that_exceed_the_budget() -> None:
+def test_search_continues_after_recipes_that_exceed_budget() -> None:
     def make_workload(size: int) -> Workload:
         ids = torch.zeros((size, 64), dtype=torch.int64)
         return Workload("stack", lambda n: (Stack(n or 2, 256), (ids,)), 64 * size)
@@ -273,7 +273,7 @@ def test_reductions_are_exchanged_on_request() -> None:
         assert ('reduce="exchange"' in recipe.code(8)) == (recipe.reduce == "exchange")
 
 
-def test_the_search_recomputes_as_few_layers_as_fit() -> None:
+def test_search_recomputes_as_few_layers_as_possible() -> None:
     def make_workload(size: int) -> Workload:
         ids = torch.zeros((size, 4096), dtype=torch.int64)
         return Workload("stack", lambda n: (Stack(n or 24, 1024), (ids,)), 4096, num_layers=24)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 GATHERS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE)
 
 
-def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy() -> None:
+def test_sharding_adds_one_kernel_per_bucket_copy() -> None:
     ours = on_one_rank("cuda", claims.profiled, "cuda", True)
     theirs = on_one_rank("cuda", claims.profiled, "cuda", False)
     collectives = sum(plan.count(kind) for plan in ours.plans for kind in GATHERS)
@@ -30,7 +30,7 @@ def test_kernels_are_those_of_an_unsharded_model_and_one_for_each_copy() -> None
     assert ours.kernels <= 1.01 * theirs.kernels + 3 * collectives
 
 
-def test_graphs_need_no_more_memory_than_their_plans_say() -> None:
+def test_graphs_need_no_more_memory_than_planned() -> None:
     found = on_one_rank("cuda", claims.peaks, "cuda")
     for measured, planned in found:
         # A kernel may overwrite its input, which saves one of eleven activations here.
@@ -41,7 +41,7 @@ def _offloaded() -> claims.Profiled:
     return claims.profiled("cuda", True, offload_policy=CPUOffloadPolicy())
 
 
-def test_the_host_waits_once_for_each_copy_of_gradients() -> None:
+def test_host_waits_once_for_each_copy_of_gradients() -> None:
     found = on_one_rank("cuda", _offloaded)
     copies = sum(plan.count(TransferKind.COPY_TO_HOST) for plan in found.plans)
     assert copies and found.waits == ("cudaEventSynchronize",) * copies
@@ -53,13 +53,13 @@ def _offload_activations() -> claims.Profiled:
     return claims.profiled("cuda", True, schedule=schedule)
 
 
-def test_the_host_does_not_wait_for_offloaded_activations() -> None:
+def test_host_does_not_wait_for_offloaded_activations() -> None:
     found = on_one_rank("cuda", _offload_activations)
     assert sum(plan.count(TransferKind.COPY_TO_HOST) for plan in found.plans)
     assert found.waits == ()
 
 
-def test_cuda_graphs_are_off_with_a_warning() -> None:
+def test_cuda_graphs_are_disabled_with_warning() -> None:
     found = on_one_rank("cuda", claims.warnings_about_cuda_graphs, "cuda")
     assert found and "run without CUDA graphs" in found[0]
 
@@ -68,7 +68,7 @@ def test_cuda_graphs_are_off_with_a_warning() -> None:
     not hasattr(inductor_config, "cudagraph_policy"),
     reason=f"torch {torch.__version__} has no CUDA graph policies",
 )
-def test_a_policy_of_the_user_is_asked_for_each_graph() -> None:
+def test_user_policy_is_asked_for_each_graph() -> None:
     found = on_one_rank("cuda", claims.graphs_that_a_policy_captures, "cuda")
     assert found == 2
 
@@ -78,7 +78,7 @@ def test_regions_do_not_change_losses() -> None:
     assert calls and error < 1e-4
 
 
-def test_a_start_with_saved_code_compiles_nothing(tmp_path: Path) -> None:
+def test_saved_code_avoids_compilation(tmp_path: Path) -> None:
     path = tmp_path / "compiled"
 
     def run(folder: str, function: Callable[..., Any]) -> Any:
@@ -91,6 +91,6 @@ def test_a_start_with_saved_code_compiles_nothing(tmp_path: Path) -> None:
     assert torch.equal(losses, saved) and misses == 0
 
 
-def test_buffers_of_an_offloaded_model_are_on_the_gpu() -> None:
+def test_buffers_of_offloaded_model_are_on_gpu() -> None:
     found = on_one_rank("cuda", claims.devices_of_an_offloaded_model, "cuda")
     assert found == ({"cpu"}, {"cuda"})

@@ -29,13 +29,13 @@ WARM_UP, STEPS = 3, 5
 DIM, LINEARS = 2048, 32  # 537 MB of parameters
 
 
-def test_agrees_with_torch_compile() -> None:
+def test_training_agrees_with_torch_compile() -> None:
     on_one_rank("cuda", agree, by_torch_compile, "cuda", "inductor")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
-def test_gradients_in_fp8(compiler: str, recipe: str) -> None:
+def test_fp8_gradients_have_direction_of_float32_gradients(compiler: str, recipe: str) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no fp8 matmuls")
     found = on_one_rank("cuda", cosines_in_fp8, "cuda", compiler, recipe)
@@ -62,7 +62,7 @@ def _memory_by_step(reshard_after_forward: bool) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_every_step_needs_the_same_memory(reshard_after_forward: bool) -> None:
+def test_every_step_needs_same_memory(reshard_after_forward: bool) -> None:
     memory = on_one_rank("cuda", _memory_by_step, reshard_after_forward)
     assert len(memory) == STEPS
     assert set(memory) == {memory[0]}, memory
@@ -114,7 +114,7 @@ def _steps_without_synchronization() -> None:
     torch.cuda.synchronize()
 
 
-def test_the_host_never_waits_for_the_gpu() -> None:
+def test_host_never_waits_for_gpu() -> None:
     on_one_rank("cuda", _steps_without_synchronization)
 
 
@@ -162,7 +162,7 @@ def _train_offloaded() -> None:
     assert offloaded.held < plain.held / 2
 
 
-def test_offloaded_shards() -> None:
+def test_offloaded_shards_are_in_pinned_memory() -> None:
     on_one_rank("cuda", _train_offloaded)
 
 
@@ -180,5 +180,5 @@ def _train_with_activations_on_the_host() -> None:
     assert offloaded.peak < 0.85 * plain.peak
 
 
-def test_activations_stay_on_the_host_until_backward() -> None:
+def test_activations_stay_on_host_until_backward() -> None:
     on_one_rank("cuda", _train_with_activations_on_the_host)

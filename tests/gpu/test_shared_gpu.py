@@ -28,7 +28,7 @@ def backend() -> str:
     pytest.skip(f"no backend supports several ranks on one GPU: {refusals}")
 
 
-def test_nccl_takes_several_ranks_on_one_gpu() -> None:
+def test_nccl_accepts_several_ranks_on_one_gpu() -> None:
     if reason := _refusal("nccl"):
         pytest.skip(f"NCCL refuses, so the tests below use gloo: {reason}")
 
@@ -38,7 +38,7 @@ def test_nccl_takes_several_ranks_on_one_gpu() -> None:
     ("world_size", "compiler"),
     [(2, "aot_eager"), (2, "inductor"), (3, "aot_eager"), (4, "inductor")],
 )
-def test_agrees_with_ddp(backend: str, world_size: int, compiler: str) -> None:
+def test_training_agrees_with_ddp(backend: str, world_size: int, compiler: str) -> None:
     losses = shared.run(world_size, backend, agree, by_ddp, "cuda", compiler)
     assert len({tuple(of_rank) for of_rank in losses}) == world_size  # batches differ by rank
 

@@ -43,13 +43,13 @@ def test_tensor_parallelism_agrees_with_fsdp2() -> None:
 
 @NEEDS_FP8
 @pytest.mark.low_precision
-def test_gradients_in_fp8() -> None:
+def test_fp8_gradients_have_direction_of_float32_gradients() -> None:
     [found] = ranks.run(1, cosines_in_fp8, "cpu", "aot_eager", "tensorwise")
     assert min(found) > MIN_COSINE
 
 
 @on_ranks(2)
-def test_trainer_trains() -> None:
+def test_trainer_steps_on_cpu() -> None:
     model = DeepMLP(16, 4)
     before = whole(next(model.parameters()))
     trainer = Trainer(model, "cpu", compiler="aot_eager", reshard_after_forward=False)
@@ -67,7 +67,7 @@ def _claims() -> None:
         assert claims.graphs_that_a_policy_captures("cpu") == 0
 
 
-def test_claims() -> None:
+def test_one_rank_helpers_run_on_cpu() -> None:
     on_one_rank("cpu", _claims)
 
 
@@ -77,7 +77,7 @@ def _claims_of_the_documentation() -> None:
     assert claims.devices_of_an_offloaded_model("cpu") == ({"cpu"}, {"cpu"})
 
 
-def test_claims_of_the_documentation(tmp_path: Path) -> None:
+def test_documentation_claims_run_on_cpu(tmp_path: Path) -> None:
     on_one_rank("cpu", _claims_of_the_documentation)
     path, runs = tmp_path / "compiled", []
     for folder, function in (("here", claims.save), ("there", claims.load)):
@@ -87,5 +87,5 @@ def test_claims_of_the_documentation(tmp_path: Path) -> None:
     assert torch.equal(losses, saved) and misses == 0
 
 
-def test_collectives_work() -> None:
+def test_collectives_run_over_gloo() -> None:
     ranks.run(2, collectives, "cpu")

@@ -15,7 +15,7 @@ from tests.graph.builder import Builder
 
 
 @pytest.mark.parametrize("saved", ["argmax", "argmin_1", "argsort", "arg1", "arg1_1", "primals"])
-def test_saved_activations_are_no_inputs_whatever_their_names(saved: str) -> None:
+def test_saved_activations_are_not_inputs_whatever_their_names(saved: str) -> None:
     builder = Builder("0")
     shard = builder.primal(4, 2)
     builder._placeholder(saved, (4,), torch.int64)
@@ -25,7 +25,7 @@ def test_saved_activations_are_no_inputs_whatever_their_names(saved: str) -> Non
     assert original_inputs(graph) == {shard: 0}
 
 
-def test_inputs_of_inference_are_counted_from_0() -> None:
+def test_inference_inputs_are_numbered_from_0() -> None:
     builder = Builder("0")
     first, second = (builder._placeholder(f"arg{i}_1", (4,), torch.float32) for i in range(2))
     graph = builder.module(first, second).graph

@@ -35,7 +35,7 @@ def _padded_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_plans_of_a_training_step(mesh: DeviceMesh, compiler: str) -> None:
+def test_training_step_has_forward_and_backward_plans(mesh: DeviceMesh, compiler: str) -> None:
     model, backend = MLP(), _backend(mesh, compiler)
     num_bytes, names = _padded_bytes(model), sorted(dict(model.named_parameters()))
     loss = torch.compile(model, backend=backend, fullgraph=True)(torch.ones(5, 7))
@@ -83,7 +83,7 @@ class WrappedFirst(nn.Module):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_parameter_names_are_right_after_a_tensor_subclass(mesh: DeviceMesh, compiler: str) -> None:
+def test_tensor_subclass_does_not_shift_parameter_names(mesh: DeviceMesh, compiler: str) -> None:
     model = WrappedFirst()
     backend = graphshard.backend(mesh, compiler=compiler, ignored_params=[model.frozen])
     torch.compile(model, backend=backend, fullgraph=True)(torch.ones(5, 7)).backward()
@@ -91,7 +91,7 @@ def test_parameter_names_are_right_after_a_tensor_subclass(mesh: DeviceMesh, com
         assert sorted(param.fqn for param in plan.params) == ["trained.bias", "trained.weight"]
 
 
-def test_a_tied_weight_is_one_parameter_of_a_plan(mesh: DeviceMesh) -> None:
+def test_tied_weight_is_one_parameter_in_plan(mesh: DeviceMesh) -> None:
     backend = _backend(mesh)
     ids = GPT.batch(torch.Generator())
     torch.compile(GPT(), backend=backend, fullgraph=True)(ids).backward()
@@ -111,7 +111,7 @@ def test_gradients_of_scalars_are_all_reduced(mesh: DeviceMesh) -> None:
     assert backend.plans[1].num_bytes(TransferKind.ALL_REDUCE) == 4
 
 
-def test_evaluation_has_a_plan_of_its_own(mesh: DeviceMesh) -> None:
+def test_evaluation_has_its_own_plan(mesh: DeviceMesh) -> None:
     backend = _backend(mesh)
     compiled = torch.compile(MLP(), backend=backend)
     with torch.no_grad():
@@ -121,14 +121,14 @@ def test_evaluation_has_a_plan_of_its_own(mesh: DeviceMesh) -> None:
     assert [plan.graph for plan in backend.plans] == ["inference", "forward", "backward"]
 
 
-def test_no_plans_before_a_compile(mesh: DeviceMesh) -> None:
+def test_backend_has_no_plans_before_compilation(mesh: DeviceMesh) -> None:
     backend = _backend(mesh)
     assert backend.plans == []
     assert "no graph" in backend.summary()
     assert not any(backend.metrics().values())
 
 
-def test_the_summary_counts_parameters_and_bytes(mesh: DeviceMesh) -> None:
+def test_summary_counts_parameters_and_bytes(mesh: DeviceMesh) -> None:
     model, backend = MLP(), _backend(mesh)
     num_params, num_bytes = len(list(model.parameters())), _padded_bytes(model)
     torch.compile(model, backend=backend)(torch.ones(5, 7)).backward()
@@ -143,7 +143,7 @@ def test_the_summary_counts_parameters_and_bytes(mesh: DeviceMesh) -> None:
         assert float(row[4]) == pytest.approx(num_bytes / 1e6, abs=1e-3)
 
 
-def test_metrics_are_those_of_the_plans(mesh: DeviceMesh) -> None:
+def test_metrics_match_plans(mesh: DeviceMesh) -> None:
     backend = _backend(mesh)
     compiled = torch.compile(MLP(), backend=backend)
     compiled(torch.ones(5, 7)).backward()
@@ -168,7 +168,7 @@ def test_metrics_are_those_of_the_plans(mesh: DeviceMesh) -> None:
     assert repr(backend) == "<graphshard.Backend: ZeRO-3 over 8 ranks, 4 graphs compiled>"
 
 
-def test_a_failed_compile_keeps_its_number_and_its_dumps(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_failed_compilation_keeps_its_number_and_dumps(mesh: DeviceMesh, tmp_path: Path) -> None:
     model = MLP()
     backend = graphshard.backend(mesh, compiler="aot_eager", dump=tmp_path)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -214,7 +214,7 @@ class _Calls(nn.Linear):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_an_operator_without_tensors_runs(mesh: DeviceMesh, compiler: str) -> None:
+def test_operator_without_tensors_runs(mesh: DeviceMesh, compiler: str) -> None:
     # For example ``torch.cuda.synchronize``.
     _calls.clear()
     model = torch.compile(_Calls(7, 3), backend=_backend(mesh, compiler), fullgraph=True)

@@ -37,7 +37,7 @@ def _copied(body: str) -> list[list[str]]:
     return copied
 
 
-def test_a_bucket_is_copied_in_by_one_call(mesh: DeviceMesh) -> None:
+def test_bucket_is_copied_in_by_one_call(mesh: DeviceMesh) -> None:
     schedule = graphshard.SchedulePolicy(bucket_cap_mb=4 * DIM * DIM * 4 / 1e6)
     backend = graphshard.backend(mesh, mp_policy=POLICY, schedule=schedule)
     model = torch.compile(Deep(), backend=backend, fullgraph=True)
@@ -59,7 +59,7 @@ def test_a_bucket_is_copied_in_by_one_call(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunk_cat_packs_gradients_like_copies(dtype: torch.dtype) -> None:
+def test_chunk_cat_matches_packing_by_copies(dtype: torch.dtype) -> None:
     # CUDA packs a bucket with one kernel, CPUs with copies; the kernel also runs on CPUs.
     world = 4
     shapes = [(8, 3), (5,), (1, 2, 2), (9, 2), (3, 0)]
@@ -73,7 +73,7 @@ def test_chunk_cat_packs_gradients_like_copies(dtype: torch.dtype) -> None:
     assert torch.equal(packed.view(-1), expected)
 
 
-def test_num_kernels_counts_copies_like_cuda() -> None:
+def test_num_kernels_matches_cuda_for_copies() -> None:
     aten = torch.ops.aten
     ours, theirs = [torch.zeros(4, 3) for _ in range(3)], [torch.ones(4, 3) for _ in range(3)]
     copy = aten._foreach_copy_.default

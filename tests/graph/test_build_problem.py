@@ -33,7 +33,7 @@ def _normalize(graph: fx.Graph) -> None:
     normalize(graph.owning_module, CONTEXT)
 
 
-def test_normalize_moves_gathers_to_the_first_use(group: str) -> None:
+def test_normalize_moves_gathers_to_first_use(group: str) -> None:
     graph = _two_layers(group)
     assert targets(graph) == [unshard, unshard, t, mul, mul]
     for _ in range(2):
@@ -41,7 +41,7 @@ def test_normalize_moves_gathers_to_the_first_use(group: str) -> None:
         assert targets(graph) == [unshard, mul, unshard, t, mul]
 
 
-def test_normalize_adds_the_value_of_a_random_op_without_inputs(group: str) -> None:
+def test_normalize_adds_value_of_random_op_without_inputs(group: str) -> None:
     # AOTAutograd stores no value for an operator wrapped in ``run_and_save_rng_state``.
     build = Builder(group)
     x = build.primal(8, 8)
@@ -55,7 +55,7 @@ def test_normalize_adds_the_value_of_a_random_op_without_inputs(group: str) -> N
     build_problem(build.graph, GraphKind.FORWARD, CostModel(HARDWARE["cpu"]), {})
 
 
-def test_build_problem_leaves_the_graph_unchanged(group: str) -> None:
+def test_build_problem_leaves_graph_unchanged(group: str) -> None:
     graph = _two_layers(group)
     _normalize(graph)
     before = str(graph)
@@ -90,7 +90,7 @@ def _problem(build: Builder) -> Problem:
     return build_problem(build.graph, GraphKind.FORWARD, CostModel(HARDWARE["cpu"]), {}).problem
 
 
-def test_between_steps_only_values_used_later_are_alive(group: str) -> None:
+def test_only_values_used_later_are_alive_between_steps(group: str) -> None:
     build = Builder(group)
     x = build.primal(64, 64)
     first = build.call(MM, x, x)
@@ -104,7 +104,7 @@ def test_between_steps_only_values_used_later_are_alive(group: str) -> None:
     assert list(graph.fixed_border_bytes) == [SIZE + shard, 2 * SIZE + shard, 2 * SIZE + shard]
 
 
-def test_a_parameter_is_freed_after_its_last_use_in_a_step(group: str) -> None:
+def test_parameter_is_freed_after_its_last_use_in_step(group: str) -> None:
     # The second product reuses the memory of the parameter.
     build = Builder(group)
     x = build.primal(64, 64)
@@ -113,7 +113,7 @@ def test_a_parameter_is_freed_after_its_last_use_in_a_step(group: str) -> None:
     assert _problem(build).fixed_bytes == (2 * SIZE + SIZE // 8,)
 
 
-def test_each_result_of_an_operator_is_freed_after_its_last_use(group: str) -> None:
+def test_each_operator_result_is_freed_after_its_last_use(group: str) -> None:
     # Nothing reads the indices that the operator also returns.
     build = Builder(group)
     both = build.call(torch.ops.aten.sort.default, build.primal(64, 64))
@@ -124,7 +124,7 @@ def test_each_result_of_an_operator_is_freed_after_its_last_use(group: str) -> N
     assert graph.fixed_border_bytes == (SIZE, 2 * SIZE)
 
 
-def test_a_saved_parameter_is_held_with_its_padding(group: str) -> None:
+def test_saved_parameter_bytes_include_padding(group: str) -> None:
     # A parameter of five rows is padded to eight, one row per rank.
     forward, backward = Builder(group), Builder(group)
     saved = forward.call(t, forward.unshard(forward.primal(1, 64), 5))
@@ -139,7 +139,7 @@ def test_a_saved_parameter_is_held_with_its_padding(group: str) -> None:
     assert problem.fixed_border_bytes[0] == SIZE + 64 * 8 * 4
 
 
-def test_inputs_and_results_of_a_fused_kernel_are_alive_at_once(group: str) -> None:
+def test_inputs_and_results_of_fused_kernel_are_alive_at_once(group: str) -> None:
     # The kernel reads the product and writes the result: both are alive while it runs.
     build = Builder(group)
     x = build.primal(64, 64)
@@ -148,7 +148,7 @@ def test_inputs_and_results_of_a_fused_kernel_are_alive_at_once(group: str) -> N
     assert _problem(build).fixed_bytes == (3 * SIZE,)
 
 
-def test_kernels_delayed_by_a_late_matmul_run_within_the_graph(group: str) -> None:
+def test_kernels_delayed_by_late_matmul_run_before_graph_ends(group: str) -> None:
     # One kernel needs the second product, which is computed late; two more read its results.
     build = Builder(group)
     x = build.primal(64, 64)
@@ -161,7 +161,7 @@ def test_kernels_delayed_by_a_late_matmul_run_within_the_graph(group: str) -> No
     assert graph.fixed_bytes[0] >= 3 * SIZE and graph.fixed_border_bytes[-1] == 2 * SIZE + 64 * 4
 
 
-def test_a_replicated_parameter_in_another_dtype_is_a_copy(group: str) -> None:
+def test_replicated_parameter_in_another_dtype_is_a_copy(group: str) -> None:
     build = Builder(group)
     x = build.primal(64, 64, dtype=torch.bfloat16)
     weight = build.primal(64, 64)
@@ -173,7 +173,7 @@ def test_a_replicated_parameter_in_another_dtype_is_a_copy(group: str) -> None:
     assert list(graph.fixed_border_bytes) == [SIZE // 2 + SIZE, SIZE // 2 + SIZE + SIZE // 2]
 
 
-def test_an_expanded_tensor_takes_the_memory_of_one_element(group: str) -> None:
+def test_expanded_tensor_takes_memory_of_one_element(group: str) -> None:
     build = Builder(group)
     x = build.primal(64, 64)
     key = build.primal(64, 64)

@@ -25,14 +25,14 @@ def _sources_on_disk() -> set[str]:
     }
 
 
-def test_every_source_file_is_part_of_the_key() -> None:
+def test_every_source_file_is_in_key() -> None:
     files = {os.path.realpath(path) for path in settings.source_files()}
     assert files == _sources_on_disk()
     assert {Path(path).parent.name for path in files} >= {"ops", "planning", "passes", "_torch"}
 
 
 @pytest.mark.parametrize("position", range(0, len(settings.source_files()), 7))
-def test_a_changed_file_changes_the_key(
+def test_changed_file_changes_key(
     position: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = graphshard.SchedulePolicy()
@@ -59,7 +59,7 @@ def _memory_budget() -> AbstractContextManager[object]:
     return torch._functorch.config.patch(activation_memory_budget=0.5)
 
 
-def test_everything_baked_into_a_graph_changes_the_key(group: str) -> None:
+def test_everything_baked_into_graph_changes_key(group: str) -> None:
     cpu, x = torch.device("cpu"), torch.ones(4, 3)
     text = baked_in([x, 5], [group], cpu, {})
     assert f"group {group}: 8 ranks, stride 1" in text and "fake" in text

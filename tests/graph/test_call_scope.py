@@ -73,7 +73,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, _compiled])
-def test_a_scope_lives_as_long_as_the_call_of_a_part(wrap: Callable[..., Any]) -> None:
+def test_scope_lives_as_long_as_call_of_part(wrap: Callable[..., Any]) -> None:
     calls = _Calls()
     model = wrap(_Model(calls))
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_a_scope_lives_as_long_as_the_call_of_a_part(wrap: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("hooks", [False, True])
-def test_a_compiled_part_has_the_scope_of_its_call(hooks: bool) -> None:
+def test_compiled_part_has_scope_of_its_call(hooks: bool) -> None:
     calls = _Calls()
     part = _Part(calls)
     if hooks:
@@ -95,7 +95,7 @@ def test_a_compiled_part_has_the_scope_of_its_call(hooks: bool) -> None:
     assert calls.alive() == [False] * 2
 
 
-def test_a_compiled_function_has_its_own_scope() -> None:
+def test_compiled_function_has_its_own_scope() -> None:
     calls = _Calls()
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_a_compiled_function_has_its_own_scope() -> None:
     assert calls.alive() == [False] * 2
 
 
-def test_an_error_ends_the_scope() -> None:
+def test_error_ends_scope() -> None:
     calls = _Calls()
     part = _Part(calls)
     with pytest.raises(AssertionError):
@@ -122,7 +122,7 @@ def test_an_error_ends_the_scope() -> None:
     assert calls.found == [False, False, True]
 
 
-def test_there_is_no_scope_outside_of_a_call() -> None:
+def test_read_outside_of_call_has_no_scope() -> None:
     assert call_scope(lambda module: True) is None
     calls = _Calls()
     _Part(calls)(torch.ones(3))
@@ -140,7 +140,7 @@ def test_other_modules_have_no_scope() -> None:
     assert scopes == [None]
 
 
-def test_a_bare_forward_and_a_recomputation_get_a_new_scope() -> None:
+def test_bare_forward_and_recomputation_get_new_scopes() -> None:
     calls = _Calls()
     _Part(calls).forward(torch.ones(3))
     assert calls.found == [False, False]
@@ -155,7 +155,7 @@ def test_a_bare_forward_and_a_recomputation_get_a_new_scope() -> None:
     assert scopes == [{}, {}]
 
 
-def test_frames_of_a_compiled_call_have_the_expected_names() -> None:
+def test_frames_of_compiled_call_have_expected_names() -> None:
     seen: list[tuple[nn.Module | None, Any, bool]] = []
 
     @torch.compiler.disable

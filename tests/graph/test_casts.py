@@ -25,7 +25,7 @@ def _cast(build: Builder, node: fx.Node, dtype: torch.dtype, op: Any = convert) 
 
 
 @pytest.mark.parametrize("op", [convert, to_copy])
-def test_a_parameter_is_gathered_in_the_dtype_of_its_uses(group: str, op: Any) -> None:
+def test_parameter_is_gathered_in_dtype_of_its_uses(group: str, op: Any) -> None:
     build = Builder(group)
     full = build.unshard(build.primal(2, 3), 13)
     gm = build.module(build.call(mul, *(_cast(build, full, BF16, op) for _ in range(2))))
@@ -43,7 +43,7 @@ def test_a_parameter_is_gathered_in_the_dtype_of_its_uses(group: str, op: Any) -
     assert plan.params[0].dtype == "torch.float32"
 
 
-def test_a_replicated_parameter_is_cast_once(group: str) -> None:
+def test_replicated_parameter_is_cast_once(group: str) -> None:
     build = Builder(group)
     gm = build.module(_cast(build, build.replicate(build.primal()), BF16))
     run(cast_before_gather, gm)
@@ -61,7 +61,7 @@ def test_a_replicated_parameter_is_cast_once(group: str) -> None:
         ((torch.int32, None), None),
     ],
 )
-def test_a_parameter_without_a_common_narrower_dtype_is_not_cast(
+def test_parameter_without_common_narrower_dtype_is_not_cast(
     group: str, dtypes: tuple[torch.dtype | None, ...], reason: str | None
 ) -> None:
     build = Builder(group)
@@ -77,7 +77,7 @@ def test_a_parameter_without_a_common_narrower_dtype_is_not_cast(
 
 
 @pytest.mark.parametrize(("reduce_dtype", "reduced"), [(None, FP32), (BF16, BF16), (FP32, FP32)])
-def test_an_upcast_of_a_gradient_becomes_part_of_the_packing(
+def test_upcast_of_gradient_becomes_part_of_packing(
     group: str, reduce_dtype: torch.dtype | None, reduced: torch.dtype
 ) -> None:
     build = Builder(group)
@@ -96,7 +96,7 @@ def test_an_upcast_of_a_gradient_becomes_part_of_the_packing(
     assert transfer.casts == (reduced is FP32)
 
 
-def test_a_rounded_or_summed_gradient_is_left_unchanged(group: str) -> None:
+def test_rounded_or_summed_gradient_is_left_unchanged(group: str) -> None:
     # Rounding changes values, and only one term of the sum is cast.
     build = Builder(group)
     grad = build.tangent(13, 3)
@@ -110,7 +110,7 @@ def test_a_rounded_or_summed_gradient_is_left_unchanged(group: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 13])
-def test_a_bucket_is_cast_padded_and_packed_at_once(group: str, rows: int) -> None:
+def test_bucket_is_cast_padded_and_packed_at_once(group: str, rows: int) -> None:
     build = Builder(group)
     grads = [_cast(build, build.tangent(rows, 3), BF16) for _ in range(3)]
     gm = build.module(*(build.reduce(g, reduce_dtype=FP32, result_dtype=FP32) for g in grads))

@@ -69,7 +69,7 @@ def _gathered(backend: graphshard.Backend, kind: GraphKind) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_less_is_saved_where_memory_is_tight(compiler: str, mesh: DeviceMesh) -> None:
+def test_auto_saves_less_if_memory_is_tight(compiler: str, mesh: DeviceMesh) -> None:
     ample = _train(mesh, memory_budget_gb=AMPLE_GB, compiler=compiler)
     assert _taken(ample) == ["100%", "all"]
     assert not _gathered(ample, GraphKind.BACKWARD)
@@ -81,13 +81,13 @@ def test_less_is_saved_where_memory_is_tight(compiler: str, mesh: DeviceMesh) ->
     assert "refused: " in tight.summary()
 
 
-def test_an_error_if_nothing_fits(mesh: DeviceMesh) -> None:
+def test_auto_raises_if_nothing_fits(mesh: DeviceMesh) -> None:
     with pytest.raises(Exception, match="no strategy that auto=True tries fits") as caught:
         _train(mesh, memory_budget_gb=FULL_GB)
     assert "0%" in str(caught.value) and "refused: forward needs" in str(caught.value)
 
 
-def test_explicit_settings_are_not_overridden(mesh: DeviceMesh) -> None:
+def test_auto_keeps_explicit_settings(mesh: DeviceMesh) -> None:
     # All activations are saved; one layer is gathered again from all ranks, another from two.
     overrides = {
         "layers.1": {"reshard_after_forward": True},
@@ -106,14 +106,14 @@ def test_explicit_settings_are_not_overridden(mesh: DeviceMesh) -> None:
     assert _gathered(backend, GraphKind.BACKWARD) == {"layers.1.weight": 8, "layers.2.weight": 2}
 
 
-def test_a_cpu_needs_a_budget(mesh: DeviceMesh) -> None:
+def test_auto_on_cpu_requires_budget(mesh: DeviceMesh) -> None:
     with pytest.raises(
         Exception, match=r"auto=True: device 'cpu' does not report .* also set schedule"
     ):
         _train(mesh)
 
 
-def test_evaluation_saves_nothing(mesh: DeviceMesh) -> None:
+def test_auto_chooses_nothing_for_evaluation(mesh: DeviceMesh) -> None:
     schedule = graphshard.SchedulePolicy(auto=True, memory_budget_gb=AMPLE_GB)
     backend = graphshard.backend(mesh, schedule=schedule, compiler="aot_eager")
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_evaluation_saves_nothing(mesh: DeviceMesh) -> None:
     assert "chosen" not in backend.summary()
 
 
-def test_a_trace_without_backward_does_not_decide_for_training(mesh: DeviceMesh) -> None:
+def test_choice_for_training_ignores_trace_without_backward(mesh: DeviceMesh) -> None:
     # The first graph has no backward, though gradients are enabled.
     schedule = graphshard.SchedulePolicy(auto=True, memory_budget_gb=AMPLE_GB)
     backend = graphshard.backend(mesh, schedule=schedule, compiler="aot_eager")
@@ -138,7 +138,7 @@ def test_a_trace_without_backward_does_not_decide_for_training(mesh: DeviceMesh)
     assert len(_taken(backend)) == 2
 
 
-def test_the_tried_strategies_are_in_the_dump_folder(
+def test_tried_strategies_are_dumped(
     mesh: DeviceMesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = _train(mesh, memory_budget_gb=AMPLE_GB, dump=tmp_path)
@@ -150,7 +150,7 @@ def test_the_tried_strategies_are_in_the_dump_folder(
     assert capsys.readouterr().out == f"{backend.summary()}\n"
 
 
-def test_free_gpu_memory_is_rounded_to_be_equal_after_a_restart(
+def test_free_gpu_memory_is_rounded_to_be_equal_after_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Free memory is part of cache keys; two optimizer states per parameter are subtracted.

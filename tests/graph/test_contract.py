@@ -14,14 +14,14 @@ def test_each_fact_is_provided_and_required() -> None:
     assert {fact for one in PIPELINE for fact in one.requires} == {*Fact}
 
 
-def test_a_pass_before_what_it_requires_is_refused() -> None:
+def test_pass_before_its_requirements_is_refused() -> None:
     message = "pass reshard requires .*what backward gathers again.* in graphs for training"
     early = Pass(reshard, Stage.JOINT, requires=(Fact.GATHERS_KNOWN,))
     with pytest.raises(ValueError, match=message):
         ordered(early, *(one for one in PIPELINE if one.stage != Stage.TRACED))
 
 
-def test_a_pass_after_a_later_stage_is_refused() -> None:
+def test_pass_after_later_stage_is_refused() -> None:
     message = (
         "pass reshard of stage joint comes after pass share_regions of the later stage lowered"
     )
@@ -29,12 +29,12 @@ def test_a_pass_after_a_later_stage_is_refused() -> None:
         ordered(*PIPELINE, Pass(reshard, Stage.JOINT))
 
 
-def test_a_graph_for_training_has_its_dtypes_from_the_joint_graph() -> None:
+def test_training_graph_gets_dtypes_from_joint_graph() -> None:
     final = [one.name for one in PIPELINE if one.stage == Stage.FINAL and one.runs(CONTEXT)]
     assert final == ["merge_markers", "normalize"]
 
 
-def test_an_inference_graph_gets_no_facts_from_the_joint_graph() -> None:
+def test_inference_graph_gets_no_facts_from_joint_graph() -> None:
     passes = [one for one in PIPELINE if one.stage != Stage.FINAL or one.name != "gather_float8"]
     with pytest.raises(ValueError, match=r"pass elide_single_rank_collectives requires .*dtype"):
         ordered(*passes)

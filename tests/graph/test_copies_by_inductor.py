@@ -61,7 +61,7 @@ def _permuted(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("fn", [_in_place, _reused, _permuted])
-def test_the_source_of_a_copy_is_not_overwritten(
+def test_inductor_does_not_overwrite_source_of_copy(
     fn: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_copy, "_launch_copies", _launch_late)

@@ -147,19 +147,19 @@ def test_kernels_in_one_file_do_not_clash(before: str, num_files: int, tmp_path:
     assert _run(sources, tmp_path) == ([0.0, 1.0, 2.0], num_files)
 
 
-def test_each_kernel_has_a_file_if_there_is_one_thread(tmp_path: Path) -> None:
+def test_each_kernel_has_its_own_file_with_one_thread(tmp_path: Path) -> None:
     assert _run([_kernel(number) for number in range(3)], tmp_path, 1)[1] == 3
 
 
-def test_a_graph_may_have_equal_kernels(tmp_path: Path) -> None:
+def test_graph_may_have_equal_kernels(tmp_path: Path) -> None:
     assert _run([_kernel(1), _kernel(1), _kernel(2)], tmp_path)[0] == [1.0, 1.0, 2.0]
 
 
-def test_a_graph_without_kernels_waits_for_nothing(tmp_path: Path) -> None:
+def test_graph_without_kernels_waits_for_nothing(tmp_path: Path) -> None:
     assert _run([], tmp_path) == ([], 0)
 
 
-def test_an_error_shows_only_the_code_of_its_kernel(tmp_path: Path) -> None:
+def test_error_shows_only_code_of_its_kernel(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="C\\+\\+ compile error") as raised:
         _run([_kernel(1), HEADER + 'extern "C" void kernel(float* x) { y; }'], tmp_path)
     assert "namespace graphshard" not in Path(raised.value.cmd[1]).read_text()  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ def test_other_threads_are_not_affected(tmp_path: Path) -> None:
     torch.testing.assert_close(result, torch.ones(8).sin())
 
 
-def test_an_error_restores_inductor() -> None:
+def test_error_restores_inductor() -> None:
     before = async_compile.AsyncCompile
     with pytest.raises(RuntimeError, match="in the middle"), few_cpp_files(1):
         async_compile.AsyncCompile().wait({})

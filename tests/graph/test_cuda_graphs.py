@@ -13,14 +13,14 @@ from graphshard._torch.inductor import mode_options, without_cuda_graphs
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_a_mode_loses_only_its_cuda_graphs(mode: str) -> None:
+def test_mode_loses_only_its_cuda_graphs(mode: str) -> None:
     asked = mode_options(mode)
     with pytest.warns(UserWarning, match="run without CUDA graphs.*max-autotune-no-cudagraphs"):
         assert without_cuda_graphs(asked, {}) == {**asked, "triton.cudagraphs": False}
 
 
 @pytest.mark.parametrize("mode", [None, "default", "max-autotune-no-cudagraphs"])
-def test_other_modes_are_kept_without_a_warning(mode: str | None) -> None:
+def test_other_modes_are_kept_without_warning(mode: str | None) -> None:
     asked = mode_options(mode)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -28,13 +28,13 @@ def test_other_modes_are_kept_without_a_warning(mode: str | None) -> None:
 
 
 @pytest.mark.skipif(not hasattr(config, "cudagraph_policy"), reason="needs cudagraph_policy")
-def test_a_custom_cudagraph_policy_is_kept() -> None:
+def test_custom_cudagraph_policy_is_kept() -> None:
     asked = {"triton.cudagraphs": True, "cudagraph_policy": object()}
     assert without_cuda_graphs(asked, {}) == asked
 
 
 @pytest.mark.skipif(not hasattr(inductor, "_CudagraphAnnotation"), reason="needs torch 2.13")
-def test_an_annotation_in_the_model_is_dropped_with_a_warning() -> None:
+def test_annotation_in_model_is_dropped_with_warning() -> None:
     override: Any = inductor._CudagraphAnnotation  # type: ignore[attr-defined]
     for fwd, bwd in [(True, True), (True, False)]:
         meta = {"cudagraph_annotation": override(fwd=fwd, bwd=bwd)}

@@ -9,7 +9,7 @@ from graphshard.passes.dedup import merge_markers
 from tests.graph.builder import Builder, add, count, mul, output, run
 
 
-def test_two_reads_of_a_parameter_gather_once(group: str) -> None:
+def test_two_reads_of_parameter_gather_once(group: str) -> None:
     build = Builder(group)
     shard = build.primal(2, 3)
     gm = build.module(build.call(mul, build.unshard(shard, 13), build.unshard(shard, 13)))
@@ -20,7 +20,7 @@ def test_two_reads_of_a_parameter_gather_once(group: str) -> None:
     assert left is right
 
 
-def test_two_reads_of_a_scalar_are_merged(group: str) -> None:
+def test_two_reads_of_scalar_are_merged(group: str) -> None:
     build = Builder(group)
     shard = build.primal()
     gm = build.module(build.call(mul, build.replicate(shard), build.replicate(shard)))
@@ -28,7 +28,7 @@ def test_two_reads_of_a_scalar_are_merged(group: str) -> None:
     assert count(gm.graph, markers.replicate) == 1
 
 
-def test_different_parameters_stay_apart(group: str) -> None:
+def test_different_parameters_are_not_merged(group: str) -> None:
     build = Builder(group)
     reads = [build.unshard(build.primal(2, 3), 13) for _ in range(2)]
     gm = build.module(build.call(mul, *reads))
@@ -66,7 +66,7 @@ def test_gradients_of_all_uses_are_reduced_once(
     assert reduced.args[0].meta["val"].shape == (13, 3)  # type: ignore[union-attr]
 
 
-def test_gradients_of_a_replicated_parameter_are_reduced_once(group: str) -> None:
+def test_gradients_of_replicated_parameter_are_reduced_once(group: str) -> None:
     build = Builder(group)
     reduced = [build.all_reduce(build.tangent()) for _ in range(2)]
     gm = build.module(build.call(add, *reduced))
@@ -74,7 +74,7 @@ def test_gradients_of_a_replicated_parameter_are_reduced_once(group: str) -> Non
     assert count(gm.graph, markers.all_reduce_grad) == 1
 
 
-def test_a_reduction_with_another_use_stays(group: str) -> None:
+def test_reduction_with_another_use_is_kept(group: str) -> None:
     build = Builder(group)
     first, second = (build.reduce(build.tangent(13, 3)) for _ in range(2))
     gm = build.module(build.call(add, first, second), first)
@@ -83,7 +83,7 @@ def test_a_reduction_with_another_use_stays(group: str) -> None:
     assert count(gm.graph, markers.reduce_grad) == 2
 
 
-def test_a_reduction_plus_something_else_stays(group: str) -> None:
+def test_sum_of_reduction_and_other_value_is_kept(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.call(add, build.reduce(build.tangent(13, 3)), build.tangent(2, 3)))
     run(merge_markers, gm)

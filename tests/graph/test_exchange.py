@@ -53,7 +53,9 @@ def test_exchange_sends_half_the_bytes(mesh: DeviceMesh, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=["shard", "replicate and shard"])
-def test_auto_exchanges_what_is_faster(mesh: DeviceMesh, tmp_path: Path, shape: Any) -> None:
+def test_auto_exchanges_gradients_if_that_is_faster(
+    mesh: DeviceMesh, tmp_path: Path, shape: Any
+) -> None:
     mesh = init_device_mesh("cpu", shape)
     # The first machine has links without latency: all buckets are bound by their bytes.
     table, path = HARDWARE["H100"], tmp_path / "machine.json"
@@ -74,9 +76,7 @@ def _slow(bus: Mapping[str, Rate]) -> dict[str, Rate]:
     return {name: dataclasses.replace(rate, peak=1e6) for name, rate in bus.items()}
 
 
-def test_gradients_of_the_reduction_dtype_are_not_exchanged(
-    mesh: DeviceMesh, tmp_path: Path
-) -> None:
+def test_gradients_in_reduction_dtype_are_not_exchanged(mesh: DeviceMesh, tmp_path: Path) -> None:
     _, code = _backward(mesh, "exchange", tmp_path, MixedPrecisionPolicy())
     assert "all_to_all_single" not in code
 

@@ -31,19 +31,19 @@ class Named:
         return gm
 
 
-def test_torch_compile_reads_the_name_while_it_has_the_module() -> None:
+def test_compile_request_has_module_of_torch_compile() -> None:
     backend, module = Named(), nn.Linear(2, 2)
     torch.compile(module, backend=backend)
     assert backend.given and all(given is module for given in backend.given)
 
 
-def test_module_compile_reads_the_name_while_it_has_the_module() -> None:
+def test_compile_request_has_module_of_module_compile() -> None:
     backend, module = Named(), nn.Linear(2, 2)
     module.compile(backend=backend)
     assert backend.given and all(given is module for given in backend.given)
 
 
-def test_torch_compile_reads_the_name_while_it_has_a_function() -> None:
+def test_compile_request_has_function_of_torch_compile() -> None:
     backend = Named()
     function = lambda x: x + 1  # noqa: E731
     torch.compile(function, backend=backend)
@@ -51,7 +51,9 @@ def test_torch_compile_reads_the_name_while_it_has_a_function() -> None:
     assert compile_request() is None
 
 
-def test_torch_compile_reads_the_name_even_if_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_request_knows_whether_compilation_is_disabled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     backend, module = Named(), nn.Linear(2, 2)
     torch.compile(module, backend=backend)
     assert not any(backend.off)

@@ -73,7 +73,7 @@ def _in_fp8(plan: Plan) -> set[str]:
 
 @pytest.mark.parametrize(("mp_policy", "overlap"), [(None, True), (BF16, False)])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_one_all_reduce_finds_the_scales_of_all_weights(
+def test_one_all_reduce_finds_scales_of_all_weights(
     mesh: DeviceMesh, recipe: str, mp_policy: Any, overlap: bool
 ) -> None:
     if float8_ops.float8_error("cpu", recipe):
@@ -105,12 +105,12 @@ def test_inference_gathers_in_fp8(mesh: DeviceMesh) -> None:
     )
 
 
-def test_a_kept_weight_is_kept_in_fp8(mesh: DeviceMesh) -> None:
+def test_weight_kept_unsharded_is_in_fp8(mesh: DeviceMesh) -> None:
     plans = _plans(mesh, Net(), reshard_after_forward=False)
     assert _in_fp8(plans[GraphKind.FORWARD]) == WEIGHTS and not _gathered(plans[GraphKind.BACKWARD])
 
 
-def test_a_frozen_weight_is_gathered_in_fp8(mesh: DeviceMesh) -> None:
+def test_frozen_weight_is_gathered_in_fp8(mesh: DeviceMesh) -> None:
     model = Net()
     model.up.weight.requires_grad_(False)
     plans = _plans(mesh, model)
@@ -118,7 +118,7 @@ def test_a_frozen_weight_is_gathered_in_fp8(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
-def test_checkpointing_gathers_in_fp8_and_reuses_the_scales(mesh: DeviceMesh) -> None:
+def test_checkpointing_gathers_in_fp8_and_reuses_scales(mesh: DeviceMesh) -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)
@@ -129,14 +129,14 @@ def test_checkpointing_gathers_in_fp8_and_reuses_the_scales(mesh: DeviceMesh) ->
     assert plans[GraphKind.BACKWARD].count(TransferKind.ALL_REDUCE_MAX) == 0
 
 
-def test_overrides_choose_by_name(mesh: DeviceMesh) -> None:
+def test_overrides_choose_fp8_weights_by_name(mesh: DeviceMesh) -> None:
     everything = graphshard.Float8Policy(filter_fn=lambda fqn, shape: True)
     overrides = {"q.*": {"fp8": None}, "lm_head.*": {"fp8": everything}}
     plans = _plans(mesh, Net(), overrides=overrides)
     assert _in_fp8(plans[GraphKind.FORWARD]) == WEIGHTS - {"q.weight"} | {"lm_head.weight"}
 
 
-def test_a_weight_with_another_use_is_not_gathered_in_fp8(mesh: DeviceMesh) -> None:
+def test_weight_with_another_use_is_not_gathered_in_fp8(mesh: DeviceMesh) -> None:
     class Penalised(Net):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + self.up.weight.square().mean()
@@ -148,7 +148,7 @@ def test_a_weight_with_another_use_is_not_gathered_in_fp8(mesh: DeviceMesh) -> N
     assert re.fullmatch(r"travels as torch.float32 instead of fp8: aten.\S+ uses it", why)
 
 
-def test_an_embedding_is_not_gathered_in_fp8(mesh: DeviceMesh) -> None:
+def test_embedding_is_not_gathered_in_fp8(mesh: DeviceMesh) -> None:
     class Embedding(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -182,7 +182,7 @@ def test_fp8_works_under_autocast(mesh: DeviceMesh) -> None:
         (32, 64, torch.float16, "linears in fp8 compute in torch.bfloat16 or torch.float32"),
     ],
 )
-def test_weights_that_the_device_refuses_are_not_in_fp8(
+def test_weights_that_device_refuses_are_not_in_fp8(
     group: str, rows: int, columns: int, dtype: torch.dtype, why: str | None
 ) -> None:
     # Fake CUDA tensors determine what the device supports, without a GPU.
@@ -261,7 +261,7 @@ def by_inductor(_group: None) -> ByInductor:
     return ByInductor(codes, backend.plans, layouts.found)
 
 
-def test_one_kernel_prepares_the_fp8_shards_of_a_bucket(by_inductor: ByInductor) -> None:
+def test_one_kernel_prepares_fp8_shards_of_bucket(by_inductor: ByInductor) -> None:
     # The kernel scales, casts and packs the shards; one call copies in the rest of the bucket, in
     # bfloat16.
     codes, plans = by_inductor.codes, by_inductor.plans
@@ -288,7 +288,7 @@ def test_inductor_lays_out_fp8_operands_for_cublaslt(by_inductor: ByInductor) ->
         assert left[1] == 1 and right[0] == 1, (left, right)
 
 
-def test_linears_with_one_input_read_one_cast_of_it(by_inductor: ByInductor) -> None:
+def test_linears_with_same_input_share_its_cast(by_inductor: ByInductor) -> None:
     if float8_ops.float8_error("cpu", TENSORWISE):
         pytest.skip("this CPU has no such product")
     inputs = re.findall(r"extern_kernels\._scaled_mm\((\w+),", by_inductor.codes[0])

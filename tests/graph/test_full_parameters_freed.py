@@ -174,17 +174,17 @@ def _leaks(case: Case, compiler: str) -> list[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_full_parameter_is_alive_after_a_step(mesh: DeviceMesh, name: str) -> None:
+def test_no_full_parameter_is_alive_after_step(mesh: DeviceMesh, name: str) -> None:
     assert _leaks(CASES[name], "aot_eager") == [(0, [])] * 2
 
 
 @pytest.mark.parametrize("name", ["ZeRO-3", "ZeRO-2"])
-def test_no_full_parameter_is_alive_after_a_step_of_inductor(mesh: DeviceMesh, name: str) -> None:
+def test_no_full_parameter_is_alive_after_step_with_inductor(mesh: DeviceMesh, name: str) -> None:
     assert _leaks(CASES[name], "inductor") == [(0, [])] * 2
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_full_parameters_saved_for_backward_are_found(mesh: DeviceMesh, compiler: str) -> None:
+def test_full_parameters_saved_for_backward_are_reported(mesh: DeviceMesh, compiler: str) -> None:
     losses: list[Tensor] = []
     case = Case(
         options={"reshard_after_forward": False},
@@ -195,7 +195,7 @@ def test_full_parameters_saved_for_backward_are_found(mesh: DeviceMesh, compiler
         assert sizes.count(DIM * DIM * 4) == LAYERS - 1
 
 
-def test_a_full_parameter_held_by_python_is_found(mesh: DeviceMesh) -> None:
+def test_full_parameter_held_by_python_is_reported(mesh: DeviceMesh) -> None:
     leaks = _leaks(Case(KeepsOne), "aot_eager")
     assert all(DIM * DIM * 4 in sizes for _, sizes in leaks), leaks
     kept.clear()

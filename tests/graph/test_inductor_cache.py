@@ -140,7 +140,7 @@ def test_one_rank_compiles_for_all(cold: list[Run]) -> None:
     assert sum(run.num_cache_hits for run in cold) == 2  # a training step and an evaluation
 
 
-def test_a_second_run_compiles_nothing(cold: list[Run], tmp_path: Path) -> None:
+def test_second_run_compiles_nothing(cold: list[Run], tmp_path: Path) -> None:
     late = _run(_train_late, tmp_path / "cache", tmp_path / "late")
     warm = _run(_train_logged, tmp_path / "cache", tmp_path / "warm")
     _compare_runs([*cold, *late], warm)

@@ -84,7 +84,7 @@ def _infer(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("run", "num_graphs"), [(_train, 2), (_infer, 1)])
-def test_inductor_keeps_the_order(
+def test_inductor_keeps_planned_order(
     run: Callable[[Any], None],
     num_graphs: int,
     mesh: DeviceMesh,

@@ -59,7 +59,7 @@ def _ordered(*nodes: _Node) -> str:
     return " ".join(node.name for node in order(list(nodes)))
 
 
-def test_a_fused_kernel_moves_after_the_wait_that_it_needs() -> None:
+def test_fused_kernel_moves_after_wait_that_it_needs() -> None:
     # Original order: embedding, launch b, wait a, norm. The norm is fused with the embedding.
     launch_a, launch_b = _Node("launch_a", 0), _Node("launch_b", 2)
     wait_a, kernel = _wait("wait_a", 3, "launch_a"), _Node("kernel", 1, "wait_a kernel")
@@ -67,7 +67,7 @@ def test_a_fused_kernel_moves_after_the_wait_that_it_needs() -> None:
     assert ours == "launch_a launch_b wait_a kernel product"
 
 
-def test_nodes_that_need_no_later_wait_stay() -> None:
+def test_nodes_that_need_no_later_wait_keep_their_place() -> None:
     nodes = [_Node("a", 0), _Node("launch", 1, "a"), _Node("b", 2, "a elsewhere"), _Node("c", 3)]
     assert _ordered(*nodes, _wait("wait", 4, "launch")) == "a launch b c wait"
 
@@ -81,7 +81,7 @@ class _Fused(_Node):
         return [node.name for node in self.snodes]
 
 
-def test_a_kernel_is_split_if_a_launch_before_its_wait_needs_it() -> None:
+def test_kernel_is_split_if_launch_before_its_wait_needs_it() -> None:
     # Original order: grad, launch grad, wait a, norm. Grad and norm are fused.
     launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
     grad, norm = _Node("grad", 1), _Node("norm", 5, "wait_a")
@@ -92,7 +92,7 @@ def test_a_kernel_is_split_if_a_launch_before_its_wait_needs_it() -> None:
     assert kernel.scheduler.name_to_fused_node == {"grad": grad, "norm": norm}
 
 
-def test_a_kernel_is_kept_if_no_launch_before_its_wait_needs_it() -> None:
+def test_kernel_is_not_split_if_no_launch_before_its_wait_needs_it() -> None:
     launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
     kernel = _Fused("kernel", 1, "wait_a", snodes=[_Node("grad", 1), _Node("norm", 5, "wait_a")])
     launch = _Node("launch", 6, "grad", ir._CollectiveKernel.__new__(ir._CollectiveKernel))
@@ -106,7 +106,7 @@ def test_a_kernel_is_kept_if_no_launch_before_its_wait_needs_it() -> None:
         (1 << 10, "launch_a zeros kernel launch wait_a"),
     ],
 )
-def test_a_large_allocation_stays_after_the_wait_before_it(num_bytes: int, expected: str) -> None:
+def test_large_allocation_stays_after_preceding_wait(num_bytes: int, expected: str) -> None:
     # Original order: cast, launch cast, wait a, zeros, sum. Cast and sum are fused.
     launch_a, wait_a = _Node("launch_a", 0), _wait("wait_a", 4, "launch_a")
     cast, zeros = _Node("cast", 1), _Node("zeros", 5, num_bytes=num_bytes)
@@ -116,11 +116,11 @@ def test_a_large_allocation_stays_after_the_wait_before_it(num_bytes: int, expec
 
 
 @pytest.mark.parametrize("name", KEEP_ORDER)
-def test_options_that_reorder_kernels_are_dropped_with_a_warning(name: str) -> None:
+def test_options_that_reorder_kernels_are_dropped_with_warning(name: str) -> None:
     with pytest.warns(UserWarning, match=f"without {name}=True, .*planned places"):
         assert with_planned_order({name: True, "max_autotune": True}) == {"max_autotune": True}
 
 
-def test_other_options_are_kept_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+def test_other_options_are_kept_without_warning(recwarn: pytest.WarningsRecorder) -> None:
     asked = {"max_fusion_size": 2}
     assert with_planned_order({**asked, "combo_kernels": False}) == asked and not recwarn

@@ -23,7 +23,7 @@ COPY_IN = torch.ops.graphshard.copy_in.default
 LARGE = 1 << 19  # elements of 4 bytes: packing costs more than a separate buffer
 
 
-def test_a_parameter_without_padding(group: str) -> None:
+def test_evenly_sharded_parameter_is_gathered_without_slice(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.unshard(build.primal(2, 3), 16))
     plan = lowered(gm, GraphKind.FORWARD)
@@ -34,7 +34,7 @@ def test_a_parameter_without_padding(group: str) -> None:
     assert output(gm.graph).meta["val"].shape == (16, 3)
 
 
-def test_a_parameter_with_padding(group: str) -> None:
+def test_padded_parameter_is_sliced_after_gather(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.unshard(build.primal(2, 3), 13))
     plan = lowered(gm, GraphKind.FORWARD)
@@ -44,7 +44,7 @@ def test_a_parameter_with_padding(group: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 13])
-def test_a_gradient_is_reduce_scattered(group: str, rows: int) -> None:
+def test_gradient_is_reduce_scattered(group: str, rows: int) -> None:
     build = Builder(group)
     gm = build.module(build.reduce(build.tangent(rows, 3)))
     plan = lowered(gm, GraphKind.BACKWARD)
@@ -61,7 +61,7 @@ def test_a_gradient_is_reduce_scattered(group: str, rows: int) -> None:
     assert transfer.copied_in == (COPY_IN in targets(gm.graph)) == (rows == 13)
 
 
-def test_a_transposed_gradient_is_made_contiguous(group: str) -> None:
+def test_transposed_gradient_is_made_contiguous(group: str) -> None:
     build = Builder(group)
     turned = build.call(torch.ops.aten.t.default, build.tangent(3, 16))
     gm = build.module(build.reduce(turned))
@@ -71,7 +71,7 @@ def test_a_transposed_gradient_is_made_contiguous(group: str) -> None:
     assert plan.problem.transfers[0].copied_in
 
 
-def test_a_replicated_parameter_has_no_collective(group: str) -> None:
+def test_replicated_parameter_has_no_collective(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.replicate(build.primal()))
     plan = lowered(gm, GraphKind.FORWARD)
@@ -80,7 +80,7 @@ def test_a_replicated_parameter_has_no_collective(group: str) -> None:
     assert targets(gm.graph) == [torch.ops.aten.clone.default]
 
 
-def test_the_gradient_of_a_replicated_parameter_is_all_reduced(group: str) -> None:
+def test_gradient_of_replicated_parameter_is_all_reduced(group: str) -> None:
     build = Builder(group)
     gm = build.module(build.all_reduce(build.tangent(5)))
     plan = lowered(gm, GraphKind.BACKWARD)
@@ -105,7 +105,7 @@ def test_every_dtype_can_be_gathered(group: str, dtype: torch.dtype) -> None:
     assert gather.meta["val"].dtype in collectives.PORTABLE_DTYPES
 
 
-def test_gradients_have_the_number_of_their_input(group: str) -> None:
+def test_gradients_have_number_of_their_input(group: str) -> None:
     build = Builder(group)
     grads = [build.tangent(rows, 3) for rows in (9, 17)]
     last, first = (build.reduce(grad) for grad in grads)
@@ -126,7 +126,7 @@ def _gathers(build: Builder, markers: list[fx.Node], limits: ScheduleLimits) -> 
     return [bucket.buffers for bucket in plan.buckets]
 
 
-def test_small_parameters_share_a_buffer_but_large_ones_do_not(group: str) -> None:
+def test_only_small_parameters_share_a_buffer(group: str) -> None:
     build = Builder(group)
     markers = [build.unshard(build.primal(rows), rows * 8) for rows in (1, 2, LARGE, 3)]
     assert _gathers(build, markers, ScheduleLimits()) == [((0, 1, 3), (2,))]
@@ -142,7 +142,7 @@ def test_without_overlap_only_small_parameters_share_a_bucket(group: str) -> Non
     assert all(bucket.launch == bucket.wait for bucket in buckets)
 
 
-def test_the_cap_of_buckets_is_kept(group: str) -> None:
+def test_buckets_respect_cap(group: str) -> None:
     build = Builder(group)
     markers = [build.unshard(build.primal(4), 32) for _ in range(4)]
     assert _gathers(build, markers, ScheduleLimits(cap=2 * 128)) == [((0, 1),), ((2, 3),)]
@@ -159,7 +159,7 @@ def test_small_gradients_share_a_bucket(group: str) -> None:
     assert shapes == [(2, 3), (2, 3), (1, 3)]
 
 
-def test_dtypes_share_a_buffer_as_bytes(group: str) -> None:
+def test_parameters_of_several_dtypes_share_a_byte_buffer(group: str) -> None:
     build = Builder(group)
     dtypes = [torch.float32, torch.bfloat16, torch.bool, torch.complex64]
     markers = [build.unshard(build.primal(1, 4, dtype=dtype), 7) for dtype in dtypes]
@@ -186,7 +186,7 @@ def test_gradients_of_two_dtypes_are_reduced_separately(group: str) -> None:
     ]
 
 
-def test_shards_on_the_host_are_copied_to_the_device_and_back(group: str) -> None:
+def test_host_shards_are_copied_to_device_and_back(group: str) -> None:
     device = torch.device("cuda", 0)
     build = Builder(group, device="cuda:0")
     shards = [build.primal(rows, device="cpu") for rows in (2, 1)]
@@ -215,7 +215,7 @@ def test_shards_on_the_host_are_copied_to_the_device_and_back(group: str) -> Non
     assert on_device and all(node.meta["val"].device == device for node in on_device)
 
 
-def test_wire_dtypes_of_a_plan_are_those_of_the_graph(group: str) -> None:
+def test_wire_dtypes_of_plan_match_graph(group: str) -> None:
     device, half = torch.device("cuda", 0), torch.bfloat16
     build = Builder(group, device="cuda:0")
     shard = build.primal(2, device="cpu")
@@ -232,7 +232,7 @@ def test_wire_dtypes_of_a_plan_are_those_of_the_graph(group: str) -> None:
     assert [name for bucket in plan.buckets for name in plan.wire_dtypes(bucket)] == dtypes
 
 
-def test_shards_on_the_host_take_no_device_memory(group: str) -> None:
+def test_host_shards_take_no_device_memory(group: str) -> None:
     peaks = []
     for device in (None, torch.device("cpu")):
         build = Builder(group)

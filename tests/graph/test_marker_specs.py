@@ -11,7 +11,7 @@ from tests.graph.builder import Builder
 
 
 @pytest.mark.parametrize("spec", markers.SPECS.values(), ids=lambda spec: spec.name)
-def test_torch_parses_the_schema_as_written(spec: type[MarkerSpec]) -> None:
+def test_schema_survives_parsing_by_torch(spec: type[MarkerSpec]) -> None:
     schema = spec.op()._schema
     assert str(schema) == f"graphshard::{spec.schema()}"
     assert tuple(argument.name for argument in schema.arguments) == spec.argument_names()
@@ -21,7 +21,7 @@ def test_torch_parses_the_schema_as_written(spec: type[MarkerSpec]) -> None:
     )
 
 
-def test_a_node_gives_back_the_spec_it_was_made_from(group: str) -> None:
+def test_spec_is_read_back_from_its_node(group: str) -> None:
     build = Builder(group)
     fields = {"shard": build.primal(2, 3), "rows": 13, "group": group, "dtype": torch.bfloat16}
     spec = UnshardSpec(**fields)
@@ -30,7 +30,7 @@ def test_a_node_gives_back_the_spec_it_was_made_from(group: str) -> None:
     assert (read.shard, read.rows, read.regather_group) == (fields["shard"], 13, None)
 
 
-def test_changed_arguments_change_the_value(group: str) -> None:
+def test_changed_arguments_change_value(group: str) -> None:
     build = Builder(group)
     node = build.unshard(build.primal(2, 3), 13)
     markers.change(node, dtype=torch.bfloat16)
@@ -38,13 +38,13 @@ def test_changed_arguments_change_the_value(group: str) -> None:
     assert UnshardSpec.of_node(node).regather_group == group
 
 
-def test_a_marker_is_not_read_as_one_of_another_kind(group: str) -> None:
+def test_marker_of_another_kind_is_refused(group: str) -> None:
     build = Builder(group)
     with pytest.raises(AssertionError, match="is not a call of reduce_grad"):
         ReduceGradSpec.of_node(build.unshard(build.primal(2, 3), 13))
 
 
-def test_gradients_are_in_the_positions_of_their_arguments() -> None:
+def test_gradients_are_at_positions_of_their_arguments() -> None:
     grad = torch.ones(1)
     assert UnshardSpec.gradients(shard=grad) == (grad, *[None] * 13)
     assert ReplicateSpec.gradients(unsynced=grad) == (*[None] * 4, grad)

@@ -67,7 +67,7 @@ def _changed(owner: Any, path: str, depth: int = 0) -> Iterator[tuple[str, objec
 
 
 @pytest.mark.filterwarnings("ignore:.*reduce_op")
-def test_training_changes_what_the_tables_list_and_nothing_else(mesh: DeviceMesh) -> None:
+def test_training_changes_only_torch_names_in_tables(mesh: DeviceMesh) -> None:
     _train(mesh)
     # Excludes Inductor's generated modules, which import our kernel compiler.
     modules = {

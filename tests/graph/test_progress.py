@@ -27,7 +27,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_a_line_is_shown_and_cleared(mesh: DeviceMesh) -> None:
+def test_progress_line_is_shown_and_cleared(mesh: DeviceMesh) -> None:
     with contextlib.redirect_stderr(_Terminal()) as terminal:
         _first_step(mesh, "aot_eager")
     first, *lines, last = terminal.getvalue().split("\r\033[K")
@@ -36,7 +36,7 @@ def test_a_line_is_shown_and_cleared(mesh: DeviceMesh) -> None:
         assert any(line.startswith(f"graphshard: {text}") for line in lines), lines
 
 
-def test_no_line_for_other_ranks_or_if_the_logger_is_configured(
+def test_other_ranks_and_configured_loggers_get_no_progress_line(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with contextlib.redirect_stderr(_Terminal()) as terminal:

@@ -36,7 +36,7 @@ def _plans(mesh: DeviceMesh, recompute: bool) -> list[Plan]:
     return backend.plans
 
 
-def test_a_checkpointed_region_takes_time_in_forward_and_backward(mesh: DeviceMesh) -> None:
+def test_checkpointed_region_takes_time_in_forward_and_backward(mesh: DeviceMesh) -> None:
     kept, recomputed = (_plans(mesh, recompute) for recompute in (False, True))
     (forward_us, backward_us), (same_us, more_us) = (
         [sum(plan.problem.compute_us) for plan in plans] for plans in (kept, recomputed)

@@ -64,7 +64,7 @@ def test_equal_layers_become_one_subgraph() -> None:
     assert torch.equal(gm(*inputs), expected)
 
 
-def test_regions_that_are_not_worth_it_are_not_shared() -> None:
+def test_regions_not_worth_sharing_are_not_shared() -> None:
     gm = _traced(_deep, *_inputs())
     context = replace(CONTEXT, is_worth_sharing=lambda _: False)
     share_regions(gm, context)
@@ -86,7 +86,7 @@ def test_different_layers_become_different_subgraphs() -> None:
     assert torch.equal(gm(*inputs), expected)
 
 
-def test_layers_are_cut_at_launches() -> None:
+def test_regions_do_not_span_launches() -> None:
     gm = _traced(_deep, *_inputs())
     products = gm.graph.find_nodes(op="call_function", target=aten.mm.default)
     launch = products[3].next
@@ -120,7 +120,7 @@ def test_no_region_returns_a_view() -> None:
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
 
 
-def test_constants_are_created_inside_of_regions() -> None:
+def test_constants_are_created_inside_regions() -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:
             x = torch.where(_layer(x, w) > 1, x, torch.full((), -2.0))
@@ -200,7 +200,7 @@ def _results(gm: fx.GraphModule) -> list[Tensor]:
     return [part.meta["val"] for part in parts if part.args[0].target is INVOKE]
 
 
-def test_a_border_in_a_norm_is_crossed_by_values_in_memory_only() -> None:
+def test_only_values_in_memory_cross_region_border_in_norm() -> None:
     inputs = _wide_inputs()
     gm = _traced(_deep_normalized, *inputs)
     expected = gm(*inputs)
@@ -211,7 +211,7 @@ def test_a_border_in_a_norm_is_crossed_by_values_in_memory_only() -> None:
     assert torch.equal(gm(*inputs), expected)
 
 
-def test_an_activation_is_recomputed_in_the_region_of_its_product() -> None:
+def test_activation_is_recomputed_in_region_of_its_product() -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:
             x = torch.tanh(torch.nn.functional.silu(-(x @ w.t())) * (x @ w) + x)
@@ -229,7 +229,7 @@ def test_an_activation_is_recomputed_in_the_region_of_its_product() -> None:
     assert torch.equal(gm(*inputs), expected)
 
 
-def test_values_are_computed_before_their_input_is_written_to() -> None:
+def test_values_are_computed_before_write_to_their_input() -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:
             scale = torch.ops.prims.convert_element_type.default(w, torch.float32)[0]

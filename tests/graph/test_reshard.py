@@ -18,7 +18,7 @@ def _recomputed(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.meta.get("recompute") is RECOMPUTE]
 
 
-def test_casts_and_transposes_of_a_parameter_are_recomputed(group: str) -> None:
+def test_casts_and_transposes_of_parameter_are_recomputed(group: str) -> None:
     build = Builder(group)
     full = build.unshard(build.primal(1, 8), 8)
     cast = build.call(to_copy, full, dtype=torch.bfloat16)
@@ -44,7 +44,7 @@ def test_products_with_constants_are_recomputed_but_not_constants(group: str) ->
     assert ones not in param_derived(gm.graph)
 
 
-def test_a_parameter_expanded_to_a_batch_is_recomputed(group: str) -> None:
+def test_parameter_expanded_to_batch_is_recomputed(group: str) -> None:
     build = Builder(group)
     full = build.unshard(build.primal(1, 8), 1)
     rows = build.graph.placeholder("primals_2")
@@ -54,7 +54,7 @@ def test_a_parameter_expanded_to_a_batch_is_recomputed(group: str) -> None:
     assert _recomputed(gm) == [full, expanded]
 
 
-def test_activations_are_left_to_the_partitioner(group: str) -> None:
+def test_activations_are_left_to_partitioner(group: str) -> None:
     build = Builder(group)
     full, x = build.unshard(build.primal(1, 8), 8), build.primal(3, 8)
     y = build.call(torch.ops.aten.mm.default, x, full)
@@ -62,7 +62,7 @@ def test_activations_are_left_to_the_partitioner(group: str) -> None:
     assert _recomputed(gm) == [full]
 
 
-def test_random_numbers_are_not_drawn_again(group: str) -> None:
+def test_random_values_are_not_recomputed(group: str) -> None:
     build = Builder(group)
     full = build.unshard(build.primal(1, 8), 8)
     noise = build.call(torch.ops.aten.rand_like.default, full)

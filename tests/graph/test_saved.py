@@ -155,14 +155,16 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_of_full_size_is_saved(kind: type[nn.Module], mesh: DeviceMesh) -> None:
+def test_forward_saves_nothing_of_full_size(kind: type[nn.Module], mesh: DeviceMesh) -> None:
     saved = _saved_by_forward(kind(), mesh)
     sizes = [tuple(tensor.shape) for tensor in saved]
     assert max(tensor.numel() for tensor in saved) < FULL, sizes
 
 
 @pytest.mark.parametrize("kind", [Cast, Attention])
-def test_nothing_of_full_size_is_saved_by_inductor(kind: type[nn.Module], mesh: DeviceMesh) -> None:
+def test_forward_saves_nothing_of_full_size_with_inductor(
+    kind: type[nn.Module], mesh: DeviceMesh
+) -> None:
     saved = _saved_by_forward(kind(), mesh, compiler="inductor")
     assert max(tensor.numel() for tensor in saved) < FULL
 
@@ -187,7 +189,7 @@ def _num_saved(budget: float | None, mesh: DeviceMesh, compiler: str = "aot_eage
     return sum(tensor.numel() for tensor in saved)
 
 
-def test_a_smaller_activation_budget_saves_less(mesh: DeviceMesh) -> None:
+def test_smaller_activation_budget_saves_less(mesh: DeviceMesh) -> None:
     whole, half, none = (_num_saved(budget, mesh) for budget in (None, 0.5, 0))
     assert whole > half > none
     # The batch, shards, biases, and the first layer's output (backward needs no first weight).
@@ -208,6 +210,8 @@ def test_recomputation_gathers_each_parameter_once(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("kind", [Plain, Cast, Attention])
-def test_full_parameters_are_saved_without_reshard(kind: type[nn.Module], mesh: DeviceMesh) -> None:
+def test_forward_saves_full_parameters_without_reshard(
+    kind: type[nn.Module], mesh: DeviceMesh
+) -> None:
     saved = _saved_by_forward(kind(), mesh, reshard_after_forward=False)
     assert max(tensor.numel() for tensor in saved) >= FULL

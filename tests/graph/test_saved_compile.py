@@ -78,7 +78,7 @@ def _load_for_others(path: Path) -> None:
 _WITHOUT_OVERLAP = graphshard.SchedulePolicy(overlap=False)
 
 
-def test_a_start_with_empty_caches_compiles_nothing(tmp_path: Path) -> None:
+def test_loaded_code_avoids_compilation_with_empty_caches(tmp_path: Path) -> None:
     path = tmp_path / "compiled"
     saved = _run(tmp_path / "here", _save, path)
     assert _run(tmp_path / "there", _load, path) == saved

@@ -31,7 +31,7 @@ def _lowered(group: str) -> tuple[fx.Graph, Plan]:
     return gm.graph, lowered(gm, GraphKind.FORWARD)
 
 
-def test_launch_and_wait_begin_steps(group: str) -> None:
+def test_launch_and_wait_of_user_collective_begin_steps(group: str) -> None:
     graph, plan = _lowered(group)
     steps = plan.problem.steps
     assert steps == ("mul_tensor", "all_reduce_default", "wait_tensor_default", "add_tensor")
@@ -44,7 +44,7 @@ def test_launch_and_wait_begin_steps(group: str) -> None:
 
 
 @pytest.mark.parametrize("too_early", ["gather", "all-reduce"])
-def test_a_launch_on_the_wrong_side_is_refused(group: str, too_early: str) -> None:
+def test_launch_on_wrong_side_of_user_collective_is_refused(group: str, too_early: str) -> None:
     graph, plan = _lowered(group)
     verify_lowered(graph, plan)
     gathers = graph.find_nodes(op="call_function", target=GATHER)

@@ -31,7 +31,7 @@ def _find(graph: fx.Graph, target: object) -> list[fx.Node]:
     return [node for node in graph.nodes if node.target is target]
 
 
-def test_a_correct_graph_passes(group: str) -> None:
+def test_correct_graph_passes(group: str) -> None:
     verify_lowered(*_lowered(group))
 
 
@@ -100,7 +100,7 @@ def _out_of_order(graph: fx.Graph, plan: Plan) -> Plan:
         (_out_of_order, "before it has been defined"),
     ],
 )
-def test_a_broken_graph_is_refused(
+def test_broken_graph_is_refused(
     group: str, break_it: Callable[[fx.Graph, Plan], Plan], match: str
 ) -> None:
     graph, plan = _lowered(group)
@@ -109,7 +109,7 @@ def test_a_broken_graph_is_refused(
         verify_lowered(graph, plan)
 
 
-def test_a_collective_of_the_model_itself_must_be_in_the_plan(group: str) -> None:
+def test_user_collective_must_be_in_plan(group: str) -> None:
     graph, plan = _lowered(group)
     shard = next(iter(graph.nodes))
     with graph.inserting_before(graph.output_node()):
@@ -134,7 +134,7 @@ def _save(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_saving_a_value_computed_from_parameters_is_refused(group: str, position: int) -> None:
+def test_saving_value_computed_from_parameters_is_refused(group: str, position: int) -> None:
     gm, derived = _forward(group)
     names = [node.name for node in derived]
     verify_partition(gm, names, 1)
@@ -143,7 +143,7 @@ def test_saving_a_value_computed_from_parameters_is_refused(group: str, position
         verify_partition(gm, names, 1)
 
 
-def test_returning_a_parameter_is_not_saving_it(group: str) -> None:
+def test_returned_parameter_does_not_count_as_saved(group: str) -> None:
     gm, derived = _forward(group)
     outputs = gm.graph.output_node()
     outputs.args = ((derived[0], *outputs.args[0]),)  # type: ignore[misc]

@@ -106,7 +106,7 @@ class Broken(nn.Module):
 
 
 @on_ranks(2)
-def test_casts_with_a_graph_break() -> None:
+def test_inputs_and_outputs_are_cast_with_a_graph_break() -> None:
     options = {"compiler": "aot_eager", "mp_policy": MixedPrecisionPolicy(BF16, FP32)}
     model = Broken()
     compiled = torch.compile(model, backend=graphshard.backend(world_mesh(), **options))

@@ -189,7 +189,7 @@ def _recompile_other(group: Group, call_log: CallLog, new_rank: int, collective:
     ("world", "new_rank", "collective"),
     [(2, 0, gather), (2, 1, functional), (2, 0, backward), (4, 3, gather)],
 )
-def test_ranks_blocked_in_a_collective_raise_the_same_error(
+def test_ranks_blocked_in_collective_raise_same_error(
     world: int, new_rank: int, collective: Any
 ) -> None:
     messages = run(world, _recompile_other, new_rank, collective)
@@ -223,11 +223,11 @@ def _gather_on(group: Group, call_log: CallLog) -> None:
         time.sleep(0.05)
 
 
-def test_transfer_on_its_way_ends_before_the_abort() -> None:
+def test_transfer_in_flight_ends_before_abort() -> None:
     assert_same(run(2, _post_amid_a_transfer), "something went wrong")
 
 
-def test_sends_succeed_until_the_end_is_read() -> None:
+def test_sends_to_aborted_rank_succeed_until_connection_end_is_read() -> None:
     """A send that fails may never end: see [Note: sends that never end]."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -271,7 +271,7 @@ def _train_with_a_swap(group: Group, call_log: CallLog) -> None:
         time.sleep(0.01)
 
 
-def test_audit_finds_an_earlier_difference_without_a_hang() -> None:
+def test_audit_finds_earlier_difference_without_hang() -> None:
     assert_same(ranks.run(2, _swap_once, timeout_s=30), "ranks 0, 1", "earlier call")
 
 
@@ -301,7 +301,7 @@ def _choose(group: Group, call_log: CallLog) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_all_ranks_get_the_choices_of_the_first(world: int) -> None:
+def test_all_ranks_get_choices_of_first_rank(world: int) -> None:
     assert run(world, _choose) == [["a of 0", "b of 0", "a of 0"]] * world
 
 
@@ -313,7 +313,7 @@ def _choose_alone(group: Group, call_log: CallLog) -> str:
     return message(call, call_log, gather, group)
 
 
-def test_choice_without_the_first_rank_raises_on_all_ranks() -> None:
+def test_choice_without_first_rank_raises_on_all_ranks() -> None:
     parts = ("call 1", "rank 1 calls key", "rank 0 calls forward")
     assert_same(run(2, _choose_alone), *parts)
 

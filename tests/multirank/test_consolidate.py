@@ -122,7 +122,7 @@ def test_prefix_is_stripped_from_names(prefixed: Path, tmp_path: Path, prefix: s
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_prefix_that_does_not_match_is_an_error(
+def test_prefix_without_match_is_an_error(
     prefixed: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {"net.a": torch.ones(1), "a": torch.ones(1), "b": torch.ones(1)}

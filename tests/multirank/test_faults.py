@@ -229,7 +229,7 @@ def test_fault_on_one_rank_ends_others_with_named_error(
 
 
 @pytest.mark.parametrize(("fault", "point", "victim"), SPLIT)
-def test_fault_on_one_rank_of_a_split_model(
+def test_fault_on_one_rank_of_split_model_ends_others_with_named_error(
     fault: str, point: str, victim: int, tmp_path: Path
 ) -> None:
     # The rank diagonally opposite in the mesh shares no mesh group with the victim.
@@ -253,7 +253,7 @@ def _assert_others_end(
 
 
 @pytest.mark.parametrize("point", POINTS if IS_LONG else SOME_STOPS)
-def test_rank_stopped_briefly_trains_on(point: str, tmp_path: Path) -> None:
+def test_rank_stopped_briefly_continues_training(point: str, tmp_path: Path) -> None:
     _assert_trained(ranks.run_fresh(2, _train, "stop", point, tmp_path, range(STEPS)))
 
 

@@ -36,7 +36,7 @@ def test_regather_group_has_the_timeout_of_the_mesh() -> None:
     assert ranks.run_fresh(4, _timeouts) == [(77.0, 77.0)] * 4
 
 
-def test_name_for_graphs_is_of_one_group() -> None:
+def test_name_for_graphs_identifies_one_group() -> None:
     with fake_ranks(4):
         assert name_for_graphs(dist.group.WORLD) == dist.group.WORLD.group_name
         first, _, second = (dist.new_group([0, 1]) for _ in range(3))

@@ -59,7 +59,7 @@ def _train(compiler: str, dynamic: bool) -> tuple[list[Any], int]:
 @pytest.mark.parametrize(
     ("compiler", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)]
 )
-def test_ranks_follow_the_plan_of_the_first_rank(compiler: str, dynamic: bool) -> None:
+def test_ranks_follow_plan_of_first_rank(compiler: str, dynamic: bool) -> None:
     # Costs and batches differ between ranks, and only rank 1 recompiles.
     (one, own), (other, others) = ranks.run(2, _train, compiler, dynamic, backend="recording")
     assert own != others

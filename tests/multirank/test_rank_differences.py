@@ -142,5 +142,5 @@ def _fail_in_backward(group: dist.ProcessGroup, call_log: CallLog) -> str:
     return message(call_log.raise_posted_error, RuntimeError("of a collective"))
 
 
-def test_rank_blocked_in_backward_raises_the_same_error() -> None:
+def test_rank_blocked_in_backward_raises_same_error() -> None:
     _assert_told(run(2, _fail_in_backward), "something went wrong")

@@ -87,7 +87,7 @@ def _means(model: nn.Module) -> list[Tensor]:
     return means
 
 
-def test_bf16_gradients_travel_in_bf16_and_are_summed_in_float32(tmp_path: Path) -> None:
+def test_bf16_gradients_are_sent_in_bf16_and_summed_in_float32(tmp_path: Path) -> None:
     world = 4
     for reduced, expected in ranks.run(world, _bf16_gradients, tmp_path):
         for grad, mean in zip(reduced, expected, strict=True):

@@ -81,7 +81,7 @@ def _broadcast(shard: Shard) -> None:
 
 @pytest.mark.parametrize("shard", [_by_first_step, _by_shard])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_all_ranks_start_from_values_of_the_first(shard: Shard, world_size: int) -> None:
+def test_all_ranks_start_from_values_of_first_rank(shard: Shard, world_size: int) -> None:
     ranks.run(world_size, _broadcast, shard)
 
 

@@ -38,12 +38,12 @@ def _shard(change: Callable[[nn.Module], None], changed: list[int]) -> str:
 
 
 @pytest.mark.parametrize("changed", [[3], [1, 3]])
-def test_parameter_frozen_on_some_ranks(changed: list[int]) -> None:
+def test_parameter_frozen_on_some_ranks_raises_on_all(changed: list[int]) -> None:
     messages = ranks.run_fresh(4, _shard, _freeze, changed)
     assert_same(messages, "'up.weight' differs between ranks", f"on rank {changed[0]}")
 
 
-def test_buffer_on_one_rank() -> None:
+def test_buffer_on_one_rank_raises_on_all() -> None:
     messages = ranks.run_fresh(4, _shard, _break, [3])
     assert_same(messages, "'count' differs between ranks: missing on rank 0", "on rank 3")
 
@@ -65,7 +65,7 @@ def _step_alone(alone: int) -> str:
     return message(go_on).splitlines()[0]
 
 
-def test_evaluation_on_one_rank() -> None:
+def test_evaluation_on_one_rank_raises_on_all() -> None:
     messages = ranks.run_fresh(4, _step_alone, 3)
     assert_same(messages, "calls a graph for inference", "calls graphs for training")
 
@@ -85,5 +85,5 @@ def _leave(alone: int) -> str:
     return message(call_log.raise_posted_error, RuntimeError("of a collective"))
 
 
-def test_error_of_one_rank_releases_all() -> None:
+def test_error_on_one_rank_releases_all() -> None:
     assert_same(ranks.run_fresh(4, _leave, 1), "something went wrong")

@@ -80,7 +80,7 @@ def _train() -> tuple[str, list[Any]]:
     return text, [[(b.launch, b.wait, b.num_bytes) for b in buckets] for buckets in own]
 
 
-def test_ranks_with_other_costs_launch_in_the_order_of_the_first() -> None:
+def test_ranks_with_different_costs_launch_in_order_of_first_rank() -> None:
     texts, own = zip(*ranks.run_fresh(4, _train), strict=True)
     assert own[0] != own[2]
     assert len(set(texts)) == 1
@@ -105,7 +105,7 @@ def _sum(sums: list[int]) -> str:
     return message(lambda: compiled(x).backward()).splitlines()[0]
 
 
-def test_sums_in_the_forward_are_in_the_plan() -> None:
+def test_user_collectives_of_forward_are_in_plan() -> None:
     assert set(ranks.run_fresh(4, _sum, [2] * 4)) == {"[5, 2]"}
 
 
@@ -123,9 +123,9 @@ def _train_in_equal_groups() -> None:
     assert len(used) == 1 + (dist.get_rank() < 2)
 
 
-def test_some_ranks_use_another_group_of_the_same_ranks() -> None:
+def test_ranks_may_use_different_groups_of_same_ranks() -> None:
     ranks.run_fresh(4, _train_in_equal_groups)
 
 
-def test_another_number_of_sums_on_some_ranks_is_an_error_on_all() -> None:
+def test_different_number_of_user_collectives_is_an_error_on_all() -> None:
     assert_same(ranks.run_fresh(4, _sum, [1, 1, 2, 2]), "user collectives of the forward graph: ")

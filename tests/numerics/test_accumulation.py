@@ -187,7 +187,7 @@ def _whole_batch() -> tuple[float, int]:
     return max(relative_error(*(whole(p.grad) for p in pair)) for pair in pairs), num_graphs()
 
 
-def test_accumulated_gradients_match_the_whole_batch() -> None:
+def test_accumulated_gradients_match_whole_batch() -> None:
     for error, graphs in ranks.run(2, _whole_batch):
         assert error <= 1e-6
         assert graphs == 0
@@ -215,7 +215,7 @@ def _plainly(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("function", [None, _plainly])
 @on_ranks(2)
-def test_sum_is_reduced_if_the_last_microbatch_adds_nothing(function: Any) -> None:
+def test_sum_is_reduced_if_last_microbatch_adds_nothing(function: Any) -> None:
     twins = Twins(_Sometimes(), function=function, fullgraph=False)
     first, second = (draw(_Sometimes.batch, step) for step in range(2))
     for _ in range(2):
@@ -227,7 +227,7 @@ def test_sum_is_reduced_if_the_last_microbatch_adds_nothing(function: Any) -> No
 
 
 @on_ranks(2)
-def test_accumulation_with_an_eager_part() -> None:
+def test_accumulation_in_eager_part_matches_unsharded_copy() -> None:
     twins = Twins(DisabledFirst(), fullgraph=False)
     for step in range(2):
         with graphshard.no_sync(twins.model):
@@ -247,7 +247,7 @@ def test_accumulation_with_an_eager_part() -> None:
     ],
 )
 @on_ranks(4)
-def test_deferred_all_reduce_with_eager_and_unused_parts(
+def test_deferred_all_reduce_covers_eager_and_unused_parts(
     kind: Any, function: Any, last_is_used: bool
 ) -> None:
     mesh = _mesh((2, 2))
@@ -287,7 +287,7 @@ def test_forward_decides_whether_its_backward_reduces() -> None:
 
 
 @on_ranks(2)
-def test_accumulation_in_one_submodule() -> None:
+def test_no_sync_of_submodule_defers_only_its_reductions() -> None:
     model = MLP()
     model.mid.requires_grad_(False)
     twins = Twins(model)
@@ -301,7 +301,7 @@ def test_accumulation_in_one_submodule() -> None:
 
 
 @on_ranks(2)
-def test_require_backward_grad_sync_of_ddp() -> None:
+def test_require_backward_grad_sync_works_as_in_ddp() -> None:
     twins = Twins(MLP())
     batches = [draw(MLP.batch, step) for step in range(4)]
     twins.model.require_backward_grad_sync = False
@@ -324,7 +324,7 @@ def test_non_module_and_non_bool_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_accumulation_under_a_default_device() -> None:
+def test_accumulation_ignores_default_device() -> None:
     twins = Twins(MLP())
     torch.set_default_device("meta")
     try:

@@ -69,7 +69,7 @@ def _double(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("change", [_clamp, _in_place, _whole, _replicated, _swap, _double])
 @on_ranks(2)
-def test_data_assigned_between_steps(change: Change) -> None:
+def test_data_assigned_between_steps_is_trained_on(change: Change) -> None:
     twins = Twins(MLP())
     twins.train(MLP.batch, steps=2)
     graphs = num_graphs()
@@ -96,7 +96,7 @@ def test_optimizer_steps_from_assigned_data() -> None:
 
 
 @on_ranks(2)
-def test_data_assigned_between_forward_and_backward() -> None:
+def test_data_assigned_before_backward_keeps_gradients_of_forward() -> None:
     twins = Twins(MLP())
     x = draw(MLP.batch, 0)
     rank = torch.distributed.get_rank()
@@ -109,7 +109,7 @@ def test_data_assigned_between_forward_and_backward() -> None:
 
 
 @on_ranks(2)
-def test_sharpness_aware_step() -> None:
+def test_sharpness_aware_step_matches_unsharded_copy() -> None:
     twins = Twins(MLP())
     optimizers = [sgd(model) for model in (twins.model, twins.reference)]
     for step in range(3):
@@ -145,7 +145,7 @@ class _Tied(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"overrides": {"first.*": {"shard": False}}}])
 @on_ranks(2)
-def test_data_assigned_to_tied_and_replicated_parameters(options: dict[str, Any]) -> None:
+def test_data_assigned_to_tied_and_replicated_parameters_is_used(options: dict[str, Any]) -> None:
     twins = Twins(_Tied(), **options)
     twins.backward(draw(MLP.batch, 0))
     _whole(twins.model)
@@ -156,7 +156,7 @@ def test_data_assigned_to_tied_and_replicated_parameters(options: dict[str, Any]
 
 
 @on_ranks(2)
-def test_data_assigned_to_an_eager_model() -> None:
+def test_data_assigned_to_eager_model_is_used() -> None:
     model = MLP()
     reference = MLP()
     reference.load_state_dict(model.state_dict())
@@ -168,7 +168,7 @@ def test_data_assigned_to_an_eager_model() -> None:
 
 
 @on_ranks(2)
-def test_data_assigned_with_another_dtype() -> None:
+def test_data_assigned_with_another_dtype_is_trained_on() -> None:
     twins = Twins(MLP())
     twins.train(MLP.batch, steps=1)
     for model in (twins.model, twins.reference):
@@ -198,7 +198,7 @@ def test_assigned_data_that_does_not_fit_is_refused(value: Any, match: str) -> N
 
 
 @on_ranks(2)
-def test_data_of_unrelated_dtensors_works_as_before() -> None:
+def test_data_of_unrelated_dtensors_is_unaffected() -> None:
     mesh = world_mesh()
     graphshard.shard(MLP(), mesh)
     one, other = (distribute_tensor(torch.full((4,), v), mesh) for v in (1.0, 2.0))

@@ -50,7 +50,7 @@ def _save_and_load(average: Any) -> None:
 
 
 @on_ranks(2)
-def test_weight_average_with_batch_norm() -> None:
+def test_weight_average_with_batch_norm_matches_unsharded_copy() -> None:
     model = ConvNet()
     twins = Twins(model, copy.deepcopy(model))
     graphshard.shard(model, twins.mesh)

@@ -49,7 +49,7 @@ def _losses(twins: Twins, step: int = 0) -> tuple[Tensor, Tensor]:
     ],
 )
 @on_ranks(2)
-def test_autograd_grad_of_parameters(kind: Any, options: dict[str, Any]) -> None:
+def test_autograd_grad_of_parameters_is_sharded(kind: Any, options: dict[str, Any]) -> None:
     twins = Twins(kind(), **options)
     for step in range(2):
         loss, reference_loss = _losses(twins, step)
@@ -73,7 +73,7 @@ def test_autograd_grad_of_parameters(kind: Any, options: dict[str, Any]) -> None
 
 
 @on_ranks(2)
-def test_autograd_grad_of_an_input_and_a_parameter() -> None:
+def test_autograd_grad_averages_parameter_but_not_input() -> None:
     twins = Twins(MLP())
     batches = [batch.requires_grad_() for batch in draw(MLP.batch, 0)]
     x = batches[dist.get_rank()]
@@ -89,7 +89,7 @@ def test_autograd_grad_of_an_input_and_a_parameter() -> None:
 
 
 @on_ranks(2)
-def test_autograd_grad_of_an_unused_parameter_raises() -> None:
+def test_autograd_grad_of_unused_parameter_raises() -> None:
     twins = Twins(_Unused())
     loss, _ = _losses(twins)
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
@@ -98,7 +98,7 @@ def test_autograd_grad_of_an_unused_parameter_raises() -> None:
 
 @pytest.mark.parametrize(("kind", "fullgraph"), [(MLP, True), (_InPython, False)])
 @on_ranks(2)
-def test_backward_with_some_parameters_as_inputs(kind: Any, fullgraph: bool) -> None:
+def test_backward_inputs_limit_gradients_to_given_parameters(kind: Any, fullgraph: bool) -> None:
     twins, seen = Twins(kind(), fullgraph=fullgraph), []
     _losses(twins)[0].backward()
     twins.zero_grad()

@@ -204,7 +204,7 @@ def test_model_with_graph_breaks_trains(kind: Trainable, compiler: str) -> None:
 
 
 @on_ranks(2)
-def test_evaluation_of_a_replicated_model_with_graph_breaks() -> None:
+def test_replicated_model_with_graph_breaks_evaluates() -> None:
     twins = Twins(Middle(), fullgraph=False, overrides={"*": {"shard": False}})
     x = torch.ones(5, DIM)
     with graphshard_warnings(), torch.no_grad():

@@ -75,7 +75,7 @@ class _Kinds(nn.Module):
 
 
 @on_ranks(4)
-def test_sync_buffers_of_all_kinds() -> None:
+def test_sync_buffers_copies_buffers_of_every_kind() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = graphshard.shard(_Kinds(), mesh, sync_module_states=False)
     graphshard.sync_buffers(torch.compile(model))
@@ -98,6 +98,6 @@ def test_buffers_that_differ_between_ranks_raise_on_all() -> None:
     assert_same(ranks.run_fresh(2, _sync_alone), "a broadcast of buffers", "norm1.other")
 
 
-def test_sync_buffers_refuses_a_non_module() -> None:
+def test_sync_buffers_refuses_non_module() -> None:
     with pytest.raises(ValueError, match="model is a list: pass the module"):
         graphshard.sync_buffers([])  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ class ReturnsParameters(_Returning):
     ],
 )
 @on_ranks(2)
-def test_outputs_of_all_kinds(kind: Any, compiler: str) -> None:
+def test_model_with_structured_outputs_trains(kind: Any, compiler: str) -> None:
     Twins(kind(), compiler=compiler).train(kind.batch, steps=2, loss=kind.loss)
 
 
@@ -141,12 +141,12 @@ def _one_forward_in_vain(model: Any, x: Tensor) -> Tensor:
     "loss", [_two_forwards, _three_sizes, _forward_without_grad_between, _one_forward_in_vain]
 )
 @on_ranks(2)
-def test_several_forwards_before_one_backward(loss: Loss) -> None:
+def test_several_forwards_before_one_backward_match_unsharded_copy(loss: Loss) -> None:
     Twins(MLP()).train(MLP.batch, loss=loss)
 
 
 @on_ranks(2)
-def test_backwards_in_reverse_order_of_forwards() -> None:
+def test_backwards_may_run_in_reverse_order_of_forwards() -> None:
     twins = Twins(MLP())
     rank, xs, ys = dist.get_rank(), draw(MLP.batch, 0), draw(MLP.batch, 1)
     first, second = twins.compiled(xs[rank]), twins.compiled(ys[rank])
@@ -158,7 +158,7 @@ def test_backwards_in_reverse_order_of_forwards() -> None:
 
 
 @on_ranks(2)
-def test_two_backwards_of_one_forward() -> None:
+def test_two_backwards_of_one_forward_accumulate() -> None:
     twins = Twins(MLP())
     xs = draw(MLP.batch, 0)
     for loss in (
@@ -171,7 +171,7 @@ def test_two_backwards_of_one_forward() -> None:
 
 
 @on_ranks(2)
-def test_gradient_of_an_input_is_not_averaged() -> None:
+def test_gradient_of_input_is_not_averaged() -> None:
     twins = Twins(MLP())
     x = draw(MLP.batch, 0)[dist.get_rank()].requires_grad_()
     twins.compiled(x).backward()
@@ -248,7 +248,7 @@ class Dropping(nn.Module):
 
 
 @on_ranks(2)
-def test_dropout_with_equal_seeds() -> None:
+def test_dropout_with_equal_seeds_matches_unsharded_copy() -> None:
     twins = Twins(Dropping())
     for step in range(3):
         xs = draw(Dropping.batch, step)
@@ -306,16 +306,16 @@ class CheckpointedByPolicy(Checkpointed):
         (CheckpointedByPolicy, True),
     ],
 )
-def test_checkpointed_layers(kind: Trainable, reshard: bool) -> None:
+def test_checkpointed_layers_train(kind: Trainable, reshard: bool) -> None:
     ranks.run(2, train, kind, reshard_after_forward=reshard)
 
 
-def test_activation_memory_budget_of_zero() -> None:
+def test_model_with_activation_memory_budget_of_zero_trains() -> None:
     budget = graphshard.SchedulePolicy(activation_memory_budget=0)
     ranks.run(2, train, GPT, schedule=budget)
 
 
-def test_checkpointed_layers_with_inductor() -> None:
+def test_checkpointed_layers_train_with_inductor() -> None:
     ranks.run(2, train, Checkpointed, compiler="inductor", steps=2)
 
 
@@ -335,7 +335,7 @@ def test_changing_sizes_recompile_once() -> None:
 
 
 @on_ranks(2)
-def test_ranks_with_batches_of_different_sizes() -> None:
+def test_ranks_may_have_batches_of_different_sizes() -> None:
     twins = Twins(MLP())
     for step, sizes in enumerate([(5, 5), (5, 3), (2, 5), (4, 4)]):
         batches = [torch.randn(n, 7, generator=generator(step, n)) for n in sizes]

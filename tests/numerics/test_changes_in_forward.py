@@ -63,13 +63,13 @@ TRACED = [_clamp, _zero_row, _copy, _renorm, _scale_data]
 
 
 @pytest.mark.parametrize("change", TRACED)
-def test_forward_that_changes_a_parameter_raises(change: Callable[[Any], None]) -> None:
+def test_forward_that_changes_parameter_raises(change: Callable[[Any], None]) -> None:
     ranks.run(2, _refuse, Changing, change, False)
 
 
 @pytest.mark.parametrize("change", [_clamp, _zero_row, _copy, _renorm, _assign_data])
 @on_ranks(2)
-def test_eager_part_that_changes_a_parameter_raises(change: Callable[[Any], None]) -> None:
+def test_eager_part_that_changes_parameter_raises(change: Callable[[Any], None]) -> None:
     """Expect the error at the next read of a parameter, or in backward if no read follows."""
     name = "part.bias" if change is _copy else "part.weight"
     match = f"forward changes parameter '{name}' in place"
@@ -232,6 +232,6 @@ def _around_an_eager_one(x: Tensor) -> None:
 
 @pytest.mark.parametrize("call", [_within, _around, _around_an_eager_one])
 @on_ranks(2)
-def test_error_of_eager_functional_call_names_the_call(call: Callable[[Tensor], None]) -> None:
+def test_error_of_eager_functional_call_names_call(call: Callable[[Tensor], None]) -> None:
     with pytest.raises(RuntimeError, match=r"replaced .*functional_call.*ignored_params"):
         call(torch.ones(3, 7))

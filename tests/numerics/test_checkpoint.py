@@ -94,7 +94,7 @@ def _load_and_save(path: Path, target: Path, kind: str, expected: dict[str, torc
     dcp.save(states, checkpoint_id=target)
 
 
-def test_checkpoint_from_four_ranks_to_fsdp2_on_two_to_three(tmp_path: Path) -> None:
+def test_checkpoint_moves_from_four_ranks_to_fsdp2_on_two_to_three_ranks(tmp_path: Path) -> None:
     of_four, of_two, of_three = (tmp_path / name for name in ("four", "two", "three"))
     values = ranks.run(4, _train_and_save, of_four)[0]
     ranks.run(2, _load_and_save, of_four, of_two, "fsdp2", values)
@@ -135,7 +135,7 @@ def _load_good(folder: Path) -> None:
         assert torch.equal(whole(value), expected[name]), name
 
 
-def test_interrupted_save_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+def test_interrupted_save_keeps_previous_checkpoint(tmp_path: Path) -> None:
     code = f"from {__name__} import save_twice; save_twice({str(tmp_path)!r})"
     ended = subprocess.run([sys.executable, "-c", code], timeout=200)
     assert ended.returncode == -signal.SIGKILL

@@ -62,7 +62,7 @@ def _choose(first_us: float) -> tuple[str, bool]:
     return graph.tried, all(map(Tensor.equal, ours, theirs))
 
 
-def test_all_ranks_save_what_the_first_rank_chooses() -> None:
+def test_all_ranks_save_what_first_rank_chooses() -> None:
     # Compute is slow on one rank and fast on the other, so their own choices differ.
     taken = set()
     for first_us in (SLOW_US, FAST_US):
@@ -166,7 +166,7 @@ def _uneven() -> tuple[list[str], str]:
     return [str(g.settings.saving) for g in twins.backend._graphs], str(caught.value)
 
 
-def test_rank_with_a_larger_batch_saves_less() -> None:
+def test_rank_with_larger_batch_saves_less() -> None:
     # Only the rank with the larger batch recompiles, and it gathers the same as its peer. Smaller
     # batches train even after one that does not fit.
     (ours, error), (theirs, own_error) = ranks.run(2, _uneven)

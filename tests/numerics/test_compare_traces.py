@@ -49,7 +49,7 @@ def _itself(model: nn.Module) -> nn.Module:
     ("target", "environment"), [(_called, "0"), (_itself, "1"), (_called, "1")]
 )
 @on_ranks(2)
-def test_error_of_another_branch_names_the_differing_call(target: Any, environment: str) -> None:
+def test_error_for_different_branch_names_differing_call(target: Any, environment: str) -> None:
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHSHARD_CHECK", environment)
@@ -138,7 +138,7 @@ class Checkpointed(TensorParallelMLP):
 
 
 @on_ranks(4)
-def test_a_function_of_a_split_checkpointed_model_trains() -> None:
+def test_function_of_split_checkpointed_model_trains() -> None:
     mesh = mesh_2d()
     model = split(Checkpointed, mesh)
     backend = graphshard.backend(mesh["dp"], compiler="aot_eager")

@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 @on_ranks(4)
-def test_parts_of_sequences_train_like_whole_ones() -> None:
+def test_split_sequences_train_like_whole_sequences() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     torch.manual_seed(0)
     model = Attention(mesh["cp"])

@@ -104,7 +104,7 @@ def test_each_rank_saves_and_loads_its_optimizer_state() -> None:
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
 @on_ranks(2)
-def test_copy_of_a_sharded_model_trains(make: Callable[[Any], Any]) -> None:
+def test_copy_of_sharded_model_trains(make: Callable[[Any], Any]) -> None:
     model, plain = WithActivation(), None
     plain = copy.deepcopy(model)
     graphshard.shard(model, world_mesh())
@@ -120,7 +120,7 @@ def _plain_of(model: nn.Module) -> nn.Module:
 
 
 @on_ranks(2)
-def test_copy_of_a_parameter_leaves_the_model_unchanged() -> None:
+def test_copy_of_parameter_leaves_model_unchanged() -> None:
     model = graphshard.shard(MLP(), world_mesh())
     twins = Twins(model, _plain_of(model))
     for make in (copy.copy, copy.deepcopy):
@@ -131,7 +131,7 @@ def test_copy_of_a_parameter_leaves_the_model_unchanged() -> None:
 
 @pytest.mark.parametrize("what", ["model", "compiled", "average"])
 @on_ranks(2)
-def test_copy_of_a_model_with_gradients_trains_identically(what: str) -> None:
+def test_copy_of_model_with_gradients_trains_identically(what: str) -> None:
     model = MLP()
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     compiled = torch.compile(model, backend=backend)
@@ -165,7 +165,7 @@ def test_copy_of_a_model_with_gradients_trains_identically(what: str) -> None:
 
 @pytest.mark.parametrize(("before", "shard_first"), [(True, True), (False, False), (True, False)])
 @on_ranks(2)
-def test_weight_average_before_and_after_sharding(before: bool, shard_first: bool) -> None:
+def test_weight_average_must_be_created_after_sharding(before: bool, shard_first: bool) -> None:
     """Check that an average of a sharded model follows it; one made before sharding raises."""
     model, plain = GPT(), GPT()
     plain.load_state_dict(model.state_dict())

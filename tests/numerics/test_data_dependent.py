@@ -78,7 +78,7 @@ class ReadsOfAChild(Mixture):
 
 @pytest.mark.parametrize("kind", [Mixture, EitherWeight, ReadsOfAChild])
 @on_ranks(2)
-def test_data_dependent_parameter_reads(kind: Trainable) -> None:
+def test_model_with_data_dependent_parameter_reads_trains(kind: Trainable) -> None:
     Twins(kind(), fullgraph=False).train(kind.batch, 6)
 
 

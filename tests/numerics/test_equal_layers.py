@@ -172,7 +172,7 @@ def test_equal_layers_share_a_trace(case: str) -> None:
 
 
 @on_ranks(2)
-def test_shared_checkpoints_have_the_same_plan() -> None:
+def test_shared_checkpoints_have_same_plan() -> None:
     plans = []
     for least_saved in (48, 10**9):
         backend = graphshard.backend(world_mesh(), compiler="aot_eager")

@@ -168,7 +168,7 @@ def _twins(mesh: DeviceMesh, as_dtensors: bool = True) -> tuple[MoE, MoE]:
 
 @pytest.mark.parametrize(("dims", "breaks"), [((0, 0), True), ((2, 1), False)])
 @on_ranks(4)
-def test_training_is_that_of_fsdp2(dims: tuple[int, int], breaks: bool) -> None:
+def test_training_matches_fsdp2(dims: tuple[int, int], breaks: bool) -> None:
     mesh = _mesh()
     plain, model = _twins(mesh)
     eager = copy.deepcopy(plain).parallelize(mesh["ep"])
@@ -182,7 +182,7 @@ def test_training_is_that_of_fsdp2(dims: tuple[int, int], breaks: bool) -> None:
 
 
 @on_ranks(4)
-def test_plain_experts_of_each_rank() -> None:
+def test_plain_experts_match_unsharded_model() -> None:
     mesh = _mesh()
     plain, model = _twins(mesh, as_dtensors=False)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
@@ -211,7 +211,7 @@ def test_plain_experts_of_each_rank() -> None:
 
 
 @on_ranks(4)
-def test_states_of_experts(tmp_path: Path) -> None:
+def test_expert_states_are_saved_and_loaded(tmp_path: Path) -> None:
     mesh = _mesh()
     plain, model = _twins(mesh)
     options = {"overrides": _dims(1, 0, mesh), "mesh": _data_mesh(mesh)}
@@ -269,7 +269,7 @@ def test_wrong_meshes_are_refused(own: str, over: str, match: str) -> None:
     assert_refused(MoE().parallelize(mesh["ep"]), shard, match)
 
 
-def test_override_without_a_mesh_is_refused() -> None:
+def test_override_without_mesh_is_refused() -> None:
     with pytest.raises(ValueError, match=r"overrides\['experts'\]: mesh='ep': must be a"):
         graphshard.backend(overrides={"experts": {"mesh": "ep"}})
 
@@ -287,6 +287,6 @@ def _shard_frozen(frozen: list[int]) -> str:
 
 
 @pytest.mark.parametrize("frozen", [[3], [1, 3]])
-def test_experts_frozen_on_some_ranks(frozen: list[int]) -> None:
+def test_experts_frozen_on_some_ranks_raise_on_all(frozen: list[int]) -> None:
     messages = ranks.run_fresh(4, _shard_frozen, frozen)
     assert_same(messages, "'experts.w1' differs between ranks", f"on rank {frozen[0]}")

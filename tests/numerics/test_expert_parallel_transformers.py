@@ -22,7 +22,7 @@ SIZES += ",moe_intermediate_size=16,num_experts=4,num_experts_per_tok=3,head_dim
 
 
 @on_ranks(4)
-def test_gradients_are_those_of_the_whole_model() -> None:
+def test_gradients_match_whole_model() -> None:
     torch.manual_seed(0)
     plain: Any = find_workload(f"qwen3_moe:{SIZES}", BatchShape(1, 8)).make(None)[0]
     batches = torch.randint(64, (4, 2, 8))

@@ -56,7 +56,7 @@ def _place(param: nn.Parameter) -> Shard | None:
 
 
 @on_ranks(4)
-def test_shards_are_those_of_fsdp2() -> None:
+def test_shards_match_fsdp2() -> None:
     model = Dense()
     eager = fully_shard(copy.deepcopy(model), mesh=world_mesh(), shard_placement_fn=_place)
     batches = [Dense.batch(generator(step, dist.get_rank())) for step in range(3)]
@@ -113,7 +113,7 @@ def test_uneven_shards_accumulate_and_train(case: str) -> None:
 
 @pytest.mark.parametrize("compiles", [False, True])
 @on_ranks(4)
-def test_eager_parts_read_experts(compiles: bool) -> None:
+def test_eager_parts_may_read_experts(compiles: bool) -> None:
     model = Broken(hidden=10)
     plain = copy.deepcopy(model)
     graphshard.shard(model, world_mesh(), overrides=DIMS)
@@ -126,7 +126,7 @@ def test_eager_parts_read_experts(compiles: bool) -> None:
 
 
 @on_ranks(4)
-def test_states_of_experts(tmp_path: Path) -> None:
+def test_expert_states_are_saved_and_loaded(tmp_path: Path) -> None:
     model, optims = Dense(hidden=10), []
     other = copy.deepcopy(model)
     for module in (model, other):
@@ -172,7 +172,7 @@ def assert_values(ours: nn.Module, theirs: nn.Module, dtype: torch.dtype = torch
 
 
 @on_ranks(4)
-def test_experts_on_the_meta_device_are_initialized() -> None:
+def test_experts_on_meta_device_are_initialized() -> None:
     def init(model: nn.Module) -> None:
         for number, param in enumerate(model.parameters()):
             param.copy_(torch.arange(param.numel()).view(param.shape) + number)
@@ -208,7 +208,7 @@ def test_wrong_dims_are_refused(options: Any, match: str) -> None:
 
 
 @on_ranks(2)
-def test_fp8_of_another_dimension_is_refused() -> None:
+def test_fp8_with_another_shard_dimension_is_refused() -> None:
     policy = graphshard.Float8Policy(filter_fn=lambda fqn, shape: True)
 
     def shard(model: nn.Module) -> None:
@@ -221,7 +221,7 @@ def test_fp8_of_another_dimension_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_muon_refuses_columns() -> None:
+def test_muon_refuses_column_shards() -> None:
     model = graphshard.shard(nn.Linear(4, 4), world_mesh(), overrides={"weight": {"dim": 1}})
     model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(ValueError, match="Muon cannot step parameter 'weight'"):
@@ -233,7 +233,7 @@ def test_muon_refuses_columns() -> None:
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
 @on_ranks(2)
-def test_experts_of_transformers(kind: str) -> None:
+def test_transformers_experts_match_unsharded_model(kind: str) -> None:
     import transformers
 
     sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

@@ -167,7 +167,7 @@ def _cosines() -> list[float]:
 
 
 @pytest.mark.low_precision
-def test_gradients_have_the_direction_of_float32_gradients() -> None:
+def test_gradients_have_direction_of_float32_gradients() -> None:
     assert min(ranks.run(2, _cosines)[0]) > MIN_COSINE
 
 
@@ -209,7 +209,7 @@ def _bytes_in_fp8_and_float32() -> tuple[int, int]:
     return in_fp8, _gradients(size)[1]
 
 
-def test_fp8_gathers_a_quarter_of_the_bytes() -> None:
+def test_fp8_gathers_a_quarter_of_float32_bytes() -> None:
     in_fp8, exact = ranks.run(2, _bytes_in_fp8_and_float32)[0]
     assert in_fp8 <= 0.27 * exact
 
@@ -241,7 +241,7 @@ def _scaled_by_ranks(
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_scales_match_the_unsharded_weight(dtype: torch.dtype, recipe: str) -> None:
+def test_values_and_scales_match_unsharded_weight(dtype: torch.dtype, recipe: str) -> None:
     rows = [16, 7, 1, 64]  # on two ranks: even, uneven and empty shards
     for found in ranks.run(2, _scaled_by_ranks, recipe, dtype, rows):
         for n, (values, scales) in zip(rows, found, strict=True):
@@ -276,7 +276,7 @@ def _refuses(model: nn.Module, match: str, **options: Any) -> None:
 
 
 @on_ranks(2)
-def test_fp8_with_overrides_and_modules_it_ignores() -> None:
+def test_fp8_model_with_other_overrides_trains() -> None:
     half = MixedPrecisionPolicy(param_dtype=torch.float16)
     backend = graphshard.backend(
         world_mesh(),
@@ -325,7 +325,7 @@ def test_fp8_all_gather_of_torchao_raises() -> None:
 
 
 @on_ranks(2)
-def test_error_of_unsupported_recipe_names_the_device() -> None:
+def test_error_for_unsupported_recipe_names_device() -> None:
     recipe = graphshard.Float8Policy(ROWWISE)
     if float8_ops.float8_error("cpu", ROWWISE):
         _refuses(_model(), "cpu cannot compute the rowwise fp8 matmuls", fp8=recipe)

@@ -76,7 +76,7 @@ def _count_plainly() -> int:
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_gan_that_freezes_its_discriminator(fullgraph: bool) -> None:
+def test_gan_that_freezes_its_discriminator_recompiles_no_more_than_plain(fullgraph: bool) -> None:
     for num, settled in ranks.run(2, _train_gan, fullgraph):
         assert settled and num == _num_plain_graphs()
 
@@ -101,6 +101,6 @@ def _freeze_in_turns() -> list[int]:
     return counts
 
 
-def test_layers_frozen_in_turns() -> None:
+def test_layers_frozen_in_turns_reuse_graphs() -> None:
     for counts in ranks.run(2, _freeze_in_turns):
         assert counts[5:] == [6] * 5, counts  # 3 layers x inputs with and without gradients

@@ -79,7 +79,7 @@ def _step_on_one_batch(models: Any, optims: Any) -> None:
 
 
 @on_ranks(2)
-def test_8_bit_optimizer_states() -> None:
+def test_8_bit_optimizer_states_are_gathered_and_loaded() -> None:
     """Compare 8-bit states with unsharded ones; shards end at block boundaries of torchao."""
     from torchao.optim import AdamW8bit
 
@@ -150,7 +150,7 @@ def saved(setup: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_plain_torch_loads_a_full_state_and_trains_on(setup: str, saved: Path) -> None:
+def test_plain_torch_loads_full_state_and_continues(setup: str, saved: Path) -> None:
     kind, _, _ = SETUPS[setup]
     state, optim_state, losses = torch.load(saved / "all.pt")
     plain = kind()
@@ -209,7 +209,7 @@ class Regional(nn.Module):
 
 
 @on_ranks(2)
-def test_names_omit_the_prefix_of_compiled_parts() -> None:
+def test_names_omit_prefix_of_compiled_parts() -> None:
     model = graphshard.shard(Regional(), world_mesh())
     names = list(model.state_dict())
     model.layer = torch.compile(model.layer, backend="eager")
@@ -229,7 +229,7 @@ def test_names_omit_the_prefix_of_compiled_parts() -> None:
 
 
 @on_ranks(2)
-def test_full_state_of_a_model_before_its_first_step() -> None:
+def test_full_state_of_unsharded_model_is_a_copy() -> None:
     model = ConvNet()
     model.norm1.running_mean.fill_(dist.get_rank())
     state = graphshard.full_state_dict(model)
@@ -265,7 +265,7 @@ def _load(kind: Trainable, shape: tuple[int, ...], options: State, folder: Path)
     assert losses == pytest.approx(torch.load(folder / "all.pt")[2], rel=1e-4)
 
 
-def test_first_rank_loads_for_all_ranks(setup: str, saved: Path) -> None:
+def test_state_on_first_rank_is_loaded_on_all_ranks(setup: str, saved: Path) -> None:
     kind, shape, options = SETUPS[setup]
     ranks.run(torch.Size(shape).numel(), _load, kind, shape, options, saved)
     if setup == "HSDP":
@@ -273,7 +273,7 @@ def test_first_rank_loads_for_all_ranks(setup: str, saved: Path) -> None:
 
 
 @on_ranks(2)
-def test_parameters_of_every_kind() -> None:
+def test_parameters_of_every_kind_are_loaded_and_gathered() -> None:
     model, expected = graphshard.shard(Kinds(), world_mesh()), None
     if dist.get_rank() == 0:
         torch.manual_seed(77)
@@ -324,7 +324,7 @@ def test_full_state_gathered_by_torch_is_loaded() -> None:
 
 
 @on_ranks(2)
-def test_wrong_state_on_the_first_rank_raises_on_all() -> None:
+def test_wrong_state_on_first_rank_raises_on_all() -> None:
     model = graphshard.shard(MLP(), world_mesh())
     optim = _adamw(model)
     state, optim_state = graphshard.full_state_dict(model, optim)

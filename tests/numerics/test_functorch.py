@@ -35,7 +35,7 @@ def _forward_mode_jacobian(forward: Forward, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("transform", [_jvp, _grad, _per_sample, _forward_mode_jacobian])
 @on_ranks(2)
-def test_sharded_model_inside_a_transform(
+def test_transform_of_sharded_model_matches_unsharded_model(
     transform: Callable[[Forward, Tensor], Tensor], compiled: bool
 ) -> None:
     # Dynamo does not trace a forward inside of jvp, vmap and similar transforms.

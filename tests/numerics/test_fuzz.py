@@ -170,15 +170,15 @@ def _run(case: Case) -> None:
 
 # Sorted by world size to reuse rank processes.
 @pytest.mark.parametrize("seed", sorted(SEEDS, key=lambda seed: draw(seed, MAX_BLOCKS).world_size))
-def test_random_case(seed: int) -> None:
+def test_random_case_passes(seed: int) -> None:
     _run(draw(seed, MAX_BLOCKS))
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_case_that_failed_before(name: str) -> None:
+def test_case_that_failed_before_passes(name: str) -> None:
     _run(FOUND[name])
 
 
-def test_seed_always_draws_the_same_case() -> None:
+def test_seed_always_draws_same_case() -> None:
     for seed in range(300):
         assert draw(seed) == draw(seed) == pickle.loads(pickle.dumps(draw(seed)))

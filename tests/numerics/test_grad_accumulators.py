@@ -187,7 +187,7 @@ def test_no_gradient_is_lost_or_added_twice(run: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("eager", [False, True])
 @on_ranks(2)
-def test_one_backward_of_reduced_and_unreduced_forwards(eager: bool) -> None:
+def test_backward_of_reduced_and_unreduced_forwards_adds_both(eager: bool) -> None:
     for reduced_first in (False, True):
         twins = Twins(MLP())
         batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
@@ -227,7 +227,7 @@ def _dropped_block() -> list[bool]:
     return [param.grad is not None for param in model.parameters()]
 
 
-def test_block_skipped_by_the_last_microbatch_is_reduced() -> None:
+def test_block_skipped_by_last_microbatch_is_reduced() -> None:
     assert all(map(all, ranks.run(2, _dropped_block)))
 
 
@@ -277,7 +277,7 @@ def test_sum_of_complex_gradients_stays_complex() -> None:
 
 
 @on_ranks(2)
-def test_copy_of_a_model_that_lost_a_parameter() -> None:
+def test_model_without_a_sharded_parameter_can_be_copied() -> None:
     model = nn.Sequential(nn.Linear(7, 4))
     graphshard.shard(model, world_mesh())
     model[0].bias = None

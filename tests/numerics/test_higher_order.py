@@ -99,7 +99,7 @@ NEEDS_2_13 = pytest.mark.skipif(
     ],
 )
 @on_ranks(2)
-def test_training_matches_an_unsharded_model(
+def test_training_matches_unsharded_model(
     compute: Callable[[Reads, Tensor], Tensor], compiler: str
 ) -> None:
     twins = Twins(Reads(compute), compiler=compiler)
@@ -171,7 +171,7 @@ class LearnedBias(nn.Module):
     ids=["while_loop", "flex_attention"],
 )
 @on_ranks(2)
-def test_inference_matches_an_unsharded_model(model: Loop | LearnedBias, compiler: str) -> None:
+def test_inference_matches_unsharded_model(model: Loop | LearnedBias, compiler: str) -> None:
     reference, x = copy.deepcopy(model), model.batch()
     backend = graphshard.backend(world_mesh(), compiler=compiler)
     with torch.no_grad():

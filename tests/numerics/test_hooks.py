@@ -29,7 +29,7 @@ def _register_both(twins: Twins, register: Callable[[nn.Module], Any]) -> list[A
 
 @pytest.mark.parametrize("early", [True, False])
 @on_ranks(2)
-def test_gradient_hook_replaces_the_gradient(early: bool) -> None:
+def test_gradient_hook_replaces_gradient(early: bool) -> None:
     twins = Twins(MLP())
     if not early:
         twins.backward(_batches(0))
@@ -86,7 +86,7 @@ def test_removed_hooks_do_not_fire(early: bool) -> None:
 
 
 @on_ranks(2)
-def test_hook_registered_after_an_early_removal_fires() -> None:
+def test_hook_registered_after_early_removal_fires() -> None:
     """Check that a hook table that sharding found empty accepts hooks."""
     twins, seen = Twins(MLP()), []
     twins.model.up.weight.register_hook(lambda grad: seen.append("early")).remove()
@@ -98,7 +98,7 @@ def test_hook_registered_after_an_early_removal_fires() -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 @on_ranks(2)
-def test_optimizer_step_in_backward(early: bool) -> None:
+def test_optimizer_may_step_in_backward(early: bool) -> None:
     twins = Twins(MLP())
     if not early:
         twins.backward(_batches(9))
@@ -120,7 +120,7 @@ def test_optimizer_step_in_backward(early: bool) -> None:
 
 
 @on_ranks(2)
-def test_forward_hooks_are_part_of_the_graph() -> None:
+def test_forward_hooks_are_part_of_graph() -> None:
     twins = Twins(MLP())
     for model in (twins.model, twins.reference):
         model.up.register_forward_hook(lambda module, args, out: out + module.bias * 2)
@@ -185,7 +185,7 @@ MODULE_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @on_ranks(2)
-def test_module_hooks_registered_before_compiling() -> None:
+def test_module_hooks_registered_before_compilation_run() -> None:
     for name, register in MODULE_HOOKS.items():
         torch._dynamo.reset()
         model = MLP()
@@ -200,7 +200,7 @@ def test_module_hooks_registered_before_compiling() -> None:
 
 
 @on_ranks(2)
-def test_method_of_the_model_as_its_hook() -> None:
+def test_method_of_model_may_be_its_hook() -> None:
     Twins(_Method(), fullgraph=False).train(MLP.batch)
 
 

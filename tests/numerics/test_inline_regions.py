@@ -52,7 +52,7 @@ def _planned() -> list[set[str]]:
     return [{param.fqn for param in plan.params} for plan in twins.backend.plans]
 
 
-def test_plans_cover_the_parameters_of_all_regions() -> None:
+def test_plans_cover_parameters_of_all_regions() -> None:
     names = {name for name, _ in Marked().named_parameters()}
     for forward, backward in ranks.run(2, _planned):
         assert forward == backward == names

@@ -132,7 +132,7 @@ CASES = {
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize("name", compare_with_fsdp2(CASES, ("checkpointed",)))
-def test_inner_policy_casts_at_its_border_as_fsdp2(name: str) -> None:
+def test_inner_policy_casts_at_module_border_like_fsdp2(name: str) -> None:
     ranks.run(2, _train, CASES[name])
 
 
@@ -173,7 +173,7 @@ def _arguments(case: Case) -> dict[str, Any]:
 
 @pytest.mark.low_precision
 @on_ranks(2)
-def test_inner_policy_casts_with_inductor() -> None:
+def test_inner_policy_casts_at_module_border_with_inductor() -> None:
     torch.manual_seed(0)
     ours = Stack()
     theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours)
@@ -208,7 +208,7 @@ class WithEmbedder(nn.Module):
 
 
 @on_ranks(2)
-def test_module_without_parameters_has_a_border() -> None:
+def test_module_without_parameters_casts_at_its_border() -> None:
     overrides = {"parts": {"mp_policy": MixedPrecisionPolicy(FP16, output_dtype=FP32)}}
     compiled = compile_sharded(WithEmbedder(), overrides=overrides)
     for _ in range(2):
@@ -234,7 +234,7 @@ def test_glob_without_effect_raises(overrides: dict[str, Any], match: str) -> No
 
 
 @on_ranks(2)
-def test_glob_of_a_module_covers_all_parameters_in_it() -> None:
+def test_glob_of_module_covers_all_its_parameters() -> None:
     model = Stack()
     graphshard.shard(model, world_mesh(), overrides={"blocks.1": {"shard": False}})
     replicated = [n for n, p in model.named_parameters() if p.placements[0].is_replicate()]
@@ -266,7 +266,7 @@ class Attention(nn.Module):
     ("kind", "glob"), [(Stack, "blocks.*"), (Attention, "layers.*"), (Mixing, "NAME_OF_MODULE")]
 )
 @on_ranks(2)
-def test_dtype_error_suggests_an_override(kind: type[nn.Module], glob: str) -> None:
+def test_dtype_error_suggests_override(kind: type[nn.Module], glob: str) -> None:
     with pytest.raises(RuntimeError, match="dtype") as raised:
         compile_sharded(kind(), mp_policy=HALF)(torch.randn(5, 7))
     (note,) = raised.value.__notes__
@@ -274,7 +274,7 @@ def test_dtype_error_suggests_an_override(kind: type[nn.Module], glob: str) -> N
 
 
 @on_ranks(2)
-def test_dtype_error_without_a_policy_has_no_note() -> None:
+def test_dtype_error_without_policy_has_no_note() -> None:
     for kind in (Attention, Mixing):
         with pytest.raises(RuntimeError, match="dtype") as raised:
             compile_sharded(kind())(torch.randn(5, 7, dtype=torch.float64))

@@ -110,7 +110,7 @@ class Kinds(nn.Module):
 
 
 @on_ranks(2)
-def test_parameters_of_every_kind() -> None:
+def test_parameters_of_every_kind_are_loaded() -> None:
     for assign in (False, True):
         model = _sharded(Kinds, overrides={"whole": {"shard": False}})
         state = _other(Kinds).state_dict()
@@ -122,7 +122,7 @@ def test_parameters_of_every_kind() -> None:
 
 
 @on_ranks(2)
-def test_full_state_dict_materializes_a_meta_model_and_keeps_ties() -> None:
+def test_full_state_dict_materializes_meta_model_and_keeps_ties() -> None:
     with torch.device("meta"):
         model: Any = GPT()
     graphshard.shard(model, world_mesh())
@@ -137,7 +137,7 @@ def test_full_state_dict_materializes_a_meta_model_and_keeps_ties() -> None:
 
 
 @on_ranks(2)
-def test_assign_takes_the_dtype_of_the_file() -> None:
+def test_assign_takes_dtype_of_file() -> None:
     model = _sharded(MLP)
     state = {name: value.double() for name, value in _other(MLP).state_dict().items()}
     model.load_state_dict(state)
@@ -175,7 +175,7 @@ class Renamed(nn.Module):
 
 
 @on_ranks(2)
-def test_model_that_renames_entries_on_load() -> None:
+def test_model_may_rename_entries_on_load() -> None:
     model, other = _sharded(Renamed), _other(Renamed)
     state = {
         name.replace("layer.", "old.").replace("gain", "scale"): value

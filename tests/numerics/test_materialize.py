@@ -73,7 +73,7 @@ KINDS: list[Any] = [Tricky, GPT, lambda: nn.LSTM(5, 7), lambda: nn.MultiheadAtte
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)))
-def test_values_do_not_depend_on_the_number_of_ranks(number: int) -> None:
+def test_values_do_not_depend_on_number_of_ranks(number: int) -> None:
     found = [ranks.run(world, _numbered, number)[0] for world in (1, 2)]
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
@@ -111,7 +111,7 @@ def _normal(model: nn.Module) -> None:
     "options",
     [{}, {"offload_policy": CPUOffloadPolicy()}, {"overrides": {"*bias": {"shard": False}}}],
 )
-def test_custom_init_function(options: dict[str, Any]) -> None:
+def test_custom_init_does_not_depend_on_number_of_ranks(options: dict[str, Any]) -> None:
     one, two = ranks.run(2, _by_ranks, GPT, _normal, **options)
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     assert all(value.std() > 0.5 for value in one.values() if value.numel() > 8)
@@ -152,7 +152,7 @@ def test_invalid_init_raises_and_changes_nothing() -> None:
 
 
 @on_ranks(2)
-def test_buffers_and_parameters_with_values_keep_them() -> None:
+def test_initialized_parameters_and_buffers_keep_their_values() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 6)
     model.register_buffer("kept", torch.ones(3))
@@ -164,7 +164,7 @@ def test_buffers_and_parameters_with_values_keep_them() -> None:
     assert torch.equal(model.weight.full_tensor(), values)
 
 
-def test_rank_whose_peers_do_not_exist() -> None:
+def test_fake_rank_materializes_its_shard() -> None:
     with fake_ranks(4, rank=1):
         with torch.device("meta"):
             model = graphshard.shard(nn.Linear(8, 8), init_device_mesh("cpu", (4,)))

@@ -53,7 +53,7 @@ def _sharded() -> MLP:
 
 @pytest.mark.parametrize("fill", [_fill, _draw, _distribute, _assign_data])
 @on_ranks(2)
-def test_whole_parameters_can_be_initialized(fill: Callable[[Any], None]) -> None:
+def test_full_parameters_can_be_initialized(fill: Callable[[Any], None]) -> None:
     model = _sharded()
     with torch.no_grad():
         for param in model.parameters():
@@ -66,7 +66,7 @@ def test_whole_parameters_can_be_initialized(fill: Callable[[Any], None]) -> Non
 @pytest.mark.parametrize("fill", [_fill_rows, _fill_most])
 @pytest.mark.parametrize("eager", [False, True])
 @on_ranks(2)
-def test_values_lost_by_a_dtensor_raise(fill: Callable[[Any], None], eager: bool) -> None:
+def test_values_lost_by_dtensor_raise(fill: Callable[[Any], None], eager: bool) -> None:
     model = _sharded()
     with torch.no_grad():
         for param in model.parameters():

@@ -199,12 +199,14 @@ class Kinds(nn.Module):
         (POLICIES[0], recording.BACKEND),
     ],
 )
-def test_complex_integer_and_empty_parameters(policy: MixedPrecisionPolicy, backend: str) -> None:
+def test_complex_integer_and_empty_parameters_train(
+    policy: MixedPrecisionPolicy, backend: str
+) -> None:
     ranks.run(2, _train_kinds, policy, backend=backend)
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_complex_parameters_with_inductor() -> None:
+def test_complex_parameters_train_with_inductor() -> None:
     ranks.run(2, _train_kinds, MixedPrecisionPolicy(), "inductor")
 
 
@@ -234,7 +236,7 @@ class Norms(nn.Module):
         return self.down(self.norm(self.up(x).float()).to(BF16)).float().square().mean()
 
 
-def test_overrides_of_policy_and_resharding() -> None:
+def test_overrides_set_policy_and_resharding() -> None:
     for kept, again in ranks.run(2, _override):
         assert kept == ["down.bias", "down.weight"]
         assert "norm.weight" in again and not set(kept) & set(again)

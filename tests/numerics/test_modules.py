@@ -205,7 +205,7 @@ def _classes(model: nn.Module) -> list[tuple[str, bool]]:
 
 @pytest.mark.parametrize("kind", MODULES)
 @on_ranks(2)
-def test_modules(kind: Any) -> None:
+def test_unusual_module_trains_and_keeps_its_classes(kind: Any) -> None:
     model = kind()
     described, classes = repr(model), _classes(model)
     Twins(model).train(kind.batch)
@@ -215,7 +215,7 @@ def test_modules(kind: Any) -> None:
 
 
 @on_ranks(2)
-def test_weight_norm_by_a_hook() -> None:
+def test_weight_norm_by_hook_trains() -> None:
     model, reference = OldWeightNorm(), OldWeightNorm()  # deepcopy fails on its non-leaf weight
     reference.load_state_dict(model.state_dict())
     Twins(model, reference).train(OldWeightNorm.batch)
@@ -223,7 +223,7 @@ def test_weight_norm_by_a_hook() -> None:
 
 @pytest.mark.low_precision
 @on_ranks(2)
-def test_autocast() -> None:
+def test_autocast_in_forward_is_kept() -> None:
     torch.manual_seed(0)
     ours = WithAutocast()
     theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours)
@@ -251,7 +251,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 @on_ranks(2)
-def test_recurrent_layers(layer: type[nn.RNNBase]) -> None:
+def test_recurrent_layers_train_with_one_warning(layer: type[nn.RNNBase]) -> None:
     with graphshard_warnings() as warned:
         Twins(Recurrent(layer), fullgraph=False).train(Recurrent.batch)
     assert len(warned) == 1
@@ -317,7 +317,7 @@ def test_gradients_of_ignored_tables_stay_sparse() -> None:
 
 
 @on_ranks(2)
-def test_attribute_access_on_a_sharded_module() -> None:
+def test_parameters_of_sharded_module_are_attributes() -> None:
     twins = Twins(nn.Sequential(nn.Linear(DIM, 3)))
     twins.train(_sequence, steps=1, loss=lambda model, x: model(x).square().mean())
     layer = twins.model[0]

@@ -93,7 +93,9 @@ def test_steps_match_unsharded_muon(variant: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "shape"), [(GPT, (4,)), (MLP, (4,)), (MLP, (2, 2)), (GPT, (4, 1))]
 )
-def test_four_ranks_with_many_buckets(kind: type, shape: tuple[int, ...]) -> None:
+def test_steps_with_many_buckets_on_four_ranks_match_unsharded_muon(
+    kind: type, shape: tuple[int, ...]
+) -> None:
     # The MLP has fewer matrices than ranks, one of them with fewer rows than ranks.
     ranks.run(4, _against_torch, shape, kind=kind, bucket_bytes=100)
 
@@ -101,12 +103,14 @@ def test_four_ranks_with_many_buckets(kind: type, shape: tuple[int, ...]) -> Non
 @pytest.mark.parametrize(
     "sharding", [{"shard": False}, {"offload_policy": CPUOffloadPolicy(False)}]
 )
-def test_replicated_and_offloaded_matrices(sharding: dict[str, Any]) -> None:
+def test_steps_of_replicated_and_offloaded_matrices_match_unsharded_muon(
+    sharding: dict[str, Any],
+) -> None:
     ranks.run(2, _against_torch, (2,), overrides={"*blocks.0*": sharding})
 
 
 @on_ranks(1)
-def test_plain_matrices() -> None:
+def test_steps_of_plain_matrices_equal_torch_muon() -> None:
     model = MLP()
     reference = copy.deepcopy(model)
     for each, kind in ((model, Muon), (reference, torch.optim.Muon)):
@@ -117,7 +121,7 @@ def test_plain_matrices() -> None:
 
 
 @on_ranks(2)
-def test_matrices_sharded_by_fsdp2() -> None:
+def test_steps_of_fsdp2_matrices_match_unsharded_muon() -> None:
     model = MLP()
     models = model, copy.deepcopy(model)
     fully_shard(model, mesh=world_mesh())  # its DTensors have the same layout as ours
@@ -135,7 +139,7 @@ def test_optimizer_with_state_survives_sharding() -> None:
 
 
 @on_ranks(2)
-def test_matrices_without_a_gradient() -> None:
+def test_matrices_without_gradient_are_skipped() -> None:
     model = DeepGPT()
     models = model, copy.deepcopy(model)
     graphshard.shard(model, world_mesh())
@@ -245,7 +249,7 @@ def test_unsupported_placements_raise() -> None:
 
 
 @on_ranks(2)
-def test_closure_compiled_step_and_torch_state() -> None:
+def test_step_accepts_closure_compilation_and_torch_state() -> None:
     model, compiled, optimizer = _trained(1)
     twin = copy.deepcopy(model)
     theirs = torch.optim.Muon(_matrices(twin), lr=0.05)

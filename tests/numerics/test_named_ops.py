@@ -36,7 +36,7 @@ class Chosen(nn.Module):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_argmax_results_saved_for_backward(compiler: str) -> None:
+def test_argmax_results_may_be_saved_for_backward(compiler: str) -> None:
     ranks.run(2, train, Chosen, 2, compiler=compiler)
 
 
@@ -64,7 +64,7 @@ class Normed(nn.Module):
 
 
 @on_ranks(2)
-def test_norms_of_any_order() -> None:
+def test_norms_of_any_order_are_priced() -> None:
     with graphshard_warnings() as texts:
         Twins(Normed().eval()).train(Chosen.batch, 1)
     assert not texts  # the cost model supports every op

@@ -159,7 +159,7 @@ class Broken(MLP):
 
 
 @on_ranks(2)
-def test_offload_with_a_graph_break() -> None:
+def test_offload_with_graph_break_changes_no_value() -> None:
     torch.manual_seed(0)
     broken = _losses(Broken(), {"offload_policy": CPUOffloadPolicy()}, fullgraph=False)
     plain = _losses(_model(MLP), {"offload_policy": CPUOffloadPolicy()})
@@ -168,7 +168,7 @@ def test_offload_with_a_graph_break() -> None:
 
 
 @on_ranks(2)
-def test_offload_of_a_meta_device_model() -> None:
+def test_offloaded_meta_device_model_trains() -> None:
     with torch.device("meta"):
         model = MLP()
     graphshard.shard(model, _mesh((2,)), offload_policy=CPUOffloadPolicy())
@@ -222,7 +222,7 @@ def test_budget_offloads_activations() -> None:
     assert peaks[1] <= 0.9 * peaks[0]
 
 
-def test_activations_are_not_offloaded_from_a_cpu() -> None:
+def test_activations_are_not_offloaded_from_cpu() -> None:
     policy = graphshard.SchedulePolicy(memory_budget_gb=1e-4)
     assert not CompileSettings("aot_eager", policy, torch.device("cpu")).may_offload_activations
     assert CompileSettings("aot_eager", policy, torch.device("cuda")).may_offload_activations

@@ -69,7 +69,9 @@ def _assert_state_is_sharded(optimizer: Optimizer, model: nn.Module) -> None:
 @pytest.mark.parametrize("build", [_adamw, _adamw_by_tensor, _grouped, _momentum])
 @pytest.mark.parametrize("with_state", [False, True])
 @on_ranks(2)
-def test_optimizer_built_before_the_first_step(build: Build, with_state: bool) -> None:
+def test_optimizer_built_before_first_step_gets_sharded_parameters(
+    build: Build, with_state: bool
+) -> None:
     model = MLP()
     models = model, copy.deepcopy(model)
     optimizers = [build(model) for model in models]
@@ -88,7 +90,7 @@ def test_optimizer_built_before_the_first_step(build: Build, with_state: bool) -
 
 @pytest.mark.parametrize("build", [_adamw, _grouped, _momentum])
 @on_ranks(2)
-def test_optimizer_built_after_the_first_step(build: Build) -> None:
+def test_optimizer_built_after_first_step_has_sharded_state(build: Build) -> None:
     twins = Twins(MLP())
     twins.train(MLP.batch, steps=1)
     optimizers = [build(twins.model), build(twins.reference)]
@@ -98,7 +100,7 @@ def test_optimizer_built_after_the_first_step(build: Build) -> None:
 
 
 @on_ranks(2)
-def test_optimizer_of_two_models_keeps_the_unsharded_one() -> None:
+def test_optimizer_of_two_models_keeps_unsharded_model() -> None:
     twins, other = Twins(MLP()), nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([*other.parameters(), *twins.model.parameters()], 1e-2)
     twins.backward(draw(MLP.batch, 0))
@@ -109,7 +111,7 @@ def test_optimizer_of_two_models_keeps_the_unsharded_one() -> None:
 
 
 @on_ranks(2)
-def test_optimizer_holds_a_tied_weight_once() -> None:
+def test_optimizer_holds_tied_weight_once() -> None:
     twins = Twins(GPT())
     twins.train(GPT.batch)
     optimizer = _adamw(twins.model)
@@ -117,7 +119,7 @@ def test_optimizer_holds_a_tied_weight_once() -> None:
 
 
 @on_ranks(2)
-def test_scheduler_built_before_the_first_step() -> None:
+def test_scheduler_built_before_first_step_sets_learning_rate() -> None:
     twins = Twins(MLP())
     optimizers = [_momentum(twins.model), _momentum(twins.reference)]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
@@ -153,7 +155,7 @@ def _clip(foreach: bool | None) -> None:
 
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_clip_grad_norm(world_size: int, foreach: bool | None) -> None:
+def test_clip_grad_norm_matches_unsharded_model(world_size: int, foreach: bool | None) -> None:
     ranks.run(world_size, _clip, foreach)
 
 
@@ -174,7 +176,7 @@ def test_gradients_accumulate_until_they_are_zeroed(set_to_none: bool) -> None:
 
 
 @on_ranks(2)
-def test_zeroed_gradients_stay_the_same_tensors() -> None:
+def test_zeroed_gradients_stay_same_tensors() -> None:
     twins = Twins(MLP())
     twins.backward(draw(MLP.batch, 0))
     grads = [param.grad for param in twins.model.parameters()]
@@ -185,7 +187,7 @@ def test_zeroed_gradients_stay_the_same_tensors() -> None:
 
 
 @on_ranks(2)
-def test_grad_scaler() -> None:
+def test_grad_scaler_steps_like_unsharded_model() -> None:
     twins = Twins(MLP())
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
     optimizers: list[Any] = [sgd(twins.model), sgd(twins.reference)]
@@ -202,7 +204,7 @@ def test_grad_scaler() -> None:
 
 @pytest.mark.parametrize("build", [sgd, _adamw])
 @on_ranks(2)
-def test_compiled_optimizer_step(build: Build) -> None:
+def test_compiled_optimizer_step_matches_eager_step(build: Build) -> None:
     twins = Twins(MLP())
     optimizers = [build(model) for model in (twins.model, twins.reference)]
     steps = [torch.compile(optimizers[0].step, backend="aot_eager"), optimizers[1].step]
@@ -221,7 +223,7 @@ class _Loss(nn.Module):
 
 
 @on_ranks(2)
-def test_gc_freeze_before_the_first_step() -> None:
+def test_gc_freeze_before_first_step_is_allowed() -> None:
     twins = Twins(MLP())
     optimizers, loss = [sgd(twins.model), sgd(twins.reference)], _Loss(twins.model)
     gc.collect()

@@ -66,7 +66,7 @@ def _smallest(graph: str) -> float:
 
 
 @on_ranks(2)
-def test_budget_named_in_the_error_is_sufficient() -> None:
+def test_budget_named_in_error_is_sufficient() -> None:
     budget_gb = _smallest(GraphKind.BACKWARD)  # needs more than forward
     for plan in _both(GPT, WIDE, {"memory_budget_gb": budget_gb}).values():
         assert max(alive_bytes(plan.problem, plan.buckets)) <= round(budget_gb * 1e9)

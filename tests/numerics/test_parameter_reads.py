@@ -197,14 +197,14 @@ NOT_ON_2_11 = {
 
 
 @pytest.mark.parametrize("read", [*EVERYWHERE, *TRACED])
-def test_traced_reads_of_parameters(read: str) -> None:
+def test_traced_reads_match_plain_model(read: str) -> None:
     if torch.__version__ < (2, 13) and read in NOT_ON_2_11:
         pytest.skip(NOT_ON_2_11[read])
     ranks.run(2, _train, {**EVERYWHERE, **TRACED}[read], False)
 
 
 @pytest.mark.parametrize("read", EVERYWHERE)
-def test_eager_reads_of_parameters(read: str) -> None:
+def test_eager_reads_match_plain_model(read: str) -> None:
     ranks.run(2, _train, EVERYWHERE[read], True)
 
 
@@ -224,7 +224,7 @@ def test_traced_read_of_grad_sees_accumulation() -> None:
 
 
 @on_ranks(2)
-def test_other_backends_see_the_shards() -> None:
+def test_other_backends_see_shards() -> None:
     model = nn.Linear(5, 4)
     graphshard.shard(model, world_mesh())
 
@@ -239,7 +239,7 @@ def test_other_backends_see_the_shards() -> None:
 
 
 @on_ranks(2)
-def test_freezing_between_steps_takes_the_other_branch() -> None:
+def test_freezing_between_steps_switches_branch() -> None:
     torch.manual_seed(0)
     twins = Twins(Reader(_requires_grad, False), fullgraph=False)
     for step, requires_grad in enumerate([True, False, True]):

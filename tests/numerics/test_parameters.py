@@ -165,7 +165,7 @@ KINDS = [Tiny, Strided, Frozen, Whole, Mixed, Unused, Reused, EqualGradients]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_of_every_kind(kind: Trainable) -> None:
+def test_model_with_unusual_parameters_trains(kind: Trainable) -> None:
     ranks.run(2, train, kind)
 
 
@@ -182,13 +182,13 @@ class Unusual(nn.Module):
 
 # On four ranks, more of the parameters have fewer rows than ranks.
 @pytest.mark.parametrize(("world_size", "compiler"), [(4, "aot_eager"), (2, "inductor")])
-def test_unusual_parameters_in_one_graph(world_size: int, compiler: str) -> None:
+def test_unusual_parameters_train_in_one_graph(world_size: int, compiler: str) -> None:
     ranks.run(world_size, train, Unusual, compiler=compiler, steps=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_ranks(2)
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision_gradients_match_unsharded_copy(dtype: torch.dtype) -> None:
     twins = Twins(MLP().to(dtype))
     twins.backward([x.to(dtype) for x in draw(MLP.batch, 0)])
     for name, param in twins.reference.named_parameters():
@@ -316,7 +316,7 @@ class Sliced(nn.Module):
 
 @pytest.mark.parametrize("overrides", [{}, {"*": {"shard": False}}])
 @on_ranks(2)
-def test_gradient_of_symbolic_size(overrides: Any) -> None:
+def test_gradient_of_symbolic_size_matches_unsharded_copy(overrides: Any) -> None:
     twins = Twins(Sliced(), dynamic=True, fullgraph=False, overrides=overrides)
     for step in range(2):
         twins.backward(draw(_rows, step, 2))

@@ -65,7 +65,7 @@ def _shares(backend: graphshard.Backend) -> None:
 
 
 @on_ranks(2)
-def test_regions_match_an_unsharded_copy() -> None:
+def test_regions_match_unsharded_copy() -> None:
     model, schedule = GPT(layers=LAYERS), SchedulePolicy(regions=True)
     twins = Twins(model, compiler="inductor", schedule=schedule)
     twins.train(GPT.batch, steps=2)
@@ -73,7 +73,7 @@ def test_regions_match_an_unsharded_copy() -> None:
 
 
 @on_ranks(2)
-def test_regions_with_dynamic_shapes() -> None:
+def test_regions_with_dynamic_shapes_match_unsharded_copy() -> None:
     model = Deep(Plain)
     twins = Twins(model, compiler="inductor", schedule=SchedulePolicy(regions=True), dynamic=True)
     for rows in (5, 9):

@@ -37,7 +37,7 @@ def _function(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("function", [None, _function])
 @on_ranks(2)
-def test_parameter_replaced_after_a_step(function: Any) -> None:
+def test_parameter_replaced_after_step_is_trained(function: Any) -> None:
     twins = Twins(_Scaled(), function=function)
     twins.train(MLP.batch, steps=1)
     for model in (twins.model, twins.reference):
@@ -48,7 +48,7 @@ def test_parameter_replaced_after_a_step(function: Any) -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @on_ranks(2)
-def test_parameter_replaced_before_the_first_step(compiled: bool) -> None:
+def test_parameter_replaced_before_first_step_is_trained(compiled: bool) -> None:
     model = _Scaled()
     reference = copy.deepcopy(model)
     twins = Twins(graphshard.shard(model, world_mesh()), reference)
@@ -83,7 +83,7 @@ def test_replacement_of_another_layout_raises(make: Any, compiled: bool, match: 
 
 
 @on_ranks(2)
-def test_casting_with_a_plain_replacement_raises() -> None:
+def test_casting_with_plain_replacement_raises() -> None:
     model = graphshard.shard(_Scaled(), world_mesh())
     model.gain = nn.Parameter(torch.ones(5))
     with pytest.raises(ValueError, match=r"'gain' is sharded, but was replaced by a plain"):

@@ -195,7 +195,7 @@ def warm_caches(caches: Path) -> Path:
         for name, run in CHANGES.items()
     ],
 )
-def test_restart_after_a_change_recompiles_once(name: str, warm_caches: Path) -> None:
+def test_restart_after_change_recompiles_once(name: str, warm_caches: Path) -> None:
     assert _misses(CHANGES[name], warm_caches) > 0
     assert _misses(CHANGES[name], warm_caches) == 0
 

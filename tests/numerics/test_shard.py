@@ -42,7 +42,7 @@ def _sharded(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 @on_ranks(2)
-def test_materialized_model() -> None:
+def test_sharded_model_trains() -> None:
     Twins(*_sharded(GPT())).train(GPT.batch)
 
 
@@ -104,7 +104,7 @@ def _initialize(model: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_meta_device_model() -> None:
+def test_meta_device_model_is_initialized_and_trains() -> None:
     with torch.device("meta"):
         model = _Initialised()
     graphshard.shard(model, world_mesh())
@@ -150,7 +150,7 @@ def _initialized(shape: tuple[int, ...]) -> list[dict[str, Tensor]]:
     return found
 
 
-def test_initial_values_do_not_depend_on_the_number_of_ranks() -> None:
+def test_initial_values_do_not_depend_on_number_of_ranks() -> None:
     expected = ranks.run(1, _initialized, (1,))[0]
     for values in expected:
         assert len({float(value.sum()) for value in values.values()}) > 3
@@ -240,7 +240,7 @@ def _change_in_place(model: nn.Module) -> None:
     ],
 )
 @on_ranks(2)
-def test_sharded_model_trains_after_a_change(
+def test_sharded_model_trains_after_change(
     change: Callable[[nn.Module], None], kind: Trainable, compiled_before: bool
 ) -> None:
     twins = Twins(*_sharded(kind()))
@@ -273,7 +273,7 @@ def test_optimizer_survives_loading() -> None:
 
 
 @on_ranks(2)
-def test_replaced_module_is_sharded_at_the_next_step() -> None:
+def test_replaced_module_is_sharded_at_next_step() -> None:
     twins = Twins(*_sharded(MLP()))
     twins.train(MLP.batch, steps=1)
     new = nn.Linear(7, 13)
@@ -288,7 +288,7 @@ def test_replaced_module_is_sharded_at_the_next_step() -> None:
 @pytest.mark.parametrize("kind", [GPT, Reused, Checkpointed])
 @pytest.mark.parametrize("no_grad", [True, False])
 @on_ranks(2)
-def test_call_without_torch_compile(kind: Trainable, no_grad: bool) -> None:
+def test_call_without_torch_compile_matches_plain_model(kind: Trainable, no_grad: bool) -> None:
     model, plain = _sharded(kind())
     xs = draw(kind.batch, 0)
     with torch.set_grad_enabled(not no_grad):
@@ -302,7 +302,7 @@ def test_call_without_torch_compile(kind: Trainable, no_grad: bool) -> None:
 
 
 @on_ranks(2)
-def test_sharded_model_under_another_backend() -> None:
+def test_sharded_model_trains_with_another_backend() -> None:
     model, plain = _sharded(MLP())
     xs = draw(MLP.batch, 0)
     torch.compile(model, backend="aot_eager")(xs[dist.get_rank()]).backward()

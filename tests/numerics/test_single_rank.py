@@ -111,7 +111,7 @@ def test_casts_are_not_saved_for_backward() -> None:
 
 
 @on_ranks(1)
-def test_inference() -> None:
+def test_inference_matches_plain_model() -> None:
     model = _Odd().eval()
     ids = torch.arange(10).view(2, 5)
     with torch.no_grad():

@@ -92,7 +92,7 @@ def test_change_between_forward_and_backward_raises(
 
 
 @on_ranks(2)
-def test_the_error_names_the_parameter_that_backward_needs() -> None:
+def test_error_names_parameter_that_backward_needs() -> None:
     twins = Twins(MLP(), **ZERO3)
     loss = twins.compiled(torch.ones(5, 7))
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_the_error_names_the_parameter_that_backward_needs() -> None:
 
 @pytest.mark.parametrize("reshard_after_forward", [False, 2])
 @on_ranks(4)
-def test_kept_parameters_give_gradients_of_the_forward(reshard_after_forward: bool | int) -> None:
+def test_kept_parameters_give_gradients_of_forward(reshard_after_forward: bool | int) -> None:
     kept = Twins(MLP(), **ZERO3, reshard_after_forward=reshard_after_forward)
     x = draw(MLP.batch, 1)[dist.get_rank()]
     kept.compiled(x).backward()
@@ -168,7 +168,7 @@ def test_change_raises_only_in_graphs_that_regather(name: str, raises: bool) -> 
 
 
 @on_ranks(2)
-def test_changes_before_forward_and_after_backward() -> None:
+def test_changes_before_forward_and_after_backward_are_allowed() -> None:
     twins = Twins(MLP(), **ZERO3)
     first, second = draw(MLP.batch, 0), draw(MLP.batch, 1)
     rank = dist.get_rank()
@@ -191,7 +191,7 @@ def test_changes_before_forward_and_after_backward() -> None:
 
 
 @on_ranks(2)
-def test_output_returned_again_by_a_later_call() -> None:
+def test_output_returned_by_later_call_stays_stale() -> None:
     twins = Twins(MLP(), **ZERO3)
     model = twins.model
 
@@ -241,7 +241,7 @@ def _of_sums(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("before", "steps"), [(_of_a_part, 2), (_of_parameters, 1), (_of_sums, 1)])
 @on_ranks(2)
-def test_autograd_graph_built_before_sharding(
+def test_autograd_graph_built_before_sharding_gives_gradients(
     before: Callable[[nn.Module, Tensor], Tensor], steps: int
 ) -> None:
     twins = Twins(_Encoder())

@@ -70,7 +70,7 @@ def test_state_dict_communicates_nothing(kind: Trainable) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
-def test_full_state_dict_loads_into_a_plain_model(kind: Trainable) -> None:
+def test_full_state_dict_loads_into_plain_model(kind: Trainable) -> None:
     model, compiled, _ = _train(kind)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for source in (model, compiled):

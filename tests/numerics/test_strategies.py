@@ -295,7 +295,7 @@ def test_clipping_matches_its_peer(name: str) -> None:
     "options", [{"reshard_after_forward": 3}, {"overrides": {"*": {"reshard_after_forward": 3}}}]
 )
 @on_ranks(2)
-def test_reshard_size_must_divide_the_shards(options: dict[str, Any]) -> None:
+def test_reshard_size_must_divide_number_of_shards(options: dict[str, Any]) -> None:
     match = "reshard_after_forward=3: must divide the 2 ranks of the mesh"
     with pytest.raises(ValueError, match=match):
         graphshard.backend(world_mesh(), **options)

@@ -42,7 +42,7 @@ def test_first_step_shards_in_one_graph(kind: Trainable) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_one_and_three_ranks(world_size: int) -> None:
+def test_model_trains_on_one_and_three_ranks(world_size: int) -> None:
     ranks.run(world_size, train, MLP)
 
 
@@ -112,7 +112,7 @@ WAYS = [
 
 @pytest.mark.parametrize("function", WAYS)
 @on_ranks(2)
-def test_function_that_uses_the_model(function: Callable[[nn.Module], Any]) -> None:
+def test_function_that_uses_model_trains(function: Callable[[nn.Module], Any]) -> None:
     Twins(MLP(), function=function).train(MLP.batch)
 
 
@@ -144,7 +144,7 @@ def _of_two_tied_models(pair: nn.Module) -> Callable[[Tensor], Tensor]:
     ("kind", "function"), [(_Pair, _of_two_models), (_TiedPair, _of_two_tied_models)]
 )
 @on_ranks(2)
-def test_two_models_in_one_graph(
+def test_two_models_train_in_one_graph(
     kind: type[nn.Module], function: Callable[[nn.Module], Any]
 ) -> None:
     twins = Twins(kind(), function=function)
@@ -153,7 +153,7 @@ def test_two_models_in_one_graph(
 
 
 @on_ranks(2)
-def test_targets_without_parameters() -> None:
+def test_targets_without_parameters_are_compiled() -> None:
     assert compile_sharded(nn.Flatten(0))(torch.ones(2, 2)).shape == (4,)
     assert compile_sharded(lambda x: (x * 2).sum())(torch.ones(3)) == 6
 
@@ -177,7 +177,7 @@ class _Student(nn.Module):
 
 
 @on_ranks(2)
-def test_only_the_compiled_part_of_a_model_is_sharded() -> None:
+def test_only_compiled_part_of_model_is_sharded() -> None:
     outer = _Student()
     names = list(outer.state_dict())
     twins = Twins(outer.student)
@@ -188,7 +188,7 @@ def test_only_the_compiled_part_of_a_model_is_sharded() -> None:
 
 
 @on_ranks(2)
-def test_part_is_sharded_before_the_whole() -> None:
+def test_part_may_be_sharded_before_whole_model() -> None:
     model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
     reference = copy.deepcopy(model)
     part, plain = compile_sharded(model[0]), reference[0]
@@ -203,7 +203,7 @@ def test_part_is_sharded_before_the_whole() -> None:
 
 
 @on_ranks(2)
-def test_model_compiled_twice() -> None:
+def test_model_compiled_twice_continues_training() -> None:
     model = MLP()
     twins = Twins(model)
     twins.train(MLP.batch, steps=1)
@@ -236,7 +236,7 @@ def test_two_compiled_models_share_a_part() -> None:
 
 
 @on_ranks(4)
-def test_mesh_over_some_of_the_ranks() -> None:
+def test_mesh_over_some_ranks_trains_separate_models() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("run", "shard"))
     run = mesh.get_local_rank("run")
     torch.manual_seed(run)
@@ -245,7 +245,7 @@ def test_mesh_over_some_of_the_ranks() -> None:
 
 
 @on_ranks(2)
-def test_default_mesh_is_the_world() -> None:
+def test_default_mesh_is_world() -> None:
     model = MLP()
     loss = torch.compile(model, backend=graphshard.backend(compiler="aot_eager"))
     loss(torch.ones(5, 7)).backward()
@@ -255,7 +255,7 @@ def test_default_mesh_is_the_world() -> None:
 
 @pytest.mark.parametrize("fullgraph", [True, False])
 @on_ranks(2)
-def test_model_compile(fullgraph: bool) -> None:
+def test_model_compile_keeps_names_and_trains(fullgraph: bool) -> None:
     model = MLP()
     twins = Twins(model)
     names = list(model.state_dict())
@@ -276,7 +276,7 @@ class _Block(nn.Module):
 
 
 @on_ranks(2)
-def test_model_compile_of_a_sequential() -> None:
+def test_sequential_compiled_in_place_trains() -> None:
     """Compile a Sequential in place: Dynamo skips torch's own classes, but not their callees."""
     model = nn.Sequential(nn.Linear(7, 5), _Block(), nn.Linear(5, 3))
     twins = Twins(model)
@@ -292,7 +292,7 @@ def _by_name(options: dict[str, Any]) -> None:
     twins.train(MLP.batch)
 
 
-def test_backend_by_name() -> None:
+def test_backend_by_name_trains() -> None:
     ranks.run(2, _by_name, {"compiler": "aot_eager"})
     ranks.run(2, _by_name, {"compiler": "aot_eager", "reshard_after_forward": False})
 
@@ -320,7 +320,7 @@ class _Layer(nn.Module):
 
 
 @on_ranks(2)
-def test_regional_compilation() -> None:
+def test_blocks_compiled_separately_share_graphs() -> None:
     """Compile three equal blocks separately, with one graph for the first, one for the rest."""
     model = nn.Sequential(*(_Layer() for _ in range(3)))
     plain = copy.deepcopy(model)
@@ -356,7 +356,7 @@ def _step_of(model: nn.Module, optimizer: Optimizer, num_ranks: int) -> Callable
 
 
 @on_ranks(2)
-def test_compiled_training_step() -> None:
+def test_compiled_training_step_matches_plain_step() -> None:
     model = MLP()
     reference = copy.deepcopy(model)
     ours = _step_of(model, torch.optim.AdamW(model.parameters(), 0.01), 1)

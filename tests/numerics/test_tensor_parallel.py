@@ -35,7 +35,7 @@ from tests.ranks import on_ranks
     ("kind", "optimizer"), [(MLP, torch.optim.SGD), (Llama, torch.optim.AdamW)]
 )
 @on_ranks(4)
-def test_training_is_bitwise_that_of_fsdp2(kind: Any, optimizer: Any) -> None:
+def test_training_is_bitwise_equal_to_fsdp2(kind: Any, optimizer: Any) -> None:
     mesh = mesh_2d()
     model, compiled = under_graphshard(kind, mesh)
     eager = under_fsdp2(kind, mesh)
@@ -56,7 +56,7 @@ def test_local_tensors_are_views_of_padded_shards() -> None:
 
 
 @on_ranks(4)
-def test_optimizer_made_before_sharding_goes_on() -> None:
+def test_optimizer_created_before_sharding_stays_valid() -> None:
     mesh = mesh_2d()
     data = batches(MLP, mesh, 4)
     model, eager = split(MLP, mesh), under_fsdp2(MLP, mesh)
@@ -72,7 +72,7 @@ def test_optimizer_made_before_sharding_goes_on() -> None:
 
 
 @on_ranks(4)
-def test_state_of_a_stepped_optimizer_is_sharded() -> None:
+def test_state_of_stepped_optimizer_is_sharded() -> None:
     mesh = mesh_2d()
     batch = MLP.batch(generator(0))  # the same on all ranks, so that replicas stay equal
     model = split(MLP, mesh)
@@ -213,7 +213,7 @@ def test_parameters_from_before_sharding_are_stale() -> None:
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @on_ranks(4)
-def test_clipping_across_meshes(norm_type: float) -> None:
+def test_clipping_across_meshes_matches_full_parameters(norm_type: float) -> None:
     mesh = mesh_2d()
     model, compiled = under_graphshard(MLP, mesh)
     for _ in range(2):  # the second call has nothing to clip
@@ -234,7 +234,7 @@ def test_clipping_across_meshes(norm_type: float) -> None:
 
 
 @on_ranks(4)
-def test_compiled_function_of_a_model() -> None:
+def test_compiled_function_of_model_trains_like_fsdp2() -> None:
     mesh = mesh_2d()
     model, eager = split(MLP, mesh), under_fsdp2(MLP, mesh)
     compiled = torch.compile(lambda x: model(x), backend=_backend(mesh), fullgraph=True)
@@ -251,7 +251,7 @@ class Scaling(MLP):
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @on_ranks(4)
-def test_change_of_a_parameter_in_forward_is_refused(is_compiled: bool) -> None:
+def test_change_of_parameter_in_forward_is_refused(is_compiled: bool) -> None:
     mesh = mesh_2d()
     model = graphshard.shard(split(Scaling, mesh), mesh["dp"])
     call = _compile(model, mesh) if is_compiled else model
@@ -269,7 +269,7 @@ class ReadingEarly(MLP):
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @on_ranks(4)
-def test_parameter_read_under_no_grad_gets_a_gradient(is_compiled: bool) -> None:
+def test_parameter_read_under_no_grad_gets_gradient(is_compiled: bool) -> None:
     mesh = mesh_2d()
     model, eager = split(ReadingEarly, mesh), under_fsdp2(ReadingEarly, mesh)
     graphshard.shard(model, mesh["dp"])
@@ -289,7 +289,7 @@ def _train_with_inductor() -> int:
     return int(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
 
 
-def test_training_with_inductor_and_from_its_cache(tmp_path: Path) -> None:
+def test_training_with_inductor_loads_graphs_from_cache(tmp_path: Path) -> None:
     # Compiled code with DTensors contains the rank's index along tp: each masks others' tokens.
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     assert ranks.run_fresh(2, _train_with_inductor, env=env) == [0, 0]

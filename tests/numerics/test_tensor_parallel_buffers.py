@@ -51,7 +51,7 @@ def _assert_buffers(model: nn.Module, expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @on_ranks(4)
-def test_training_is_that_of_fsdp2(compiler: str) -> None:
+def test_training_matches_fsdp2(compiler: str) -> None:
     mesh = mesh_2d()
     model, compiled = under_graphshard(Scaled, mesh, compiler=compiler)
     eager = under_fsdp2(Scaled, mesh)
@@ -62,7 +62,7 @@ def test_training_is_that_of_fsdp2(compiler: str) -> None:
 
 
 @on_ranks(4)
-def test_buffers_of_ranks_that_differ_become_the_first_ones() -> None:
+def test_differing_buffers_take_values_of_first_rank() -> None:
     mesh = mesh_2d()
     expected = _buffers(split(Scaled, mesh))
     model = split(Scaled, mesh)

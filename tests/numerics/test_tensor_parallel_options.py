@@ -41,7 +41,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
     ids=["kept unsharded", "bf16", "offload"],
 )
 @on_ranks(4)
-def test_options_of_fsdp2(kind: Any, options: dict[str, Any]) -> None:
+def test_fsdp2_options_train_like_fsdp2(kind: Any, options: dict[str, Any]) -> None:
     mesh = mesh_2d()
     model, compiled = under_graphshard(kind, mesh, **options)
     eager = under_fsdp2(kind, mesh, **options)
@@ -49,7 +49,7 @@ def test_options_of_fsdp2(kind: Any, options: dict[str, Any]) -> None:
 
 
 @on_ranks(4)
-def test_replicated_parameters() -> None:
+def test_replicated_parameters_train_like_fsdp2() -> None:
     mesh = mesh_2d()
     model, compiled = under_graphshard(MLP, mesh, overrides={"*": {"shard": False}})
     eager = under_fsdp2(MLP, mesh)
@@ -62,7 +62,7 @@ def test_replicated_parameters() -> None:
 
 
 @on_ranks(4)
-def test_accumulated_gradients() -> None:
+def test_accumulated_gradients_match_fsdp2() -> None:
     mesh = mesh_2d()
     model, compiled = under_graphshard(MLP, mesh)
     eager = under_fsdp2(MLP, mesh)
@@ -82,7 +82,7 @@ def test_accumulated_gradients() -> None:
 
 
 @on_ranks(4)
-def test_gradient_divide_factor() -> None:
+def test_gradient_divide_factor_scales_gradients() -> None:
     mesh = mesh_2d()
     model, compiled = under_graphshard(MLP, mesh)
     batch = batches(MLP, mesh, 1)[0]
@@ -105,7 +105,7 @@ class Checkpointed(MLP):
 
 
 @on_ranks(4)
-def test_recomputed_layers() -> None:
+def test_recomputed_layers_train_like_fsdp2() -> None:
     mesh = mesh_2d()
     model, compiled = under_graphshard(Checkpointed, mesh)
     eager = under_fsdp2(MLP, mesh)
@@ -113,7 +113,7 @@ def test_recomputed_layers() -> None:
 
 
 @on_ranks(4)
-def test_unequal_and_changing_batches() -> None:
+def test_unequal_and_changing_batches_train_like_fsdp2() -> None:
     mesh = mesh_2d()
     model, compiled = under_graphshard(MLP, mesh)  # a static graph, then a dynamic one
     eager = under_fsdp2(MLP, mesh)
@@ -126,7 +126,7 @@ def test_unequal_and_changing_batches() -> None:
 
 
 @on_ranks(8, timeout_s=400)
-def test_replicas_of_split_parameters() -> None:
+def test_replicas_of_split_parameters_train_like_fsdp2() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
     data_mesh = mesh["replicate", "shard"]
     rank = 2 * mesh["replicate"].get_local_rank() + mesh["shard"].get_local_rank()
@@ -159,7 +159,7 @@ def test_backward_gathers_from_neighbors() -> None:
 
 
 @on_ranks(4)
-def test_frozen_and_reused_parameters() -> None:
+def test_frozen_and_reused_parameters_train_like_fsdp2() -> None:
     mesh = mesh_2d()
     model, eager = split(Reusing, mesh), split(Reusing, mesh)
     fully_shard(eager, mesh=mesh["dp"])
@@ -211,7 +211,7 @@ def test_equal_layers_are_compiled_once() -> None:
 
 
 @on_ranks(4)
-def test_parts_that_are_sharded_first() -> None:
+def test_parts_sharded_before_model_train_like_fsdp2() -> None:
     mesh = mesh_2d()
     model, eager = split(Deep, mesh), under_fsdp2(Deep, mesh)
     for part, reshards in ((model.layers[0], False), (model.layers[1], True), (model, True)):
@@ -223,7 +223,7 @@ def test_parts_that_are_sharded_first() -> None:
 
 
 @on_ranks(8, timeout_s=400)
-def test_stages_of_a_pipeline() -> None:
+def test_pipeline_stages_train_like_fsdp2() -> None:
     # The ranks of each stage train a different model.
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     kind = (MLP, Reusing)[mesh["pp"].get_local_rank()]

@@ -93,16 +93,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
     ("load", "sizes"),
     [(sharded, (2, 2)), (under_fsdp2, (2, 2)), (sharded, (4, 1)), (sharded, (1, 2))],
 )
-def test_checkpoint(load: Any, sizes: tuple[int, int], checkpoint: Any) -> None:
+def test_checkpoint_loads_on_another_mesh(
+    load: Any, sizes: tuple[int, int], checkpoint: Any
+) -> None:
     ranks.run(sizes[0] * sizes[1], _load, load, sizes, *checkpoint)
 
 
 @on_ranks(4)
-def test_checkpoint_of_fsdp2(tmp_path: Path) -> None:
+def test_checkpoint_of_fsdp2_is_loaded(tmp_path: Path) -> None:
     _load(sharded, (2, 2), tmp_path, _save(under_fsdp2, tmp_path))
 
 
-def test_consolidated_checkpoint(checkpoint: Any, tmp_path: Path) -> None:
+def test_consolidated_checkpoint_has_full_tensors(checkpoint: Any, tmp_path: Path) -> None:
     folder, saved = checkpoint
     consolidate(folder, tmp_path / "full.pt")
     full = torch.load(tmp_path / "full.pt")
@@ -113,7 +115,7 @@ def test_consolidated_checkpoint(checkpoint: Any, tmp_path: Path) -> None:
 
 
 @on_ranks(4)
-def test_state_dict_of_torch() -> None:
+def test_torch_state_dict_functions_save_and_load() -> None:
     mesh = mesh_2d()
     model, _ = _trained(sharded, mesh)
     expected = _values(model)
@@ -127,7 +129,7 @@ def test_state_dict_of_torch() -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 @on_ranks(4)
-def test_loaded_full_and_sharded_tensors(assign: bool) -> None:
+def test_full_and_sharded_tensors_are_loaded(assign: bool) -> None:
     mesh = mesh_2d()
     model, _ = _trained(sharded, mesh)
     expected = _values(model)
@@ -143,7 +145,7 @@ def test_loaded_full_and_sharded_tensors(assign: bool) -> None:
 
 
 @on_ranks(4)
-def test_full_state_dict() -> None:
+def test_full_state_dict_is_gathered_and_loaded() -> None:
     mesh = mesh_2d()
     model, optim = _trained(sharded, mesh)
     expected = _values(model)

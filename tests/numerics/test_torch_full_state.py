@@ -122,7 +122,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
-def test_torch(case: Any) -> None:
+def test_torch_has_this_limit(case: Any) -> None:
     ranks.run(2, case)
 
 
@@ -134,7 +134,7 @@ def _mesh_without_the_first_rank() -> None:
     dist.barrier()
 
 
-def test_torch_returns_nothing_if_the_mesh_lacks_global_rank_0() -> None:
+def test_torch_returns_nothing_if_mesh_lacks_global_rank_0() -> None:
     ranks.run(3, _mesh_without_the_first_rank)
 
 

@@ -46,7 +46,7 @@ def _train_encoder(sizes: Sequence[Sequence[int]], overlap: bool) -> int:
     ("sizes", "overlap"),
     [([(4, 4), (1, 4)], True), ([(1, 4)], True), ([(4, 4), (4, 1)], False)],
 )
-def test_last_batch_of_one_sample_on_one_rank(sizes: Any, overlap: bool) -> None:
+def test_last_batch_may_have_one_sample_on_one_rank(sizes: Any, overlap: bool) -> None:
     assert max(ranks.run(2, _train_encoder, sizes, overlap)) == len(sizes)
 
 
@@ -62,7 +62,7 @@ class Positions(nn.Module):
 
 
 @on_ranks(2)
-def test_gradient_expanded_on_one_rank() -> None:
+def test_gradient_may_be_expanded_on_one_rank() -> None:
     twins = Twins(Positions())
     for step, batch_sizes in enumerate([(1, 2), (2, 1)]):
         twins.backward(_sequences(step, batch_sizes))
@@ -83,7 +83,7 @@ class Lists(nn.Module):
 
 
 @on_ranks(2)
-def test_lists_of_different_lengths() -> None:
+def test_ranks_may_have_lists_of_different_lengths() -> None:
     twins = Twins(Lists(), compiler="inductor", reshard_after_forward=False)
     for step, lengths in enumerate([(2, 1), (1, 2), (2, 2)]):
         twins.backward(

@@ -210,7 +210,7 @@ def _batch(rng: torch.Generator) -> Tensor:
 
 
 @on_ranks(2)
-def test_batch_norm_with_float32_buffers() -> None:
+def test_batch_norm_keeps_float32_buffers() -> None:
     policy = {"mp_policy": HALF}
     overrides = dict.fromkeys("012", policy)
     model = _batch_norm()

@@ -57,7 +57,7 @@ COMPILERS, VIEWS = ("aot_eager", "inductor"), (_as_it_is, _by_a_view, _by_rows)
     + [(compiler, view, 2) for compiler in COMPILERS for view in VIEWS],
 )
 @on_ranks(2)
-def test_backward_reads_the_buffer_before_the_write(
+def test_backward_reads_buffer_before_write(
     compiler: str, view: Callable[[Tensor], Tensor], forwards: int
 ) -> None:
     torch.manual_seed(0)

@@ -48,32 +48,32 @@ def _plan() -> Plan:
     return Plan((), Problem(GraphKind.FORWARD, ("mm",), (1.0,), (0,), (0, 0), ()), buckets)
 
 
-def test_a_launch_is_the_gpu_work_of_its_operator() -> None:
+def test_launch_is_gpu_work_of_its_operator() -> None:
     assert launches_of(_profile(gather_us=41)) == [
         Launched(TransferKind.COPY_TO_DEVICE, [(20, 40, str(COPY))]),
         Launched(TransferKind.ALL_GATHER, [(41, 46, str(NCCL))]),
     ]
 
 
-def test_a_gather_that_begins_before_its_copy_ends_is_a_violation() -> None:
+def test_gather_that_begins_before_its_copy_ends_is_a_violation() -> None:
     assert violations([_plan()], launches_of(_profile(gather_us=41))) == (1, [])
     _, [violation] = violations([_plan()], launches_of(_profile(gather_us=38)))
     assert "all_gather (bucket 1) begins 2 us before copy_to_device (bucket 0) is done" in violation
 
 
-def test_a_launch_without_gpu_work_is_an_error() -> None:
+def test_launch_without_gpu_work_is_an_error() -> None:
     profile = _profile(gather_us=41)
     profile["traceEvents"] = [e for e in profile["traceEvents"] if e["name"] != "Memcpy HtoD"]
     with pytest.raises(RuntimeError, match=r"graphshard::copy_to_device: .* has no GPU work"):
         launches_of(profile)
 
 
-def test_launches_that_differ_from_the_plan_are_an_error() -> None:
+def test_launches_that_differ_from_plan_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"the profile has 1 launches.*the plans have 2"):
         violations([_plan()], launches_of(_profile(gather_us=41))[:1])
 
 
-def test_hidden_part_is_the_time_that_overlaps_kernels() -> None:
+def test_hidden_part_is_time_that_overlaps_kernels() -> None:
     profile = _profile(gather_us=58)
     copy, gather = launches_of(profile)
     assert hidden_part([copy], profile) == 0.5

@@ -21,7 +21,7 @@ def _race(monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
     main()
 
 
-def test_a_race_on_the_cpu(
+def test_race_runs_on_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _race(monkeypatch, "--variants", FSDP2_BLOCKS, GRAPHSHARD, "--out", str(tmp_path))
@@ -38,7 +38,7 @@ def test_a_race_on_the_cpu(
         assert "race/graphshard-0.1-10/plan-0-forward.json" in packed.getnames()
 
 
-def test_a_process_that_raises_ends_the_race(
+def test_process_that_raises_ends_race(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="no answer"):
@@ -55,14 +55,14 @@ def test_a_process_that_raises_ends_the_race(
         pytest.param("import time; time.sleep(99)", 0.5, id="hangs"),
     ],
 )
-def test_a_process_that_does_not_answer_ends_the_race(code: str, timeout_s: float) -> None:
+def test_process_that_does_not_answer_ends_race(code: str, timeout_s: float) -> None:
     racer = Racer([sys.executable, "-c", code], timeout_s)
     with pytest.raises(SystemExit, match="no answer within"):
         racer.turn()
     racer.end()
 
 
-def test_split_of_a_profile_into_parts_of_a_step() -> None:
+def test_split_of_profile_into_parts_matches_hand_computation() -> None:
     # Two steps: stream 2 is a modelled link whose copy overlaps a kernel; stream 3 copies.
     kernels = [
         Kernel(0.0, 4000.0, 1, "gemm"),

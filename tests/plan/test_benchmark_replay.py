@@ -18,7 +18,7 @@ def replayed() -> dict[str, Replayed]:
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_simulator_reproduces_a_recorded_step(graph: str, replayed: dict[str, Replayed]) -> None:
+def test_simulator_reproduces_recorded_step(graph: str, replayed: dict[str, Replayed]) -> None:
     _, measured, simulated, predicted, _ = replayed[graph]
     assert simulated.exposed_ms == pytest.approx(measured.exposed_ms, rel=0.1)
     assert simulated.total_ms == pytest.approx(measured.total_ms, rel=0.01)
@@ -26,7 +26,7 @@ def test_simulator_reproduces_a_recorded_step(graph: str, replayed: dict[str, Re
     assert predicted.total_ms == pytest.approx(measured.total_ms, rel=0.15)
 
 
-def test_exchanges_halve_the_time_of_reductions(replayed: dict[str, Replayed]) -> None:
+def test_exchanges_shorten_reductions_and_step(replayed: dict[str, Replayed]) -> None:
     for graph in GRAPHS[1::2]:
         reduced = replayed[graph].reduced
         link_us = {reduce: timeline.busy_us(COMMUNICATION) for reduce, timeline in reduced.items()}

@@ -37,7 +37,7 @@ def _backward() -> Problem:
     return problem([100.0] * 5, transfers)
 
 
-def test_fsdp2_rule_gathers_a_block_early_and_waits_a_block_late() -> None:
+def test_fsdp2_rule_gathers_one_block_early_and_waits_one_block_late() -> None:
     graph = _backward()
     assert _placed(schedules.fsdp2_rule(_plan(graph, *FQNS), graph)) == [
         ((0,), 0, 0),
@@ -49,7 +49,7 @@ def test_fsdp2_rule_gathers_a_block_early_and_waits_a_block_late() -> None:
     ]
 
 
-def test_unscheduled_hides_nothing() -> None:
+def test_unscheduled_transfers_are_all_exposed() -> None:
     graph, line = _backward(), Line(latency_us=1.0)
     buckets = schedules.unscheduled(_plan(graph, *FQNS), graph)
     assert all(bucket.launch == bucket.wait for bucket in buckets)
@@ -57,7 +57,7 @@ def test_unscheduled_hides_nothing() -> None:
     assert sum(timeline.exposed_us) == len(buckets) * 1.0 + 8 * 32
 
 
-def test_a_kept_root_takes_memory_instead_of_a_gather() -> None:
+def test_kept_root_takes_memory_instead_of_a_gather() -> None:
     graph = _backward()
     kept = schedules.root_kept(_plan(graph, *FQNS), graph)
     assert [(t.param, t.kind) for t in kept.transfers if t.kind == TransferKind.ALL_GATHER] == [
@@ -75,7 +75,7 @@ def test_at_world_changes_shards_and_padding() -> None:
     assert resized.graph == GraphKind.BACKWARD
 
 
-def test_the_lower_bound_computed_by_hand() -> None:
+def test_lower_bound_matches_hand_computation() -> None:
     # Compute plus first gather (10 + 50 us) and last reduction, or only the time on the wire.
     graph = problem([100.0, 100.0], [gather(0, 50, 0), reduction(0, 50, 2, 2)])
     assert schedules.lower_bound_us(graph, Line()) == 60.0 + 200.0 + 60.0
@@ -100,7 +100,7 @@ def _padding_bytes(one: Problem, other: Problem) -> list[int]:
     return differ
 
 
-def test_at_world_equals_a_trace_for_that_number_of_ranks() -> None:
+def test_at_world_equals_trace_for_that_number_of_ranks() -> None:
     sizes = LlamaSizes(dim=64, layers=1, heads=4, kv_heads=2, hidden=96, recompute=True, vocab=100)
     wide, narrow = trace(sizes, 8, 16), trace(sizes, 6, 16)
     assert [plan.graph for plan in wide] == [GraphKind.FORWARD, GraphKind.BACKWARD]

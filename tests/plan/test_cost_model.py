@@ -36,7 +36,7 @@ aten = torch.ops.aten
         (aten.linear.default, ((3, 4, 8), (2, 8)), 3 * 2 * 4 * 8 * 2),
     ],
 )
-def test_matmuls_take_the_time_of_their_flops_or_their_bytes(
+def test_matmul_time_is_bound_by_flops_or_bytes(
     op: Any, shapes: tuple[tuple[int, ...], ...], flops: int
 ) -> None:
     graph = Graph()
@@ -46,7 +46,7 @@ def test_matmuls_take_the_time_of_their_flops_or_their_bytes(
     assert CostModel(MACHINE).compute_us(graph.graph)[node] == pytest.approx(num_bytes + 1)
 
 
-def test_the_rate_of_a_matmul_depends_on_the_dtype_of_its_operands() -> None:
+def test_matmul_rate_depends_on_dtype_of_operands() -> None:
     for dtype, per_us in ((torch.bfloat16, 4e3), (torch.float16, 1e3), (torch.float32, 1e3)):
         graph = Graph()
         a = graph.input(8, 8, dtype=dtype)
@@ -58,7 +58,7 @@ def test_the_rate_of_a_matmul_depends_on_the_dtype_of_its_operands() -> None:
     assert graph.costs(node, on=COMPUTE)[node] == pytest.approx(2 * 16**3 / 8e3)
 
 
-def test_float32_runs_at_the_rate_of_tf32_if_that_is_enabled() -> None:
+def test_float32_matmul_runs_at_tf32_rate_if_enabled() -> None:
     graph = Graph()
     a = graph.input(100, 100)
     node = graph(aten.mm.default, a, a)
@@ -79,7 +79,7 @@ CAUSAL = (1 + 128 / 256) / 2  # the first of two query blocks attends to one key
         ("_scaled_dot_product_cudnn_attention", (None, True, 0.0, True)),
     ],
 )
-def test_attention_forward(name: str, more: tuple[Any, ...]) -> None:
+def test_attention_forward_costs_its_flops(name: str, more: tuple[Any, ...]) -> None:
     graph = Graph()
     q = graph.input(*HEADS, LENGTH, WIDTH)
     op = getattr(aten, name).default
@@ -100,7 +100,7 @@ def test_attention_forward(name: str, more: tuple[Any, ...]) -> None:
         ("_scaled_dot_product_cudnn_attention_backward", 10),
     ],
 )
-def test_attention_backward(name: str, before_causal: int) -> None:
+def test_attention_backward_costs_its_flops(name: str, before_causal: int) -> None:
     graph = Graph()
     q = graph.input(*HEADS, LENGTH, WIDTH)
     more = (*(None for _ in range(before_causal)), True)
@@ -110,7 +110,7 @@ def test_attention_backward(name: str, before_causal: int) -> None:
     assert graph.costs(node, on=COMPUTE)[node] == pytest.approx(flops / 1e3 / ATTENTION_BACKWARD)
 
 
-def test_flex_attention_computes_all_scores() -> None:
+def test_flex_attention_costs_all_scores() -> None:
     graph = Graph()
     q = graph.input(*HEADS, LENGTH, WIDTH)
     ops = torch.ops.higher_order
@@ -130,7 +130,9 @@ def test_flex_attention_computes_all_scores() -> None:
         ((4, 6, 3, 3), True, 1, 2 * (2 * 4 * 5 * 5) * (6 * 3 * 3)),
     ],
 )
-def test_convolutions(weight: tuple[int, ...], transposed: bool, groups: int, flops: int) -> None:
+def test_convolutions_cost_their_flops(
+    weight: tuple[int, ...], transposed: bool, groups: int, flops: int
+) -> None:
     graph = Graph()
     x, w = graph.input(2, 4, 5, 5), graph.input(*weight)
     shared = ([1, 1], [1, 1], [1, 1], transposed, [0, 0], groups)
@@ -143,13 +145,13 @@ def test_convolutions(weight: tuple[int, ...], transposed: bool, groups: int, fl
     assert [costs[n] * 1e3 for n in (out, both, one)] == pytest.approx([flops, 2 * flops, flops])
 
 
-def test_an_unknown_op_reads_its_inputs_and_writes_its_outputs() -> None:
+def test_unknown_op_reads_its_inputs_and_writes_its_outputs() -> None:
     graph = Graph()
     node = graph(aten.sort.default, graph.input(10, 10))  # results: values, and indices of 8 bytes
     assert graph.costs(node)[node] == 400 + (400 + 800) + 1
 
 
-def test_an_embedding_reads_the_rows_that_it_returns() -> None:
+def test_embedding_reads_only_returned_rows() -> None:
     graph = Graph()
     table, ids = graph.input(1000, 8), graph.input(5, dtype=torch.int64)
     node = graph(aten.embedding.default, table, ids)
@@ -179,7 +181,7 @@ def _scaled_columns(x: Tensor) -> Tensor:
     return (x * x.shape[0]).sum(0)
 
 
-def test_symbolic_sizes_are_priced_by_the_sizes_of_the_trace() -> None:
+def test_symbolic_sizes_are_priced_by_sizes_in_trace() -> None:
     args = torch.ones(6, 5, 8), torch.ones(8, 4)
     dynamic = make_fx(_mlp, tracing_mode="symbolic")(*args)
     val = next(n.meta["val"] for n in dynamic.graph.nodes if n.op == "placeholder")
@@ -199,7 +201,7 @@ def test_ops_with_data_dependent_sizes_take_time() -> None:
         assert total_us(chosen, torch.ones(10), mode="symbolic") > 1e3
 
 
-def test_node_cost_sets_the_price_of_single_nodes() -> None:
+def test_node_cost_sets_time_of_single_nodes() -> None:
     graph = Graph()
     x = graph.input(10, 10)
     product = graph(aten.mm.default, x, x)
@@ -211,7 +213,7 @@ def test_node_cost_sets_the_price_of_single_nodes() -> None:
 
 
 @pytest.mark.parametrize("price", [-1.0, math.nan, math.inf, "3", True])
-def test_a_node_cost_that_is_not_a_time_is_refused(price: Any) -> None:
+def test_node_cost_that_is_not_a_time_is_refused(price: Any) -> None:
     graph = Graph()
     node = graph(aten.relu.default, graph.input(3))
     with pytest.raises(ValueError, match=f"{price!r} for {node.name}"):
@@ -229,7 +231,7 @@ def test_a_node_cost_that_is_not_a_time_is_refused(price: Any) -> None:
         (TransferKind.ALL_REDUCE, 16, 100 + 2 * (12 * 1 + 3 * 5 + 10000 * 15 / 16)),
     ],
 )
-def test_collectives_computed_by_hand(kind: str, world: int, us: float) -> None:
+def test_collective_times_match_hand_computation(kind: str, world: int, us: float) -> None:
     assert CostModel(MACHINE).collective_us(kind, 1000, world) == pytest.approx(us)
     assert CostModel(MACHINE).copy_us(500) == 2 * 500 + 1
 
@@ -243,7 +245,7 @@ def test_collectives_computed_by_hand(kind: str, world: int, us: float) -> None:
         (4, 8, 100 + 3 * 5 + 4 * 10000 * 3 / 4),
     ],
 )
-def test_groups_share_the_network_of_their_nodes(world: int, stride: int, us: float) -> None:
+def test_groups_share_network_of_their_nodes(world: int, stride: int, us: float) -> None:
     cost_model, kind = CostModel(MACHINE), TransferKind.ALL_GATHER
     assert cost_model.collective_us(kind, 1000, world, stride) == pytest.approx(us)
 

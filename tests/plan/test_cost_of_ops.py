@@ -89,7 +89,7 @@ def _lists(op: Any) -> bool:
 
 
 @pytest.mark.parametrize(("op", "dims"), _cases(), ids=str)
-def test_only_reductions_over_the_last_dims_fuse_with_their_users(op: Any, dims: list[int]) -> None:
+def test_only_reductions_over_last_dims_fuse_with_their_users(op: Any, dims: list[int]) -> None:
     graph = Graph()
     node = _call(graph, op, dims)
     is_tuple = isinstance(node.meta["val"], (tuple, list))
@@ -101,7 +101,7 @@ def test_only_reductions_over_the_last_dims_fuse_with_their_users(op: Any, dims:
     assert sum(graph.costs(used).values()) == (fused_us if is_fused else apart_us)
 
 
-def test_an_op_that_fails_is_priced_by_its_bytes_and_named_once(
+def test_op_with_failing_cost_is_priced_by_bytes_and_named_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> bool:
@@ -125,7 +125,7 @@ def test_an_op_that_fails_is_priced_by_its_bytes_and_named_once(
     assert all("no such dimension" in text for text in named)
 
 
-def test_an_error_in_the_memory_estimate_does_not_stop_a_compile(
+def test_error_in_memory_estimate_does_not_stop_compilation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> Any:

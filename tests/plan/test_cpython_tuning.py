@@ -47,12 +47,12 @@ def _in_thread(function: Callable[[], int]) -> int:
         return pool.submit(function).result()
 
 
-def test_with_stack_room_calls_map_no_memory_at_any_depth() -> None:
+def test_calls_with_stack_room_map_no_memory_at_any_depth() -> None:
     assert _in_thread(with_stack_room(_most_faults)) < CALLS / 2
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="CPython 3.13 may keep a spare chunk")
-def test_without_stack_room_calls_map_memory_at_some_depth() -> None:
+def test_calls_without_stack_room_map_memory_at_some_depth() -> None:
     assert _in_thread(_most_faults) >= CALLS / 2
 
 
@@ -85,7 +85,7 @@ def usual_thresholds() -> Iterator[None]:
 
 @pytest.mark.usefixtures("usual_thresholds")
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="its collector has no generations")
-def test_without_full_collections_there_are_none() -> None:
+def test_without_full_collections_prevents_full_collections() -> None:
     with pytest.raises(KeyError), without_full_collections():
         assert _collections_of_new_objects() == 0
         raise KeyError

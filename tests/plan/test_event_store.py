@@ -20,7 +20,7 @@ STORES: dict[str, Callable[[Path], dist.Store]] = {
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
+def test_two_ranks_exchange_events_in_every_kind_of_store(kind: str, tmp_path: Path) -> None:
     store = STORES[kind](tmp_path)
     for _ in range(2):  # two groups of the same name, one after another
         first, second = (EventStore(lambda: store, "graphshard/0", rank, 2) for rank in range(2))
@@ -42,7 +42,7 @@ def test_events_of_two_ranks_in_every_store(kind: str, tmp_path: Path) -> None:
         assert first.read(3) is None and second.has_left(1) and second.has_left(0)
 
 
-def test_agree_while_another_thread_reads_the_agreement(
+def test_agree_succeeds_while_another_thread_reads_agreement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = dist.HashStore()

@@ -29,7 +29,7 @@ from graphshard.ops.nodes import run
         ("head_norm.weight", (64, 64), True),
     ],
 )
-def test_inner_linears_with_multiples_of_16_are_chosen(
+def test_inner_linears_with_sizes_divisible_by_16_are_chosen(
     fqn: str, shape: tuple[int, int], chosen: bool
 ) -> None:
     param = torch.empty(shape, device="meta")
@@ -40,13 +40,13 @@ def test_inner_linears_with_multiples_of_16_are_chosen(
 @pytest.mark.parametrize(
     "param", [torch.empty(16), torch.empty(2, 16, 16), torch.ones(16, 16).int()]
 )
-def test_the_filter_is_asked_only_about_floating_matrices(param: torch.Tensor) -> None:
+def test_filter_is_called_only_for_floating_point_matrices(param: torch.Tensor) -> None:
     assert (
         graphshard.Float8Policy(filter_fn=lambda fqn, shape: True).recipe_for(["w"], param) is None
     )
 
 
-def test_the_filter_gets_name_and_shape() -> None:
+def test_filter_gets_name_and_shape() -> None:
     policy = graphshard.Float8Policy(ROWWISE, lambda fqn, shape: (fqn, shape) == ("w", (3, 5)))
     assert policy.recipe_for(["w"], torch.empty(3, 5)) == ROWWISE
     assert policy.recipe_for(["v"], torch.empty(3, 5)) is None
@@ -75,7 +75,7 @@ def test_backend_refuses_invalid_fp8_options(arguments: dict[str, Any], match: s
         graphshard.backend(**arguments)
 
 
-def test_a_policy_refuses_invalid_fields() -> None:
+def test_policy_refuses_invalid_fields() -> None:
     with pytest.raises(ValueError, match=re.escape(f"must be one of {(*RECIPES, MXFP8)}")):
         graphshard.Float8Policy("blockwise")
     with pytest.raises(ValueError, match=r"fp8.filter_fn=3: must be a function"):

@@ -19,7 +19,7 @@ def _unmaterialized(graph: Graph, *outputs: fx.Node) -> UnmaterializedValues:
     return unmaterialized_values(GraphValues(graph.graph))
 
 
-def test_values_inside_a_kernel_are_not_in_memory() -> None:
+def test_values_inside_kernel_are_not_in_memory() -> None:
     graph = Graph()
     first = graph(aten.relu.default, graph.input(10, 10))
     total = graph(aten.sum.dim_IntList, first, [-1], True)
@@ -38,7 +38,7 @@ def test_inputs_of_matmuls_and_outputs_are_in_memory() -> None:
     assert found.inlined == {first} and not found.inside
 
 
-def test_a_value_that_several_kernels_read_is_recomputed_in_each() -> None:
+def test_value_read_by_several_kernels_is_recomputed_in_each() -> None:
     # Like float32 logits: cross entropy sums all of them, and reads a few again.
     graph = Graph()
     logits = graph(aten.mm.default, *(graph.input(8, 8, dtype=torch.bfloat16) for _ in range(2)))
@@ -50,7 +50,7 @@ def test_a_value_that_several_kernels_read_is_recomputed_in_each() -> None:
     assert found.inlined == {wide, shifted}
 
 
-def test_a_value_is_recomputed_together_with_its_inputs() -> None:
+def test_value_is_recomputed_together_with_its_inputs() -> None:
     # As in a batch norm's backward, where both kernels subtract the mean in float32.
     graph = Graph()
     wide = graph(
@@ -63,7 +63,7 @@ def test_a_value_is_recomputed_together_with_its_inputs() -> None:
 
 
 @pytest.mark.parametrize("num_reads", [4, 5])
-def test_a_value_computed_from_many_reads_is_not_recomputed(num_reads: int) -> None:
+def test_value_computed_from_many_reads_is_not_recomputed(num_reads: int) -> None:
     graph = Graph()
     inputs = [graph.input(8, 8) for _ in range(num_reads)]
     total = functools.reduce(functools.partial(graph, aten.add.Tensor), inputs)
@@ -74,7 +74,7 @@ def test_a_value_computed_from_many_reads_is_not_recomputed(num_reads: int) -> N
     assert total not in found.inside
 
 
-def test_zeros_and_the_rows_added_to_them_are_one_value() -> None:
+def test_zeros_and_rows_added_to_them_are_one_value() -> None:
     # As in an embedding's gradient, where the zeros are written to the result's memory.
     graph = Graph()
     index, rows = graph.input(4, dtype=torch.int64), graph.input(4, 8)
@@ -84,7 +84,7 @@ def test_zeros_and_the_rows_added_to_them_are_one_value() -> None:
     assert zeros in found.inlined and added not in found.inlined | found.inside
 
 
-def test_a_large_value_is_computed_in_full_before_a_part_of_it_is_read() -> None:
+def test_large_value_is_computed_in_full_before_a_part_is_read() -> None:
     # Like the gradient of gathered logits, of which each rank uses its part.
     graph = Graph()
     logits, total = graph.input(8, 8), graph.input(8, 1)

@@ -10,7 +10,7 @@ from tests.plan.machines import MACHINE, Graph, total_us
 aten = torch.ops.aten
 
 
-def test_a_chain_of_pointwise_nodes_costs_once() -> None:
+def test_chain_of_pointwise_nodes_is_one_kernel() -> None:
     graph = Graph()
     x, y = graph.input(100), graph.input(100)
     first = graph(aten.relu.default, x)
@@ -21,14 +21,14 @@ def test_a_chain_of_pointwise_nodes_costs_once() -> None:
     assert costs[first] == costs[second] == 0
 
 
-def test_an_intermediate_value_with_other_users_is_written() -> None:
+def test_intermediate_value_with_other_users_is_written() -> None:
     graph = Graph()
     first = graph(aten.relu.default, graph.input(100))
     last = graph(aten.neg.default, first)
     assert graph.costs(first, last)[last] == 3 * 400 + 1
 
 
-def test_a_matmul_does_not_fuse_with_its_neighbors() -> None:
+def test_matmul_does_not_fuse_with_its_neighbors() -> None:
     graph = Graph()
     x = graph.input(10, 10)
     first = graph(aten.relu.default, x)
@@ -40,7 +40,7 @@ def test_a_matmul_does_not_fuse_with_its_neighbors() -> None:
     assert costs[last] == 3 * 400 + 1
 
 
-def test_views_are_free_and_only_the_bytes_they_show_are_read() -> None:
+def test_views_are_free_and_only_their_bytes_are_read() -> None:
     graph = Graph()
     x, row = graph.input(10, 10), graph.input(1, 10)
     half = graph(aten.slice.Tensor, x, 0, 0, 5)
@@ -52,7 +52,7 @@ def test_views_are_free_and_only_the_bytes_they_show_are_read() -> None:
     assert costs[half] == costs[wide] == costs[flat] == 0
 
 
-def test_a_reduction_over_rows_fuses_with_its_user() -> None:
+def test_reduction_over_rows_fuses_with_its_user() -> None:
     graph = Graph()
     x = graph.input(10, 10)
     total = graph(aten.sum.dim_IntList, x, [-1], True)
@@ -60,7 +60,7 @@ def test_a_reduction_over_rows_fuses_with_its_user() -> None:
     assert graph.costs(last)[last] == 400 + 400 + 1
 
 
-def test_a_reduction_over_columns_fuses_only_with_its_producer() -> None:
+def test_reduction_over_columns_fuses_only_with_its_producer() -> None:
     graph = Graph()
     x = graph.input(10, 10)
     squared = graph(aten.mul.Tensor, x, x)
@@ -72,7 +72,7 @@ def test_a_reduction_over_columns_fuses_only_with_its_producer() -> None:
     assert costs[after] == 40 + 40 + 1
 
 
-def test_a_reduction_over_columns_rereads_a_value_others_use() -> None:
+def test_reduction_over_columns_rereads_value_with_other_users() -> None:
     graph = Graph()
     doubled = graph(aten.add.Tensor, graph.input(10, 10), 1)
     total = graph(aten.sum.dim_IntList, doubled, [0])
@@ -83,7 +83,7 @@ def test_a_reduction_over_columns_rereads_a_value_others_use() -> None:
     assert costs[everything] == 400 + 40 + 4 + 1
 
 
-def test_special_functions_may_take_longer_than_memory() -> None:
+def test_special_functions_may_take_longer_than_memory_accesses() -> None:
     slow = dataclasses.replace(MACHINE, special_per_s=1e3)
     graph = Graph()
     exp, relu = (graph(op, graph.input(100)) for op in (aten.exp.default, aten.relu.default))

@@ -55,7 +55,7 @@ machines = st.builds(
 )
 
 
-def test_a_rate_interpolates_time_between_its_points() -> None:
+def test_rate_interpolates_time_between_its_points() -> None:
     rate = Rate(1e6, ((10, 0.1), (20, 0.1), (40, 0.16)))  # 100, 200 and 250 us
     expected = {0: 0, 5: 50, 10: 100, 15: 150, 20: 200, 30: 225, 40: 250, 80: 500}
     assert {amount: rate.us(amount) for amount in expected} == pytest.approx(expected)
@@ -118,7 +118,7 @@ def test_device_names_find_their_entry(device: str, entry: str) -> None:
         "",
     ],
 )
-def test_unknown_devices_are_refused_or_use_the_default(device: str) -> None:
+def test_unknown_devices_are_refused_or_use_default(device: str) -> None:
     with pytest.raises(ValueError, match=r"H100.*calibrate") as refused:
         find_hardware(device)
     assert repr(device) in str(refused.value)
@@ -127,7 +127,7 @@ def test_unknown_devices_are_refused_or_use_the_default(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in HARDWARE if name != "cpu"])
-def test_no_entry_achieves_more_than_its_datasheet(name: str) -> None:
+def test_no_entry_exceeds_its_datasheet(name: str) -> None:
     hardware = HARDWARE[name]
     rates = [*hardware.flops.values(), hardware.memory]
     assert all(0.4 < fraction <= 1 for rate in rates for _, fraction in rate.achieved[-1:])
@@ -141,7 +141,7 @@ def _between_nodes(hardware: Hardware, kind: str) -> float:
     return 1e15 / hardware.inter.bus[kind].us(1e15) * 1e6
 
 
-def test_network_cards_of_a_node_add_up_to_the_limit_of_nvlink() -> None:
+def test_network_cards_of_node_add_up_to_limit_of_nvlink() -> None:
     slow, fast = (with_network(HARDWARE["H100"], gbit) for gbit in (100, 3200))
     assert _between_nodes(slow, TransferKind.ALL_GATHER) == pytest.approx(
         8 * 100e9 / 8 * 0.94 * 0.99
@@ -152,7 +152,7 @@ def test_network_cards_of_a_node_add_up_to_the_limit_of_nvlink() -> None:
     assert fast.inter.latency_us == HARDWARE["H100"].inter.latency_us
 
 
-def test_unlisted_dtypes_run_at_the_rate_of_float32() -> None:
+def test_unlisted_dtypes_run_at_float32_rate() -> None:
     a100 = HARDWARE["A100-80GB"]
     assert a100.flops_of("bfloat16") is a100.flops["bfloat16"]
     assert a100.flops_of("float64") is a100.flops["float32"]
@@ -207,9 +207,7 @@ def _changed(path: str, value: Any) -> str:
         ("inter.latency_us", -3),
     ],
 )
-def test_errors_in_a_file_name_the_file_and_the_field(
-    path: str, value: Any, tmp_path: Path
-) -> None:
+def test_errors_in_file_name_file_and_field(path: str, value: Any, tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text(_changed(path, value))
     with pytest.raises(ValueError, match=r"machine\.json: ") as refused:

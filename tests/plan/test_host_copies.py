@@ -36,7 +36,7 @@ def _by_hand(limits: ScheduleLimits) -> tuple[Bucket, ...]:
     return add_host_copies(graph, buckets, Line(), limits)
 
 
-def test_copies_of_shards_computed_by_hand() -> None:
+def test_schedule_of_shard_copies_matches_hand_computation() -> None:
     load, collective, reduced, store = _by_hand(ScheduleLimits())
     # The copy takes 50 us and is launched twice that before the gather.
     assert (load.kind, load.launch, load.wait, load.num_bytes) == (
@@ -54,14 +54,14 @@ def test_copies_of_shards_computed_by_hand() -> None:
     assert (collective.launch, reduced.wait) == (2, 5)
 
 
-def test_without_free_memory_shards_are_copied_at_their_gather() -> None:
+def test_shards_are_copied_at_their_gather_without_free_memory() -> None:
     (late,) = (
         b for b in _by_hand(ScheduleLimits(peak=39)) if b.kind == TransferKind.COPY_TO_DEVICE
     )
     assert (late.launch, late.wait) == (2, 2)
 
 
-def test_host_copies_have_a_lane_of_their_own() -> None:
+def test_host_copies_have_their_own_lane() -> None:
     graph = problem([100.0] * 2, [gather(0, 40, 0), gather(1, 40, 1, host=True)])
     buckets = add_host_copies(graph, schedule_without_overlap(graph), None, ScheduleLimits())
     timeline = simulate(graph, buckets, Line())
@@ -132,7 +132,7 @@ def _activation(kind: TransferKind, num_bytes: int, *, ready: int, due: int, las
     )
 
 
-def test_an_offloaded_activation_computed_by_hand() -> None:
+def test_schedule_of_offloaded_activation_matches_hand_computation() -> None:
     # Copying its 40 bytes takes 10 + 40 us in either direction; each step takes 50 us.
     away = problem(
         [50.0] * 5, [_activation(TransferKind.COPY_TO_HOST, 40, ready=1, due=5, last=4)], [0] * 5
@@ -180,7 +180,7 @@ def _offloaded_for_a_gather(line: Line) -> list[int]:
     )
 
 
-def test_an_activation_is_offloaded_for_a_gather_if_it_saves_time() -> None:
+def test_activation_is_offloaded_for_a_gather_if_that_saves_time() -> None:
     assert _offloaded_for_a_gather(Line()) == [0]
     assert _offloaded_for_a_gather(Line(latency_us=500.0)) == []
 

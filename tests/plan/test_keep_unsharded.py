@@ -44,7 +44,7 @@ def _keep(backward: Problem, line: Line, budget: int | None) -> list[int]:
 CHAIN = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
 
 
-def test_the_parameter_that_backward_needs_first_is_kept() -> None:
+def test_parameter_that_backward_needs_first_is_kept() -> None:
     assert _keep(CHAIN, FAST, 100) == [0]
 
 
@@ -53,12 +53,12 @@ def test_gathers_that_compute_cannot_hide_are_dropped() -> None:
     assert _keep(CHAIN, SLOW, 10_000) == [0, 1, 2, 3]
 
 
-def test_kept_parameters_fit_the_budget() -> None:
+def test_kept_parameters_fit_budget() -> None:
     assert _keep(CHAIN, SLOW, 100) == [0, 1]  # the second is held while the first is used
     assert _keep(CHAIN, SLOW, 99) == [0]
 
 
-def test_without_a_budget_peak_memory_does_not_grow() -> None:
+def test_peak_memory_does_not_grow_without_budget() -> None:
     assert _keep(CHAIN, FAST, None) == [0]
     before = problem([100.0] * 4, [gather(0, 50, 2)], [0, 0, 0, 50])
     assert choose_kept(before, CHAIN, {0: before.transfers[0]}, FAST, None) == []

@@ -19,11 +19,11 @@ def test_every_kind_is_in_every_table(kind: TransferKind) -> None:
 
 
 @pytest.mark.parametrize("kind", TransferKind)
-def test_every_kind_is_a_reduction_a_fetch_or_a_copy_to_the_host(kind: TransferKind) -> None:
+def test_every_kind_is_reduction_fetch_or_copy_to_host(kind: TransferKind) -> None:
     assert [kind.is_reduction, kind.is_fetch, kind == TransferKind.COPY_TO_HOST].count(True) == 1
 
 
-def test_the_verifier_knows_the_launch_op_of_every_kind() -> None:
+def test_verifier_knows_launch_op_of_every_kind() -> None:
     # Launched by ALL_REDUCE's op; for the maximum, with different arguments.
     variants = {TransferKind.ALL_REDUCE_MAX, TransferKind.ALL_REDUCE_SHARDS}
     assert set(verify._KIND_OF_LAUNCH.values()) == set(TransferKind) - variants
@@ -34,7 +34,7 @@ def test_every_kind_except_all_reduces_of_shards_has_a_marker() -> None:
     assert set(HOST_COPIES) < set(TransferKind)
 
 
-def test_the_repr_of_a_kind_is_its_value() -> None:
+def test_repr_of_kind_is_its_value() -> None:
     assert (
         f"{TransferKind.ALL_GATHER!r} of {(GraphKind.FORWARD,)}" == "'all_gather' of ('forward',)"
     )

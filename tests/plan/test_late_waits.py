@@ -42,31 +42,31 @@ def _waits(
     return place_waits(sent, alive, max_alive, [1] * STEPS, max_in_flight)
 
 
-def test_reductions_are_waited_for_at_the_end_if_memory_allows() -> None:
+def test_reductions_are_waited_for_at_end_if_memory_allows() -> None:
     assert _waits(_sent(1, 2, 3)) == [STEPS] * 3
 
 
 @pytest.mark.parametrize(
     ("max_alive", "expected"), [(10, [1, 2, 4]), (18, [2, 4, 6]), (26, [4, 6, 6]), (34, [6, 6, 6])]
 )
-def test_the_oldest_reduction_is_waited_for_when_memory_runs_out(
+def test_oldest_reduction_is_waited_for_first_if_memory_is_short(
     max_alive: int, expected: list[int]
 ) -> None:
     assert _waits(_sent(1, 2, 4), max_alive) == expected
 
 
-def test_the_limit_of_bytes_in_flight_includes_gathers() -> None:
+def test_limit_of_bytes_in_flight_includes_gathers() -> None:
     assert _waits(_sent(1, 2, 4), max_in_flight=17) == [4, 6, 6]
     assert _waits(_sent(1, 2, 4), max_in_flight=16) == [2, 4, 6]
 
 
-def test_a_reduction_is_waited_for_where_it_is_due() -> None:
+def test_reduction_is_waited_for_where_it_is_due() -> None:
     early = Sent(2, 3, GRADIENT)
     assert _waits([*_sent(1), early, *_sent(4)]) == [6, 3, 6]
     assert _waits([*_sent(1), early, *_sent(4)], max_alive=18) == [2, 3, 6]
 
 
-def test_copies_of_what_is_sent_count_as_in_flight() -> None:
+def test_copies_of_sent_data_count_as_in_flight() -> None:
     # If the process group copies its input, half as many bytes may be in flight.
     graph = problem([100.0] * 9, [reduction(i, 1000, i + 1, 9) for i in range(8)])
     copying = dataclasses.replace(graph, copies_sent=True)
@@ -93,7 +93,7 @@ def test_waits_planned_for_fast_links_suit_slow_ones(graph: Problem, line: Line)
         assert fast <= 1.001 * best
 
 
-def test_averages_begin_no_later_than_the_next_reduction() -> None:
+def test_averages_begin_no_later_than_next_reduction() -> None:
     # An average over replicas is launched at the wait for its reduce-scatter.
     transfers = [reduction(i, 32, i + 1, 5, num_replicas=2) for i in range(4)]
     graph = problem([100.0] * 5, transfers)
@@ -146,7 +146,7 @@ def _plans() -> list[Plan]:
 
 
 @pytest.mark.parametrize("link", robustness.LINKS)
-def test_schedules_around_user_collectives_hold_up_at_other_speeds(link: float) -> None:
+def test_schedules_around_user_collectives_suit_other_speeds(link: float) -> None:
     # Scenarios include links of half the speed, and kernels that take 20 % longer.
     plans = _plans()
     graphs = [_with_user_collectives(at_world(plan, 4), 4 << 20) for plan in plans]

@@ -41,7 +41,7 @@ def _bucket(kind: TransferKind, *buffers: tuple[int, ...], at: tuple[int, int]) 
     return Bucket(kind, buffers, num_bytes, "g", WORLD, *at)
 
 
-def test_a_parameter_in_its_own_buffer_is_received_in_place() -> None:
+def test_parameter_in_its_own_buffer_is_received_in_place() -> None:
     one = gather(0, SIZE, 1)
     alive = _alive([one], _bucket(TransferKind.ALL_GATHER, (0,), at=(0, 1)))
     assert alive == [SIZE] * 6 + [0] * 5  # from the launch before step 0 to the end of step 1
@@ -51,7 +51,7 @@ def test_a_parameter_in_its_own_buffer_is_received_in_place() -> None:
     assert alive == [SIZE + packed] * 4 + [SIZE] * 2 + [0] * 5
 
 
-def test_copy_out_holds_parameters_of_a_shared_buffer_twice() -> None:
+def test_copy_out_holds_parameters_of_shared_buffer_twice() -> None:
     transfers = [gather(0, SIZE, 1), gather(1, SIZE, 1, 2)]
     alive = _alive(transfers, _bucket(TransferKind.ALL_GATHER, (0, 1), at=(0, 1)))
     received, packed = 2 * SIZE, 2 * SIZE // WORLD
@@ -80,7 +80,7 @@ def test_copy_in_holds_gradients_twice() -> None:
         pytest.param({"copied_in": True}, 2 * SIZE, SIZE, id="transposed"),
     ],
 )
-def test_a_single_gradient_is_packed_if_cast_padded_or_transposed(
+def test_single_gradient_is_packed_if_cast_padded_or_transposed(
     changes: dict[str, Any], at_launch: int, sent: int
 ) -> None:
     one = dataclasses.replace(reduction(0, SIZE, 1, 3), **changes)
@@ -90,7 +90,7 @@ def test_a_single_gradient_is_packed_if_cast_padded_or_transposed(
     assert alive[waits(2)] == alive[-1] == SIZE // WORLD
 
 
-def test_a_cast_holds_reduced_shards_twice() -> None:
+def test_cast_holds_reduced_shards_twice() -> None:
     one = dataclasses.replace(reduction(0, SIZE, 1, 3), shard_bytes=SIZE // WORLD // 2)
     alive = _alive([one], _bucket(TransferKind.REDUCE_SCATTER, (0,), at=(1, 2)))
     assert alive[waits(2)] == SIZE // WORLD + one.shard_bytes
@@ -111,7 +111,7 @@ def test_all_reduces_are_computed_in_place() -> None:
     assert alive == [0, 0, 0, *[SIZE] * 8]
 
 
-def test_the_bytes_of_a_step_are_the_maximum_over_its_points() -> None:
+def test_bytes_of_step_are_maximum_over_its_points() -> None:
     between = [7, 8, 1]
     graph = problem([1.0] * 2, [], [5, 9], between)
     assert fixed_by_point(graph) == [7, 7, 5, 8, 8, 9, 1, 1]
@@ -135,7 +135,7 @@ def test_the_placer_counts_like_alive_by_point(graph: Problem, line: Line) -> No
     assert schedule.score.peak_bytes == max(alive_by_point(graph, schedule.buckets()))
 
 
-def test_a_budget_includes_averages_over_replicas() -> None:
+def test_budget_includes_averages_over_replicas() -> None:
     # If the wait came before the last step, the shards would add to that step's ten bytes.
     shards = reduction(0, 100, 1, 3, num_replicas=2, host=True)
     graph = problem([100.0] * 3, [shards], [0, 0, 10])
@@ -166,7 +166,7 @@ def test_all_sums_of_spans_agree(spans: list[Span]) -> None:
     assert live.by_point == [0] * NUM_POINTS
 
 
-def test_has_room_looks_only_at_the_points_of_the_span() -> None:
+def test_has_room_checks_only_points_of_span() -> None:
     live = LiveBytes([10, 50, 10])
     assert live.has_room(Span(0, 1, 40), budget=50)
     assert not live.has_room(Span(0, 2, 40), budget=50)

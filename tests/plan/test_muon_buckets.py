@@ -36,7 +36,7 @@ def test_work_is_balanced(shapes: list[Shape], num_ranks: int, limit: int) -> No
 
 
 @pytest.mark.parametrize("limit", [1e9, 1])
-def test_equal_matrices_travel_together(limit: float) -> None:
+def test_equal_matrices_share_a_bucket_if_memory_allows(limit: float) -> None:
     # Eight matrices on two ranks: one bucket, or with little memory one matrix per rank.
     buckets = assign_matrices([(8, 4)] * 8, 2, limit)
     if limit > 1:

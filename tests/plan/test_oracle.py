@@ -41,14 +41,14 @@ def test_schedules_are_close_to_the_optimum(graph: Problem, line: Line) -> None:
     assert least_us * (1 - 1e-4) - 1e-2 <= found_us <= least_us * (1 + WORST) + 1e-2
 
 
-def test_the_oracle_sends_a_hidden_gather_separately() -> None:
+def test_oracle_sends_hidden_gather_separately() -> None:
     graph = problem([100.0, 100.0], [gather(0, 20, 0), gather(1, 40, 1)])
     _, least_us = best(graph, Line(10.0, 1.0))
     # Separate: 30 us exposed. Together: 70 us exposed, but 10 us and a launch saved.
     assert least_us == pytest.approx(30 + 200 + 2 * 30.0 + 0.05 * 80)
 
 
-def test_an_urgent_gather_goes_before_a_reduction() -> None:
+def test_urgent_gather_is_sent_before_reduction() -> None:
     # Sent first, the reduction of 150 us would delay the gather that step 2 needs.
     graph = problem([100.0, 100.0, 100.0], [reduction(0, 150, 1, 3), gather(1, 90, 2)])
     line = Line(0.0, 1.0)
@@ -61,7 +61,7 @@ def test_an_urgent_gather_goes_before_a_reduction() -> None:
     )
 
 
-def test_the_time_includes_copies() -> None:
+def test_oracle_time_includes_copies() -> None:
     # Copy-in of 16 / 4 bytes (4 ranks), 10 + 16 us on the wire, copy-out of 16 bytes.
     graph = problem([0.0, 50.0], [gather(0, 8, 1), gather(1, 8, 1)])
     line = Line(10.0, 1.0, 0.5)

@@ -91,13 +91,13 @@ def test_a_strided_parameter_makes_contiguous_shards(order: list[int], world_siz
 
 
 @pytest.mark.parametrize("shape", [(5, 3), ()])
-def test_a_shard_shares_no_memory_with_the_full_parameter(shape: tuple[int, ...]) -> None:
+def test_shard_shares_no_memory_with_full_parameter(shape: tuple[int, ...]) -> None:
     full = torch.zeros(shape)
     for spec in _specs(shape, 2):
         spec.padded_shard(full).fill_(1.0)
     assert not full.any()
 
 
-def test_a_shard_does_not_require_a_gradient() -> None:
+def test_shard_does_not_require_grad() -> None:
     full = torch.randn(5, 3, requires_grad=True)
     assert not any(spec.padded_shard(full).requires_grad for spec in _specs((5, 3), 2))

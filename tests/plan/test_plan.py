@@ -100,7 +100,7 @@ _TRANSFER = Transfer(
 _PROBLEM = Problem(GraphKind.FORWARD, ("mm",), (3.0,), (40,), (30, 30), (_TRANSFER,))
 
 
-def test_the_json_of_a_plan_is_readable() -> None:
+def test_json_of_plan_is_readable() -> None:
     param = PlanParam(3, (5, 7), "torch.float32", 3, "up.weight")
     plan = Plan((param,), _PROBLEM, (Bucket(TransferKind.ALL_GATHER, ((0,),), 168, "0", 2, 0, 0),))
     raw = json.loads(plan.to_json())
@@ -109,7 +109,7 @@ def test_the_json_of_a_plan_is_readable() -> None:
     assert raw["buckets"][0]["kind"] == "all_gather"
 
 
-def test_a_plan_of_another_version_is_refused() -> None:
+def test_plan_of_another_version_is_refused() -> None:
     raw = json.loads(Plan((), _PROBLEM, ()).to_json())
     raw["version"] += 1
     with pytest.raises(ValueError, match="the plan has version"):

@@ -37,7 +37,7 @@ GATHER: list[Action] = [
 """Actions of an all-gather with functional collectives."""
 
 
-def test_a_gather_with_all_waits_has_no_race() -> None:
+def test_gather_with_all_waits_has_no_race() -> None:
     assert find_races(GATHER) == []
 
 
@@ -48,12 +48,12 @@ def test_a_gather_with_all_waits_has_no_race() -> None:
         (WaitEvent(1, COMPUTE), "block 1: mm on stream compute does not wait for all_gather"),
     ],
 )
-def test_a_dropped_wait_is_a_race(dropped: Action, expected: str) -> None:
+def test_dropped_wait_is_a_race(dropped: Action, expected: str) -> None:
     races = find_races([action for action in GATHER if action != dropped])
     assert any(expected in str(race) for race in races)
 
 
-def test_freeing_a_buffer_before_the_wait_is_a_race() -> None:
+def test_freeing_buffer_before_wait_is_a_race() -> None:
     early = [action for action in GATHER if action != Free(0)]
     early.insert(6, Free(0))
     (race,) = find_races(early)
@@ -61,7 +61,7 @@ def test_freeing_a_buffer_before_the_wait_is_a_race() -> None:
     assert find_races([*early[:6], RecordStream(0, NCCL), *early[6:]]) == []
 
 
-def test_writing_a_buffer_in_flight_is_a_race() -> None:
+def test_writing_buffer_in_flight_is_a_race() -> None:
     reused = [*GATHER[:7], Work("relu", COMPUTE, writes=(0,)), *GATHER[7:]]
     (race,) = find_races(reused)
     assert "block 0: relu on stream compute does not wait for all_gather" in str(race)
@@ -82,13 +82,13 @@ def _copy_to_host(*waits: Action) -> list[Action]:
     ]
 
 
-def test_a_host_read_without_a_host_wait_is_a_race() -> None:
+def test_host_read_without_host_wait_is_a_race() -> None:
     assert find_races(_copy_to_host(WaitEvent(1, HOST))) == []
     (race,) = find_races(_copy_to_host(WaitEvent(1, COMPUTE)))
     assert "block 1: adam on stream host does not wait for copy on stream copies" in str(race)
 
 
-def test_a_host_wait_orders_all_work_that_the_host_issues_later() -> None:
+def test_host_wait_orders_all_later_work_of_host() -> None:
     actions = _copy_to_host(WaitEvent(1, HOST))
     assert find_races([*actions, Free(0), Work("again", NCCL, reads=(1,))]) == []
 

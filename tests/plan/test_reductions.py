@@ -63,7 +63,7 @@ def _planned(
     return find_schedule(graph, CostModel(hardware), ScheduleLimits(reduce=reduce, **limits))
 
 
-def test_an_all_to_all_takes_the_time_of_its_slowest_links() -> None:
+def test_all_to_all_takes_time_of_its_slowest_links() -> None:
     # Without a rate of its own, it has that of a ring, which the 4 ranks of a node share.
     rates = {4: 13 + 1000 * 3 / 4, 8: 111 + 4 * 10_000 * 4 / 8, 1: 2 * 1000 + 1}
     for world, time_us in rates.items():
@@ -83,7 +83,7 @@ def test_an_all_to_all_takes_the_time_of_its_slowest_links() -> None:
     [(8, 1, True), (2, 1, True), (16, 1, False), (64, 1, False), (8, 8, True)],
     ids=["a node", "part of a node", "two nodes", "eight nodes", "one rank per node"],
 )
-def test_large_buckets_are_exchanged_if_ranks_do_not_share_a_network(
+def test_large_buckets_are_exchanged_if_ranks_share_no_network(
     world: int, stride: int, exchanged: bool
 ) -> None:
     graph = _backward(world, stride)
@@ -94,7 +94,7 @@ def test_large_buckets_are_exchanged_if_ranks_do_not_share_a_network(
     assert not any(bucket.exchanges for bucket in _planned(graph, "ring"))
 
 
-def test_buckets_that_are_bound_by_latency_stay_with_the_ring() -> None:
+def test_latency_bound_buckets_use_ring() -> None:
     buckets = _planned(_backward(8, sizes=(SMALL,)), "auto")
     assert buckets and not any(bucket.exchanges for bucket in buckets)
 
@@ -113,7 +113,7 @@ def test_other_gradients_never_share_an_exchange() -> None:
         assert any(bucket.exchanges for bucket in buckets)
 
 
-def test_an_exchange_needs_a_copy_in_only_for_padding_and_packing() -> None:
+def test_exchange_needs_copy_in_only_for_padding_and_packing() -> None:
     cost_model, graph = CostModel(H100), _backward(8)
     padded = dataclasses.replace(graph.transfers[0], copied_in=True)
     ring, exchange, exchange_padded, packed = (
@@ -137,7 +137,7 @@ def test_an_exchange_needs_a_copy_in_only_for_padding_and_packing() -> None:
 
 
 @pytest.mark.parametrize(("world", "stride"), [(8, 1), (16, 1), (8, 8)])
-def test_the_choice_is_good_if_links_and_kernels_are_slower(world: int, stride: int) -> None:
+def test_choice_is_near_best_if_links_and_kernels_are_slower(world: int, stride: int) -> None:
     graph = _backward(world, stride)
     schedules = {reduce: [_planned(graph, reduce)] for reduce in ("auto", "ring", "exchange")}
     for scenario in SCENARIOS:
@@ -150,7 +150,7 @@ def test_the_choice_is_good_if_links_and_kernels_are_slower(world: int, stride: 
         assert times["auto"] <= 1.03 * min(times.values()), scenario
 
 
-def test_an_exchange_fits_into_less_memory() -> None:
+def test_exchange_fits_into_less_memory() -> None:
     graph = _backward(8)
     peak = smallest_peak(graph, exchanges=True)
     assert max(alive_bytes(graph, _planned(graph, "exchange", peak=peak))) <= peak
@@ -158,7 +158,7 @@ def test_an_exchange_fits_into_less_memory() -> None:
         _planned(graph, "ring", peak=peak)
 
 
-def test_ranks_follow_the_choice_of_the_first_rank() -> None:
+def test_ranks_follow_choice_of_first_rank() -> None:
     graph = _backward(8)
     params = tuple(PlanParam(i, (8, 1), "torch.float32", 1) for i in range(len(graph.transfers)))
     plan = Plan(params, graph, _planned(graph, "auto"))
@@ -168,7 +168,7 @@ def test_ranks_follow_the_choice_of_the_first_rank() -> None:
     assert place_buckets(other, params, Plan.from_json(plan.to_json())) == plan.buckets
 
 
-def test_the_table_shows_the_choice_and_the_alternative() -> None:
+def test_table_shows_choice_and_alternative() -> None:
     params = tuple(PlanParam(i, (8, 1), "torch.float32", 1, f"w{i}") for i in range(24))
     for world, reduce, text in (
         (8, "auto", "exchange (ring 0."),

@@ -43,7 +43,7 @@ def test_found_repeats_are_repeats(around: list[int], layer: list[int], count: i
         assert sum(repeat.num_saved for repeat in repeats) >= len(layer) * (count - 1)
 
 
-def test_all_parts_of_a_repeat_are_cut_at_the_same_places() -> None:
+def test_all_parts_of_repeat_are_cut_at_same_places() -> None:
     repeat = Repeat(start=10, length=6, count=3)
     assert pieces(repeat, [3, 10, 13, 23, 40]) == [
         range(10, 11), range(11, 13), range(13, 16),
@@ -52,7 +52,7 @@ def test_all_parts_of_a_repeat_are_cut_at_the_same_places() -> None:
     ]  # fmt: skip
 
 
-def test_a_repeat_begins_at_a_cut() -> None:
+def test_repeat_begins_at_a_cut() -> None:
     assert pieces(Repeat(10, 6, 2, rest=4), [13]) == [range(13, 19), range(19, 25)]
 
 
@@ -76,7 +76,7 @@ def test_pieces_cover_all_parts_and_contain_no_cut(
     assert sizes == sizes[: len(sizes) // count] * count
 
 
-def test_few_calls_of_large_regions_save_time() -> None:
+def test_only_large_regions_save_time() -> None:
     assert saves_time(
         Regions(num_compiled_regions=1, num_calls=20, num_nodes=2000, num_compiled=100)
     )

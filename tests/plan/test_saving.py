@@ -20,14 +20,14 @@ FITS = TriedSaving(HALF, 2e3, 3_000_000_000)
 TOO_LARGE = TriedSaving(ALL, None, 9_000_000_000, "backward needs 9 GB")
 
 
-def test_strategies_are_all_combinations() -> None:
+def test_savings_are_all_combinations() -> None:
     on_gpu, on_cpu = savings(PARTS, may_offload=True), savings(PARTS, may_offload=False)
     assert len({*on_gpu}) == len(on_gpu) == 4 * len(PARTS) == 2 * len(on_cpu)
     assert [s.activations for s in on_cpu] == [part for part in PARTS for _ in range(2)]
     assert not any(s.offloads for s in on_cpu)
 
 
-def test_the_fastest_strategy_that_fits_is_chosen() -> None:
+def test_fastest_strategy_that_fits_is_chosen() -> None:
     quicker = dataclasses.replace(FITS, step_us=1e3)
     smaller = dataclasses.replace(quicker, peak_bytes=1)
     assert SavingChoice(5, (TOO_LARGE, FITS, quicker)).best is quicker
@@ -35,18 +35,18 @@ def test_the_fastest_strategy_that_fits_is_chosen() -> None:
     assert SavingChoice(5, (TOO_LARGE,)).best is None
 
 
-def test_a_choice_survives_json() -> None:
+def test_choice_survives_json() -> None:
     choice = SavingChoice(5.5, (TOO_LARGE, FITS), "16x24", ("Not tried: this.",))
     assert SavingChoice.from_json(choice.to_json()) == choice
 
 
-def test_strategies_with_the_same_result_are_shown_once() -> None:
+def test_strategies_with_same_result_are_shown_once() -> None:
     as_quick = TriedSaving(dataclasses.replace(HALF, all_params=True), FITS.step_us, 3_000_000_000)
     recomputed = TriedSaving(dataclasses.replace(HALF, activations=0.0), 2e3, 3_000_000_000)
     assert without_repeats([FITS, as_quick, recomputed]) == (FITS, recomputed)
 
 
-def test_recomputing_more_ends_once_it_is_slower() -> None:
+def test_search_ends_once_recomputing_more_is_slower() -> None:
     slower, quicker = (dataclasses.replace(FITS, step_us=us) for us in (3e3, 1e3))
     offloaded = dataclasses.replace(FITS, saving=OFFLOADED)
     assert saves_enough([slower, TOO_LARGE], [FITS])
@@ -56,7 +56,7 @@ def test_recomputing_more_ends_once_it_is_slower() -> None:
     assert not saves_enough([slower], [offloaded])  # without offloading it may still be faster
 
 
-def test_the_table_gives_reasons() -> None:
+def test_table_gives_reasons() -> None:
     slower = TriedSaving(OFFLOADED, 3e3, 4_000_000_000)
     table = saving_table(SavingChoice(5, (TOO_LARGE, FITS, slower), "4x8", ("Not tried: this.",)))
     title, _, head, _, *rows, note = table.splitlines()

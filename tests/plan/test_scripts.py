@@ -13,7 +13,7 @@ MODEL, TOKENS = nn.Linear(2, 2), torch.zeros(1, 2)
 
 
 @pytest.mark.parametrize("inputs", [(TOKENS,), [TOKENS], {"input": TOKENS}])
-def test_a_model_and_inputs_are_unpacked(inputs: Any) -> None:
+def test_model_and_inputs_are_unpacked(inputs: Any) -> None:
     assert unpack("f", (MODEL, inputs)) == (MODEL, inputs, {})
     assert unpack("f", (MODEL, inputs, {"dump": "x"})) == (MODEL, inputs, {"dump": "x"})
 

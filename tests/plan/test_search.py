@@ -156,7 +156,7 @@ def test_a_rank_whose_gradients_are_ready_later_can_follow(
     _assert_sound(other, followed)
 
 
-def test_a_rank_with_other_transfers_cannot_follow() -> None:
+def test_rank_with_other_transfers_cannot_follow() -> None:
     graph = problem([100.0] * 3, [gather(0, 40, 1), gather(1, 40, 2)])
     plan = Plan((), graph, find_schedule(graph, Line(1.0, 0.01), ScheduleLimits()))
     other = dataclasses.replace(graph, transfers=graph.transfers[:1])
@@ -178,7 +178,7 @@ def test_averages_over_replicas_are_hidden() -> None:
     assert sum(timeline.exposed_us[i] for i in averages[:-1]) == 0.0
 
 
-def test_a_gather_is_hidden_by_the_compute_before_it() -> None:
+def test_gather_is_hidden_by_compute_before_it() -> None:
     graph = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
     buckets = find_schedule(graph, Line(1.0, 1.0), ScheduleLimits())
     timeline = simulate(graph, buckets, Line(1.0, 1.0))
@@ -192,7 +192,7 @@ def test_high_latency_makes_buckets_large() -> None:
     assert len(slow) <= 4
 
 
-def test_the_first_gather_and_the_last_reduction_are_small() -> None:
+def test_first_gather_and_last_reduction_are_small() -> None:
     # Transfers in between share buckets, because each launch has a price.
     graph = problem(
         [1000.0] * 12,
@@ -205,7 +205,7 @@ def test_the_first_gather_and_the_last_reduction_are_small() -> None:
     assert len(buckets) < len(graph.transfers)
 
 
-def test_a_slow_wire_is_always_busy() -> None:
+def test_slow_wire_is_always_busy() -> None:
     # No gather can be hidden, so there are few buckets, without gaps between them.
     graph = problem([100.0] * 16, [gather(i, 400, i) for i in range(16)], [100_000] * 16)
     line = Line(latency_us=1000.0, us_per_byte=1.0)
@@ -216,7 +216,7 @@ def test_a_slow_wire_is_always_busy() -> None:
     assert all(one.end_us == other.start_us for one, other in itertools.pairwise(wire))
 
 
-def test_without_a_budget_memory_grows_by_a_few_buckets_only() -> None:
+def test_memory_grows_by_few_buckets_without_budget() -> None:
     # One bucket would save 19 launches, but its memory costs more than that.
     graph = problem([3000.0] * 20, [gather(i, 1000, i) for i in range(20)], [10_000] * 20)
     line = Line(latency_us=100.0, us_per_byte=1.0)
@@ -226,7 +226,7 @@ def test_without_a_budget_memory_grows_by_a_few_buckets_only() -> None:
     assert len(all_at_once.transfers) == 20
 
 
-def test_a_reduction_that_the_graph_uses_has_its_own_bucket() -> None:
+def test_reduction_used_in_graph_has_its_own_bucket() -> None:
     early = dataclasses.replace(reduction(0, 10, 1, 4), due=2)
     graph = problem([10.0] * 4, [early, *(reduction(i, 10, i, 4) for i in range(1, 5))])
     buckets = find_schedule(graph, Line(latency_us=1000.0), ScheduleLimits())
@@ -245,7 +245,7 @@ def test_transfers_share_a_bucket_across_one_of_another_kind() -> None:
     assert len(buckets) == 2
 
 
-def test_a_tensor_is_packed_if_its_own_buffer_costs_more() -> None:
+def test_tensor_is_packed_if_its_own_buffer_costs_more() -> None:
     sizes = [10, 10, 40, 40]
     graph = problem([10.0], [gather(i, size, 0) for i, size in enumerate(sizes)])
     (bucket,) = find_schedule(
@@ -254,7 +254,7 @@ def test_a_tensor_is_packed_if_its_own_buffer_costs_more() -> None:
     assert bucket.buffers == ((0, 1), (2,), (3,))
 
 
-def test_a_reduction_does_not_delay_a_gather() -> None:
+def test_reduction_does_not_delay_gather() -> None:
     # The gather that step 2 needs is sent before the reduction that is ready after step 0.
     graph = problem([100.0, 100.0, 100.0], [reduction(0, 150, 1, 3), gather(1, 90, 2)])
     buckets = find_schedule(graph, Line(1.0, 1.0), ScheduleLimits())
@@ -274,7 +274,7 @@ print(find_schedule(plan.problem, Line(), ScheduleLimits()))
 """
 
 
-def test_another_process_finds_the_same_schedule() -> None:
+def test_another_process_finds_same_schedule() -> None:
     transfers = [gather(i, 30 + i, i // 2) for i in range(12)]
     transfers += [reduction(i, 40 + i, i // 2 + 1, 6) for i in range(12)]
     graph = problem([50.0] * 6, transfers)

@@ -75,11 +75,13 @@ def test_the_diff_of_different_plans_is_not_empty(one: Dump, other: Dump) -> Non
         (APART[:3], APART, ["added: 0 all_gather -> 1: d"]),
     ],
 )
-def test_changes_of_buckets(before: list[Bucket], after: list[Bucket], changes: list[str]) -> None:
+def test_diff_describes_changed_buckets(
+    before: list[Bucket], after: list[Bucket], changes: list[str]
+) -> None:
     assert _changes(_gathers(*before), _gathers(*after)) == changes
 
 
-def test_changes_of_parameters() -> None:
+def test_diff_describes_changed_parameters() -> None:
     one, other = _gathers(*APART[:3], names="a b c"), _gathers(*APART[:3], names="a b x")
     param = other.plan.params[0]
     wider = dataclasses.replace(param, shape=(4, 9), dtype="torch.bfloat16")
@@ -94,7 +96,7 @@ def test_changes_of_parameters() -> None:
     ]
 
 
-def test_a_step_with_another_number_is_the_same_step() -> None:
+def test_diff_ignores_step_numbers() -> None:
     one = _gathers(_of(0), _of(1))
     old = one.plan.problem
     later = dataclasses.replace(
@@ -110,7 +112,7 @@ def test_a_step_with_another_number_is_the_same_step() -> None:
     assert _changes(one, other) == ["steps: 4 -> 5"]
 
 
-def test_changes_of_settings() -> None:
+def test_diff_describes_changed_settings() -> None:
     one = by_hand()
     other = dataclasses.replace(
         one, limits=ScheduleLimits(cap=10), hardware=hardware(Line(), "slower")
@@ -151,7 +153,7 @@ def test_buckets_without_parameters_are_matched_by_order() -> None:
     ]
 
 
-def test_changes_of_totals() -> None:
+def test_diff_shows_changed_totals() -> None:
     one = _gathers(_of(0), _of(1))
     other = dataclasses.replace(one, hardware=hardware(Line(20.0, 1.0, 0.1), WIRE.name))
     rows = [line.rsplit(maxsplit=3) for line in diff(one, other).splitlines()[2:]]
@@ -160,7 +162,7 @@ def test_changes_of_totals() -> None:
     assert "compute ms" not in [row[0] for row in rows]
 
 
-def test_a_change_without_effect_on_totals_is_named() -> None:
+def test_change_without_effect_on_totals_is_named() -> None:
     one = _gathers(_of(0), _of(1))
     problem_ = dataclasses.replace(one.plan.problem, steps=("x", "step1", "step2", "step3"))
     other = dataclasses.replace(one, plan=dataclasses.replace(one.plan, problem=problem_))

@@ -80,7 +80,7 @@ def test_write_plan_writes_json_trace_table_and_page(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4 and (tmp_path / PAGE).exists()
 
 
-def test_code_is_written_next_to_the_plan(tmp_path: Path) -> None:
+def test_code_is_written_next_to_plan(tmp_path: Path) -> None:
     shown, writer = by_hand(), DumpWriter(tmp_path)
     graph = fx.Graph()
     graph.output(graph.call_function(abs, (graph.placeholder("x"),)))
@@ -91,7 +91,7 @@ def test_code_is_written_next_to_the_plan(tmp_path: Path) -> None:
     assert (tmp_path / "00-backward.txt").read_text() == f"{table(shown)}\n"
 
 
-def test_no_files_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_without_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     writer = DumpWriter()
     writer.write_code("backward", "before", fx.Graph())
@@ -99,12 +99,12 @@ def test_no_files_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_folder_is_only_a_warning(tmp_path: Path) -> None:
+def test_missing_folder_is_only_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="dump cannot be written: .*gone"):
         DumpWriter(tmp_path / "gone").write_plan(by_hand())
 
 
-def test_dumps_of_a_folder_are_in_order(tmp_path: Path) -> None:
+def test_dumps_of_folder_are_in_order(tmp_path: Path) -> None:
     shown = by_hand()
     forward = dataclasses.replace(
         shown,
@@ -177,7 +177,7 @@ def test_diff_prints_differences(
         (["show"], "required: FILE"),
     ],
 )
-def test_errors_of_the_command_line(
+def test_show_and_diff_report_bad_arguments(
     arguments: list[str],
     match: str,
     two: tuple[Path, Path],
@@ -195,7 +195,7 @@ def test_errors_of_the_command_line(
     assert re.search(match, seen.err)
 
 
-def test_help_of_calibrate_and_of_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["calibrate", "--help"])
     assert caught.value.code == 0

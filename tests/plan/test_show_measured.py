@@ -60,7 +60,7 @@ def test_predictions_begin_where_their_graphs_ran() -> None:
     assert _starts(list(reversed(STEP)), DUMPS) == [1000.0, 3000.0, 4000.0]
 
 
-def test_a_graph_that_did_not_run_is_left_out() -> None:
+def test_graph_that_did_not_run_is_omitted() -> None:
     merged = with_predictions({"traceEvents": [NAME, *STEP]}, [_dump(GraphKind.FORWARD, "0/0")])
     assert all(event["pid"] != PID for event in merged["traceEvents"])
 
@@ -70,7 +70,7 @@ def test_predictions_do_not_overlap_each_other() -> None:
     assert _starts(twice, DUMPS) == [1000.0, 1154.0]
 
 
-def test_on_a_gpu_a_prediction_begins_at_the_first_kernel() -> None:
+def test_prediction_on_gpu_begins_at_first_kernel() -> None:
     device = [
         event("cuda_runtime", "cudaLaunchKernel", 900.0, 5.0, correlation=1),
         event("cuda_runtime", "cudaLaunchKernel", 1020.0, 5.0, correlation=2),
@@ -104,7 +104,7 @@ def test_measured_and_predicted_are_separate_processes() -> None:
     assert len(arrows) == len(set(arrows)) == 9
 
 
-def test_a_profile_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
+def test_profile_in_missing_folder_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match=r"path: .* is not an existing folder"),
         profile(tmp_path / "a" / "b"),

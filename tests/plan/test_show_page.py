@@ -70,7 +70,7 @@ def test_the_numbers_of_the_page_are_those_of_the_dump(shown: Dump) -> None:
     assert alive == shown.timeline.alive_bytes
 
 
-def test_a_graph_computed_by_hand() -> None:
+def test_graph_data_matches_hand_computation() -> None:
     shown = dataclasses.replace(by_hand(), limits=ScheduleLimits(peak=300, in_flight=50))
     plan = dataclasses.replace(shown.plan, kept=(1,), reasons=((0, "travels as float32"),))
     data = graph_data(dataclasses.replace(shown, plan=plan), "backward", "00-backward")
@@ -108,7 +108,7 @@ def _local(shown: Dump) -> Dump:
     return _as(shown, GraphKind.BACKWARD, buckets=buckets)
 
 
-def test_a_step_runs_its_graphs_as_often_as_the_profile() -> None:
+def test_step_counts_runs_of_graphs_in_profile() -> None:
     last = by_hand()
     forward = _as(last, GraphKind.FORWARD, buckets=_local(last).plan.buckets)
     local = [dataclasses.replace(one, compiled="0/1") for one in (forward, _local(last))]
@@ -136,7 +136,7 @@ def test_a_step_runs_its_graphs_as_often_as_the_profile() -> None:
     assert steps_data([], []) == []
 
 
-def test_of_graphs_with_the_same_parameters_a_step_runs_the_last() -> None:
+def test_step_runs_last_of_graphs_with_same_parameters() -> None:
     last = by_hand()
     first = dataclasses.replace(last, compiled="0/0")
     again = dataclasses.replace(last, compiled="0/1")
@@ -171,13 +171,13 @@ def test_names_are_escaped() -> None:
     assert f"<title>{html.escape(EVIL)}</title>" in text
 
 
-def test_the_page_needs_no_other_files() -> None:
+def test_page_needs_no_other_files() -> None:
     text = page("x", [graph_data(by_hand(), "")])
     assert not re.search(r"https?://|//\w+\.|src=|<link|@import|url\(|fetch\(|import ", text)
     assert "default-src 'none'" in text
 
 
-def test_a_folder_has_a_page_of_all_its_graphs(tmp_path: Path) -> None:
+def test_page_of_folder_shows_all_graphs(tmp_path: Path) -> None:
     shown = by_hand()
     DumpWriter(tmp_path, 0).write_plan(_as(shown, GraphKind.FORWARD))
     DumpWriter(tmp_path, 0).write_plan(shown)
@@ -192,7 +192,7 @@ def test_a_folder_has_a_page_of_all_its_graphs(tmp_path: Path) -> None:
     assert note.startswith(f"not shown: {tmp_path / '01-forward.json'}: ")
 
 
-def test_the_page_has_measured_and_predicted_times(tmp_path: Path) -> None:
+def test_page_has_measured_and_predicted_times(tmp_path: Path) -> None:
     shown = dataclasses.replace(by_hand(), compiled="1/0")
     DumpWriter(tmp_path).write_plan(_as(shown, GraphKind.FORWARD))
     DumpWriter(tmp_path).write_plan(shown)
@@ -218,7 +218,7 @@ def test_the_page_has_measured_and_predicted_times(tmp_path: Path) -> None:
     assert backward["measured"]["runs"] == 1 and backward["measured"]["median_us"] == 500.0
 
 
-def test_show_html_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_html_writes_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     DumpWriter(tmp_path).write_plan(by_hand())
     out, text = tmp_path / "out.html", (tmp_path / PAGE).read_text()
     assert main(["show", str(tmp_path), "--html", str(out)]) == 0
@@ -323,7 +323,7 @@ def _look(path: Path, profile: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs Chromium (Debian: apt-get install chromium)")
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
+def test_page_works_in_browser(tmp_path: Path) -> None:
     shown = by_hand()
     params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
     reasons = ((1, "travels as float32: used as bfloat16 and float32"),)

@@ -45,11 +45,11 @@ launch before    wait before
 2 step2          end"""
 
 
-def test_the_table_of_a_plan_computed_by_hand() -> None:
+def test_table_of_plan_matches_hand_computation() -> None:
     assert table(by_hand()) == BY_HAND
 
 
-def test_a_summary_has_all_tables() -> None:
+def test_summary_has_all_tables() -> None:
     assert summary([by_hand(), by_hand()]).count(BY_HAND) == 2
     assert "no graph" in summary([])
 
@@ -94,12 +94,12 @@ def _alone(kind: str, launch: int, wait: int, limits: ScheduleLimits | None = No
         ),
     ],
 )
-def test_reasons_for_exposed_collectives(shown: Dump, because: str) -> None:
+def test_exposed_reason_names_what_prevents_hiding(shown: Dump, because: str) -> None:
     assert shown.timeline.exposed_us[0] > 0
     assert exposed_reason(shown, 0) == because
 
 
-def test_host_copies_are_counted_apart_from_communication() -> None:
+def test_host_copies_are_counted_separately_from_communication() -> None:
     # Compute waits for a host copy of 20 us; the gather after it is fully hidden.
     copied = dataclasses.replace(gather(1, 200, 0), kind=TransferKind.COPY_TO_DEVICE)
     asked = problem([100.0, 5.0], [gather(0, 20, 1), copied])
@@ -126,7 +126,7 @@ def _many(num_layers: int) -> Dump:
     return dump(asked, buckets, [f"layers.{i}.weight" for i in range(num_layers)])
 
 
-def test_the_table_of_many_layers_is_short() -> None:
+def test_table_of_many_layers_is_short() -> None:
     shown = _many(100)
     lines = table(shown).splitlines()
     assert len(lines) == 10 + (3 + MAX_LISTED_EXPOSED) + 1 + (3 + MAX_LISTED_BUCKETS + 1)
@@ -136,12 +136,12 @@ def test_the_table_of_many_layers_is_short() -> None:
     assert float(left_out.split()[4]) == pytest.approx(2.0 * num_left_out)
 
 
-def test_all_buckets_are_shown_if_asked_for() -> None:
+def test_all_buckets_are_shown_on_request() -> None:
     text = table(_many(100), all_buckets=True)
     assert all(f" layers.{i}.weight " in text for i in range(100)) and "more" not in text
 
 
-def test_the_table_of_a_graph_without_transfers() -> None:
+def test_table_of_graph_without_transfers_has_only_compute() -> None:
     text = table(dump(problem([5.0], []), []))
     assert "0 parameters, 1 steps; predicted" in text
     assert (

@@ -31,7 +31,7 @@ def _lane(shown: Dump, lane: str) -> list[tuple[str, float, float]]:
     return [(e["name"], e["ts"], e["dur"]) for e in events]
 
 
-def test_the_lanes_of_a_plan_computed_by_hand() -> None:
+def test_lanes_of_plan_match_hand_computation() -> None:
     pair = "norm.weight .. norm.bias (2)"
     assert _lane(by_hand(), COMPUTE) == [
         ("step 0 step0", 30.0, 20.0),
@@ -60,7 +60,7 @@ def test_arrows_lead_from_launch_to_first_use() -> None:
     }
 
 
-def test_an_arrow_goes_through_the_wait() -> None:
+def test_arrow_passes_through_wait() -> None:
     asked = problem([20.0, 5.0, 5.0], [gather(0, 20, 2), gather(1, 20, 2)])
     packed = dump(asked, [bucket(TransferKind.ALL_GATHER, [(0, 1)], 40, (1, 2))])
     alone = dump(
@@ -158,7 +158,7 @@ def test_memory_is_counted_at_every_step() -> None:
     ]
 
 
-def test_the_process_and_its_threads_are_labelled() -> None:
+def test_process_and_threads_are_labelled() -> None:
     names = {
         (e["name"], e["tid"]): e["args"]["name"]
         for e in _events(by_hand(), "M")
@@ -177,6 +177,6 @@ def test_the_process_and_its_threads_are_labelled() -> None:
         (TransferKind.ALL_REDUCE, "AllReduce"),
     ],
 )
-def test_kernels_have_the_names_of_nccl_kernels(kind: str, name: str) -> None:
+def test_collectives_have_names_of_nccl_kernels(kind: str, name: str) -> None:
     shown = dump(problem([5.0], [gather(0, 20, 0)]), [bucket(kind, [(0,)], 20, (0, 0))])
     assert [event[0] for event in _lane(shown, COMMUNICATION)] == [f"ncclDevKernel_{name}(p0)"]

@@ -26,7 +26,7 @@ from tests.plan.dumps import by_hand
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems
 
 
-def test_a_schedule_computed_by_hand() -> None:
+def test_simulated_schedule_matches_hand_computation() -> None:
     plan = by_hand().plan
     timeline = simulate(plan.problem, plan.buckets, Line(10.0, 1.0, 0.1))
     assert [s.start_us for s in timeline.slots if s.kind == STEP] == [30.0, 60.0, 104.0]
@@ -48,7 +48,7 @@ def test_a_schedule_computed_by_hand() -> None:
     ]
 
 
-def test_an_additional_buffer_in_a_collective_takes_time() -> None:
+def test_additional_buffer_in_collective_takes_time() -> None:
     graph = problem([10.0], [gather(i, 8, 0) for i in range(3)])
     bucket = Bucket(TransferKind.ALL_GATHER, ((0, 1), (2,)), 24, "g", WORLD, 0, 0)
     line = Line(10.0, 1.0, 0.5)
@@ -92,7 +92,7 @@ def test_every_timeline_is_consistent(graph: Problem, line: Line) -> None:
         assert path[0].start_us == 0.0 and path[-1].end_us == timeline.total_us
 
 
-def test_work_waits_for_the_lane_or_the_lane_for_work() -> None:
+def test_lane_starts_work_once_both_are_ready() -> None:
     lane = Lane()
     assert lane.run(10.0, ready_us=5.0) == 15.0
     assert lane.start_us(0.0) == 15.0 and lane.start_us(20.0) == 20.0
@@ -100,7 +100,7 @@ def test_work_waits_for_the_lane_or_the_lane_for_work() -> None:
     assert lane.run(1.0, ready_us=40.0) == lane.free_us == 41.0
 
 
-def test_a_lane_can_run_backward_in_time() -> None:
+def test_lane_can_run_backward_in_time() -> None:
     lane = Lane(-math.inf)
     assert -lane.run(10.0, -100.0) == 90.0
     assert -lane.run(10.0, -95.0) == 80.0
@@ -125,7 +125,7 @@ class Nodes(Line):
         return stride > 1
 
 
-def test_a_user_collective_waits_for_ours_on_the_same_interconnect() -> None:
+def test_user_collective_waits_for_ours_on_same_interconnect() -> None:
     gathered = (COMMUNICATION, 0.0, 30.0)
     assert _slots(1) == [gathered, (USER, 30.0, 60.0), (COMMUNICATION, 60.0, 90.0)]
     assert _slots(2) == [gathered, (USER, 10.0, 40.0), (COMMUNICATION, 30.0, 60.0)]

@@ -62,7 +62,7 @@ CASES = BY_ROWS | OF_EXPERTS | WHOLE
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_of_a_stored_result_equal_those_of_the_full_result(name: str) -> None:
+def test_rows_of_stored_result_equal_rows_of_full_result(name: str) -> None:
     file = _File()
     expected, stored = CASES[name](*file.tensors), CASES[name](*file.stored())
     assert isinstance(stored, StoredTensor) and file.num_read == 0
@@ -90,12 +90,12 @@ def test_only_requested_experts_are_read(name: str) -> None:
     assert file.num_read == ROWS * experts.shape[1] // ROWS
 
 
-def test_scalars_and_empty_tensors() -> None:
+def test_scalars_and_empty_tensors_are_read() -> None:
     for tensor in (torch.tensor(3.0), torch.zeros(0, 3)):
         stored = StoredTensor.create(tensor.to("meta"), lambda rows, tensor=tensor: tensor)
         assert torch.equal(read_stored(stored.to(torch.float64)), tensor.double())
 
 
-def test_writing_to_a_stored_tensor_raises() -> None:
+def test_writing_to_stored_tensor_raises() -> None:
     with pytest.raises(NotImplementedError, match="still in its file"):
         _File().stored()[0].zero_()

@@ -79,7 +79,7 @@ def _parts(place: Path, form: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_good_file_is_read(place: Path, form: str) -> None:
+def test_good_file_is_read(place: Path, form: str) -> None:
     assert _try(place, form) is None
 
 
@@ -238,7 +238,7 @@ LIES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_false_metadata_are_an_error(place: Path, lie: str) -> None:
+def test_forged_metadata_is_an_error(place: Path, lie: str) -> None:
     metadata = _metadata(place / "folder")
     LIES[lie](metadata)
     _write(place / "folder", metadata)
@@ -246,7 +246,7 @@ def test_false_metadata_are_an_error(place: Path, lie: str) -> None:
 
 
 @pytest.mark.parametrize("value", [None, {}, torch.Size([1]), [1, 2]])
-def test_another_pickle_in_place_of_metadata_is_an_error(place: Path, value: Any) -> None:
+def test_another_pickle_instead_of_metadata_is_an_error(place: Path, value: Any) -> None:
     _write(place / "folder", value)
     assert _try(place, "folder") is not None
 
@@ -289,7 +289,7 @@ def _code_in_a_file(place: Path, code: _Code) -> str:
 @pytest.mark.parametrize(
     "hide", [_code_in_metadata, _code_as_metadata, _code_in_a_value, _code_in_a_file]
 )
-def test_code_in_a_file_is_not_run(place: Path, hide: Callable[[Path, _Code], str]) -> None:
+def test_code_in_file_is_not_run(place: Path, hide: Callable[[Path, _Code], str]) -> None:
     made = place / "made by code"
     form = hide(place, _Code(made))
     assert _try(place, form) is not None
@@ -317,14 +317,14 @@ def test_metadata_cannot_change_objects_of_torch(place: Path, what: str) -> None
     assert error is not None and "modifies" in str(error)
 
 
-def test_metadata_has_no_attributes_of_other_classes(place: Path) -> None:
+def test_metadata_cannot_read_attributes_of_other_classes(place: Path) -> None:
     read = f"cbuiltins\ngetattr\n(c{_METADATA}\nMetadataIndex\nS'__init__'\ntR."
     assert callable(pickle.loads(read.encode()))
     (place / "folder" / ".metadata").write_bytes(read.encode())
     assert "refers to '__init__' of" in str(_try(place, "folder"))
 
 
-def test_values_that_key_leaves_out_need_not_be_readable(place: Path) -> None:
+def test_values_not_selected_by_key_may_be_unreadable(place: Path) -> None:
     form = _code_in_a_value(place, _Code(place / "made by code"))
     consolidate(place / form, place / "model.pt.pt", key="model")
 
@@ -357,7 +357,7 @@ def _headers() -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("number", range(len(list(_headers()))))
-def test_a_false_header_is_an_error(place: Path, number: int) -> None:
+def test_forged_header_is_an_error(place: Path, number: int) -> None:
     (place / "model.safetensors").write_bytes(list(_headers())[number])
     assert _try(place, "model.safetensors") is not None
 

@@ -56,7 +56,7 @@ def _plan(*user_launches: int, ready: int = 1) -> Plan:
     return Plan(PARAMS, graph, (dataclasses.replace(bucket, launch=2),))
 
 
-def test_a_launch_moves_to_its_side_of_a_user_collective() -> None:
+def test_launch_moves_to_its_side_of_user_collective() -> None:
     # At a step that begins with a user collective, the bucket is launched first.
     for user, launch in ((1, 2), (2, 2), (3, 2)):
         (bucket,) = place_buckets(_plan(user).problem, PARAMS, _plan(user))
@@ -66,12 +66,12 @@ def test_a_launch_moves_to_its_side_of_a_user_collective() -> None:
     assert (before.launch, after.launch) == (1, 4)
 
 
-def test_a_gradient_that_is_ready_on_the_other_side_is_an_error() -> None:
+def test_gradient_ready_on_other_side_is_an_error() -> None:
     with pytest.raises(BackendError, match="cannot be launched before step 2, but must be by st"):
         place_buckets(_plan(1, ready=2).problem, PARAMS, _plan(2))
 
 
-def test_other_user_collectives_are_an_error() -> None:
+def test_different_user_collectives_are_an_error() -> None:
     with pytest.raises(BackendError, match="1: all_reduce in group t instead of none"):
         place_buckets(_plan(1, 2).problem, PARAMS, _plan(1))
     plan = _plan(1)
@@ -81,14 +81,14 @@ def test_other_user_collectives_are_an_error() -> None:
         place_buckets(moved, PARAMS, plan)
 
 
-def test_plans_that_differ_in_a_side_differ_in_their_text() -> None:
+def test_plans_with_different_sides_differ_in_text() -> None:
     lines = _plan(1).collectives_text().splitlines()
     assert lines[1] == "user collective: all_reduce in group t"
     assert _plan(2).collectives_text().splitlines() == [lines[0], lines[2], lines[1]]
     assert _plan(2).collectives_text() == _plan(3).collectives_text()
 
 
-def test_a_plan_of_an_older_file_has_no_user_collectives() -> None:
+def test_plan_of_older_file_has_no_user_collectives() -> None:
     plan = dataclasses.replace(_plan(), problem=problem([1.0], [gather(0, 8, 0)]))
     raw = json.loads(plan.to_json())
     del raw["problem"]["user_collectives"]

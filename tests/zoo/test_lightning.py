@@ -257,6 +257,6 @@ def test_fabric_saves_and_resumes_bitwise(tmp_path: Path) -> None:
     assert float(row["graphshard/measured_exposure"]) > 0
 
 
-def test_deepcopy_of_backend_returns_itself() -> None:
+def test_deepcopy_of_backend_returns_same_backend() -> None:
     backend = graphshard.backend(compiler="aot_eager")
     assert copy.deepcopy({"backend": backend})["backend"] is backend

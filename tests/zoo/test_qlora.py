@@ -95,12 +95,12 @@ def _values(param: Any) -> torch.Tensor:
     return values
 
 
-def test_quantized_base_in_ignored_params_with_inductor() -> None:
+def test_quantized_base_in_ignored_params_trains_with_inductor() -> None:
     ranks.run(2, _train, "int8", "inductor")
 
 
 @pytest.mark.parametrize("name", ["int4", "nf4"])
-def test_quantized_base_in_ignored_params(name: str) -> None:
+def test_quantized_base_in_ignored_params_trains(name: str) -> None:
     ranks.run(2, _train, name, "aot_eager")
 
 

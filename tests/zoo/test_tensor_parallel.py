@@ -97,14 +97,14 @@ def _train_both(model: Any, eager: Any, mesh: DeviceMesh) -> None:
 
 
 @on_ranks(4)
-def test_plan_of_transformers() -> None:
+def test_transformers_plan_trains_like_fsdp2() -> None:
     mesh = mesh_2d()
     model, eager = (_with_its_own_plan(_llama(), mesh) for _ in range(2))
     _train_both(model, eager, mesh)
 
 
 @on_ranks(4)
-def test_adapters(tmp_path: Path) -> None:
+def test_adapters_train_like_fsdp2(tmp_path: Path) -> None:
     mesh = mesh_2d()
     model = _with_adapters(mesh)
     _train_both(model, _with_adapters(mesh), mesh)

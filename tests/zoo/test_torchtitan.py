@@ -133,7 +133,7 @@ def test_torchtitan_resumes_bitwise(tmp_path: Path) -> None:
     assert resumes(tmp_path)
 
 
-def test_our_config_changes_only_what_conflicts() -> None:
+def test_graphshard_config_changes_only_conflicting_settings() -> None:
     theirs, ours = llama3_debugmodel(), llama3.llama3_debugmodel()
     assert ours.loss == theirs.loss.loss_fn
     assert ours.parallelism.spmd_backend == "partial_dtensor"
