@@ -1,4 +1,4 @@
-"""Set-up shared by all tests: import path, hypothesis, GPU skips, faster compilation, clean-up."""
+"""Set up all tests: import path, hypothesis, GPU skips, faster compilation, clean-up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # At the end, a long test would run alone, while the other worker has nothing to do.
+    # Long tests come first: at the end, one would run alone while the other worker is idle.
     items.sort(key=lambda item: item.path.name not in ("test_demo.py", "test_documentation.py"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:

@@ -10,10 +10,10 @@ from graphshard._torch.distributed import num_registered_works
 DIM, ROWS = 64, 4
 
 fails_in: set[str] = set()
-"""Graphs whose next runs raise: "forward", "backward"."""
+"""Graphs that raise on their next run: "forward", "backward"."""
 
 passes_left: list[int] = []
-"""At most one element: how many calls in those graphs still succeed; empty: none."""
+"""Number of calls in these graphs that still succeed, as a list of one element; empty: 0."""
 
 in_flight_then: list[int] = []
 """Number of collectives in flight at each failure."""

@@ -34,7 +34,7 @@ FOLDER = Path("test/distributed/_composable/fsdp")
 NAMES = ["training", "autograd", "frozen", "clip_grad_norm_", "mixed_precision"]
 NAMES += ["ignore_params", "state_dict"]
 TIMEOUT_S = 400.0
-# Tests use a GPU even if they need none. The replacements keep line numbers.
+# Replacements in the tests, which use a GPU even if they need none. Line numbers stay the same.
 TO_CPU = [('"cuda"', '"cpu"'), (".cuda()", ".cpu()"), ("torch.cuda.device", "torch.cpu.device")]
 TO_CPU += [("torch.get_device_module(device_type).current_device()", "None")]
 

@@ -1,8 +1,8 @@
 """Small models that several test folders train.
 
-Each returns its loss for a batch, and its static method `batch` draws one from a generator, so a
-test needs only the class. No number of rows is divisible by 4, so on 4 ranks every parameter is
-padded; on 2 ranks, those with an odd number are.
+Each model returns its loss for a batch, and its static method `batch` draws a batch from a
+generator. No parameter has a number of rows that is divisible by 4, so on 4 ranks all parameters
+are padded. On 2 ranks, parameters with an odd number of rows are padded.
 """
 
 from __future__ import annotations

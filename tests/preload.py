@@ -1,8 +1,9 @@
-"""One-time work done in the fork server, so that ranks do not repeat it.
+"""Do one-time work in the fork server, so that ranks do not repeat it.
 
-Import graphshard, and detect the vector instruction sets that Inductor may use: torch compiles a
-program for each and loads it in another process, which would take each rank 1.5 s. Last, collect
-garbage, and exempt the 400,000 objects left from later collections: 0.25 s for each rank.
+Imports graphshard, and detects the vector instruction sets that Inductor may use: torch compiles a
+program for each and loads it in another process, which would take 1.5 s per rank. Finally, collects
+garbage and exempts the remaining 400,000 objects from later collections, which saves 0.25 s per
+rank.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """Speed up compilation in tests, which spend most of their time in Dynamo and AOTAutograd.
 
-The compiled code stays the same. Measured savings: garbage collector 5 % and guards 9 % of the CPU
-time of random cases on one rank; large stack 12 % with ranks (62 tests of parameters and calls,
-interleaved: from 47 and 44 s to 42 and 38 s).
+The compiled code stays the same. Measured savings: garbage collector 5 %, guards 9 % of the CPU
+time of random cases on one rank; large stack 12 % of the time of 62 tests of parameters and calls
+on ranks (interleaved: from 47 and 44 s to 42 and 38 s).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def compile_quicker() -> None:
     gc.set_threshold(50_000, 20, 100)
     guards: Any = sys.modules.get("torch._dynamo.guards")
     if guards is not None:
-        # For its logs, Dynamo times the guards of each graph, and flushes the CPU caches to do so.
+        # Dynamo times the guards of each graph for its logs, and flushes the CPU caches to do so.
         guards.profile_guard_manager = lambda *args: 0.0
 
 
 def on_large_stack(call: Callable[[], T]) -> T:
     """Return ``call()``, run with half a megabyte of contiguous memory for its Python frames.
 
-    CPython 3.11 to 3.13 keep frames in chunks of 16 KiB, mapped when a call crosses the end of a
-    chunk and unmapped when it returns (``push_chunk`` in Python/pystate.c). The deep calls of a
-    compiler do so some thousand times a second. A frame that needs more than 16 KiB gets a chunk of
-    the next power of two, and later frames use the rest of it.
+    CPython 3.11 to 3.13 keep frames in chunks of 16 KiB, which are mapped when a call crosses the
+    end of a chunk and unmapped when it returns (``push_chunk`` in Python/pystate.c). A compiler's
+    deep calls cross it thousands of times a second. A frame larger than 16 KiB gets a chunk of the
+    next power of two, and later frames use the rest of it.
     """
     return call()
 

@@ -1,7 +1,7 @@
-"""The rank process of `tests.ranks`.
+"""Rank process of `tests.ranks`.
 
-It joins the process group, then runs the parent's calls one by one and replies to each with the
-result or the traceback. Between calls it restores its initial global state.
+Joins the process group, then runs the parent's calls one by one and replies to each with the result
+or the traceback. Between calls, the process restores its initial global state.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main(pipe: Connection, spec: Spec) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     _redirect_output(spec.output)
-    # Only one rank measures coverage: most lines run on all ranks, and measuring adds 50 % time.
+    # Only one rank measures coverage: most lines run on all ranks, and measuring takes 50 % longer.
     counts_lines = spec.rank == (0 if spec.world_size <= 2 else spec.world_size - 1)
     if not counts_lines:
         _stop_coverage()
@@ -137,7 +137,7 @@ def _coverage() -> Any:
 
 
 def _stop_coverage() -> None:
-    """Stop all coverage measurements; a process that imports torch itself has two."""
+    """Stop all coverage measurements, of which a process that imports torch itself has two."""
     for _ in range(2):
         if coverage := _coverage():
             # A measurement inherited from the fork server is inactive and cannot be stopped.
@@ -245,7 +245,7 @@ class _Defaults:
         self._settings = [(get, put, get()) for get, put in SETTINGS]
         modules = [import_module(name) for name in CONFIGS]
         self._configs = [(m, copy.deepcopy(m.get_config_copy())) for m in modules]
-        self._num_calls = 1  # frozen by the fork server
+        self._num_calls = 1  # the fork server has frozen its objects
         self.restore()
 
     def restore(self) -> None:

@@ -3,8 +3,8 @@
 `run(world_size, fn, *args)` returns the results of all ranks. Starting ranks is slow, so the
 processes of each (world size, backend) stay alive for the next call and are reset between calls. If
 a rank raises, dies or hangs, the call raises a `RankError` with the traceback or stacks of every
-failing rank, and the pool is discarded; the next call starts a new one. Values are
-serialized with `torch.save`, never passed through shared memory.
+failing rank; the pool is discarded, and the next call starts a new one. Values are serialized with
+`torch.save`, never passed through shared memory.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ EXIT_S = 5.0
 RANK_ENV = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    # Two C++ compilers at once: ranks compile the same kernels and wait for each other's Inductor
-    # locks, so with one thread each, the second core would idle.
+    # Two threads, since ranks compile the same kernels and wait for each other's Inductor locks:
+    # with one thread per rank, the second core would be idle.
     "TORCHINDUCTOR_COMPILE_THREADS": "2",
     "TORCH_WARM_POOL": "0",  # CPUs need no Triton worker processes
     "GLOO_SOCKET_IFNAME": "lo",  # otherwise gloo resolves the host name, which may fail
 }
-# Imported once, by the fork server. None of these starts a thread.
+# Imported once, by the fork server. None of these modules starts a thread.
 PRELOAD = [
     "torch",
     "torch._dynamo",
@@ -91,8 +91,9 @@ def run(
     Args:
         fn: function at the top level of a module.
         timeout_s: time after which ranks that have not replied fail.
-        env: variables to set during the call. All others keep their values from the start of the
-            first rank. For variables that torch reads on import, use `import_env` of `run_fresh`.
+        env: environment variables to set during the call. All others keep the values that they had
+            when the pool was started. For variables that torch reads on import, use `import_env` of
+            `run_fresh`.
 
     Raises:
         RankError: if a rank raises, dies or does not reply in time.
@@ -152,10 +153,10 @@ def run_fresh(
     import_env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[T]:
-    """Do as `run`, in new processes that end afterwards, to measure memory or start without caches.
+    """Call `run` with new processes that end afterwards, to measure memory or to have no caches.
 
-    Given an import_env, even an empty one, each rank imports torch itself with these variables set,
-    instead of being forked from a server that has imported it. This takes seconds.
+    With `import_env`, even if empty, each rank imports torch itself with these variables set,
+    instead of being forked from a server that has imported torch. This takes seconds.
     """
     __tracebackhide__ = True
     task = pack_task(fn, args, kwargs, env or {})
@@ -180,7 +181,7 @@ class _Pool:
 
     def __init__(self, world_size: int, backend: str, env: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        # Hosted here, since the parent outlives the ranks; port 0: any free port.
+        # Hosted by the parent, which outlives the ranks; port 0: any free port.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port, folder = self._store.port, Path(self._folder.name)
         self._specs = [Spec(rank, world_size, backend, port, folder) for rank in range(world_size)]

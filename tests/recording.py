@@ -1,10 +1,10 @@
 """A process group that records collectives: a Python class over gloo.
 
 It is registered as the backend "recording" for CPU tensors. Each collective, and each wait for one,
-appends an `Event` to a per-process list (`events()`, `clear()`), from which tests check the bytes
+appends an `Event` to a per-process list (`events()`, `clear()`), with which tests check the bytes
 and order of collectives, and how many were in flight. `wire()` adds a modelled network: each rank's
 wire carries one collective at a time, in alpha + bytes / rate seconds, and a wait sleeps until the
-wire is done. Eager FSDP2, DDP, and object and functional collectives run on it.
+wire is done. The group supports eager FSDP2, DDP, and object and functional collectives.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class Event:
-    """A collective, or a wait for one (kind "wait"; its other fields are the collective's)."""
+    """A collective, or a wait for one (kind "wait"; other fields as for the collective)."""
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", ..., or "wait"
-    index: int  # of the collective on this rank since clear(); its waits have the same
+    index: int  # number of the collective on this rank since clear(), shared by its waits
     bytes: int  # size of the full buffers: gathered output, unreduced input
     dtype: torch.dtype | None  # dtype of the first tensor; None for a barrier
     group_size: int
@@ -107,7 +107,7 @@ def _peak(kinds: Sequence[str], size: Callable[[Event], int]) -> int:
 
 
 class _RecordedWork(dist.Work):
-    """The gloo works of one collective; done when all of them and the wire are done."""
+    """The gloo works of one collective, completed when all works and the wire are done."""
 
     def __init__(self, event: Event, works: list[dist.Work], done_at: float | None) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ from tests.cuda.fsdp2 import record_fsdp2
 DEVICE = "H100"
 TARGETS = ("A100-80GB", "H100", "B200")
 OF_FSDP2 = {"mp_policy", "offload_policy", "reshard_after_forward"}
-"""Options that eager FSDP2 has, too."""
+"""Options that eager FSDP2 also has."""
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
@@ -189,7 +189,7 @@ class Outcome:
         error: traceback; "" if nothing raised.
         unsharded: recording of the unsharded baseline; None if there is none.
         fsdp2: recording of eager FSDP2; None if it does not support the strategy.
-        kernels: compiled kernels by the GPU's name; fp8 cases leave out GPUs without fp8.
+        kernels: compiled kernels, keyed by GPU name; fp8 cases omit GPUs without fp8.
     """
 
     recording: Recording | None
@@ -294,15 +294,15 @@ class Planted:
     """Results of operators and of a kernel, with and without injected faults.
 
     Attributes:
-        kernel_errors: errors of a kernel unchanged, with a misspelled call, and on a GPU without
-            shared memory.
+        kernel_errors: errors of a kernel that is unchanged, has a misspelled call, or runs on a GPU
+            without shared memory.
         product_errors: errors of four fp8 products. cuBLASLt accepts the first. The others have a
             row-major second matrix, an inner size that is not a multiple of 16, and a first
             matrix at an offset of 8 bytes.
         channels_last: whether the output of a convolution is channels-last, given contiguous images
             and weight, channels-last images, and a channels-last weight.
-        devices: types of the device that a fake tensor reports to the thread that runs a kernel
-            and to another one.
+        devices: device types that a fake tensor reports in the thread that runs a kernel and in
+            another thread.
     """
 
     kernel_errors: list[str]

@@ -1,7 +1,8 @@
 """Training steps on a simulated H100: kernels, order, races, host waits, and memory.
 
-The kernels compile, launches and waits follow the plan, nothing races, the host waits only for
-gradients copied to it, and memory is as planned. Each check also finds a fault that a test injects.
+Checks that kernels compile, launches and waits follow the plan, nothing races, the host waits only
+for gradients copied to it, and memory is as planned. For each check, a test injects a fault that it
+must find.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def test_launches_and_waits_follow_plan(case: Case) -> None:
 
 @cases
 def test_host_waits_only_for_gradients(case: Case) -> None:
-    # Under CPU offload, the host waits once for each copy of gradients to it.
+    # Under CPU offload, the host waits once for each copy of gradients to the host.
     recording = recording_of(case)
     copies = [
         bucket
@@ -124,9 +125,9 @@ def test_host_waits_only_for_gradients(case: Case) -> None:
 
 
 def test_fp8_kernels_store_no_single_bytes_far_apart() -> None:
-    # Inductor's loops over a row ``r0_1`` would otherwise write columns: ``x0 + 4096*r0_1``.
+    # With Inductor's default, loops over a row ``r0_1`` write columns: ``x0 + 4096*r0_1``.
     column = re.compile(r"tl\.store\(\w+ \+ \(x\d+ \+ \d+\*r0_\d\)")
-    row = re.compile(r"tl\.store\(\w+ \+ \(r0_\d \+ \d+\*x\d+\)")  # the names are still these
+    row = re.compile(r"tl\.store\(\w+ \+ \(r0_\d \+ \d+\*x\d+\)")  # checks the variable names
     codes = recording_of(Case("small_gpt", "fp8 rowwise")).codes
     assert "*fp8e4nv" in codes[1] and row.search(codes[1])
     assert not [store for code in codes for store in column.findall(code)]
@@ -267,7 +268,7 @@ def test_only_thread_that_runs_kernel_sees_meta_device() -> None:
 
 
 def _split_into_kernels(action: Action) -> Action:
-    """Let a bucket copy take many kernels, as if dtypes differed; return other actions as is."""
+    """Split a bucket copy into kernels, as if dtypes differed; return other actions unchanged."""
     if isinstance(action, Work) and action.name.startswith("aten._foreach_copy_"):
         return dataclasses.replace(action, kernels=len(action.writes) * 10)
     return action
@@ -314,7 +315,7 @@ def test_cuda_build_of_torch_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_unknown_torch_version_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The reason skips the tests, or in CI is their error.
+    # Tests are skipped for this reason; in CI they fail with it.
     monkeypatch.setattr(stand_ins, "TORCH_VERSIONS", ("1.0",))
     reason = obstacle()
     assert "install torch 1.0" in reason

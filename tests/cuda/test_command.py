@@ -253,7 +253,7 @@ def check_all(recorder: Any, script: str) -> dict[str, Report | Failure]:
         with (
             checks,
             torch._dynamo.config.patch(capture_scalar_outputs=False),
-        ):  # branches_in_a_graph sets it
+        ):  # branches_in_a_graph enables it
             try:
                 ep = 2 if function == "experts" else 1
                 found[function] = check(recorder, Target(script, function, "H100", 8, ep=ep))
@@ -273,7 +273,7 @@ def _found(script: str) -> dict[str, Report | Failure]:
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("scripts")
-    library = folder / "site-packages" / "library.py"  # reported as installed
+    library = folder / "site-packages" / "library.py"  # counts as an installed package
     library.parent.mkdir()
     library.write_text(LIBRARY)
     path = folder / "script.py"
@@ -351,7 +351,7 @@ def test_host_waits_are_counted(script: str, capsys: pytest.CaptureFixture[str])
         (
             "copies_in_a_graph",
             "waits 2 times, for aten.copy_.default\n",
-        ),  # Inductor adds one
+        ),  # Inductor adds a wait
         ("waits_in_a_graph", "waits 3 times, for aten.copy_.default, synchronize_device\n"),
         ("reads_too_early", "aten.mul.Tensor on stream host does not wait for aten._to_copy"),
         ("waits_between_graphs", "waits 1 times, for synchronize_stream\n"),
@@ -413,7 +413,7 @@ def test_error_of_failing_script_is_reported(
         "shapes_do_not_fit": "return super().forward(x) @ x",
         "file_is_missing": 'open("no such file")',
         "leaves": "sys.exit(0)",
-        "branches_in_a_graph": "def forward(self, x):",  # not a line of generated code
+        "branches_in_a_graph": "def forward(self, x):",  # instead of a line of generated code
         "takes_some_rows": "return x[x > 0].sum()",
         "inputs_are_elsewhere": "return super().forward(x)",
     }

@@ -76,7 +76,7 @@ def test_plan_accepts_model_from_script_and_hardware_from_file(
     assert error == "error  RuntimeError: no such data"
     assert at == f"at     {script}:6: raise RuntimeError('no such data')"
     assert _plan(f"{script}:uneven") == 2
-    error, *_ = capsys.readouterr().err.splitlines()  # and no log of torch before it
+    error, *_ = capsys.readouterr().err.splitlines()  # not preceded by a log message of torch
     assert error.startswith("error  RuntimeError: ") and "[4, 9] X [8, 8]" in error
 
 
@@ -208,7 +208,7 @@ def test_largest_lists_models_that_fit(capsys: pytest.CaptureFixture[str], tmp_p
     arguments += ["--memory", f"{limit}GB", "--html", str(page), "--largest"]
     assert _plan(_llama(3), *arguments) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    # "layers" is also the first word of "layers and width".
+    # "layers" also stands for "layers and width", of which ``split`` returns the first word.
     assert {row[0] for row in rows} == {"layers", "samples"}
     assert all(float(row[-1]) <= limit for row in rows)
     assert any(row[:3] == ["samples", "zero3", "1"] for row in rows)

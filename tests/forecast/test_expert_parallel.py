@@ -24,7 +24,7 @@ def test_experts_are_split_and_their_all_to_alls_are_priced() -> None:
     for dump in result.dumps:
         plan = dump.plan
         exchanges = [u for u in plan.problem.user_collectives if u.op == "all_to_all_single"]
-        rows = [u.num_bytes for u in exchanges if u.num_bytes > 8 * 8]  # without counts of tokens
+        rows = [u.num_bytes for u in exchanges if u.num_bytes > 8 * 8]  # no token counts
         assert rows == [2 * 16 * 64 * 2] * 2  # two experts for each token, in bfloat16
         assert {(u.world, u.stride) for u in exchanges} == {(4, 1)}
         gathers = [t for t in plan.problem.transfers if t.kind == TransferKind.ALL_GATHER]

@@ -42,7 +42,7 @@ def test_formula_equals_bytes_of_static_traces(
     formula = saved_bytes(workload, recipe, machine)
     larger = trace_step(workload(5, 64), recipe, machine)
     assert formula.subs({SAMPLES: 5, TOKENS: 64}) == larger.saved
-    if not recompute:  # the formula leaves out random states, which recomputation restores
+    if not recompute:  # the formula omits RNG states, which recomputation restores
         forward = larger.graphs[0]
         saved = forward.problem.fixed_border_bytes[-1] - forward.input_bytes
         assert larger.saved == pytest.approx(saved, rel=1e-2)  # inputs and loss

@@ -1,4 +1,4 @@
-"""Results of the simulated GPU and claims of docs/, measured on a real GPU."""
+"""Verify results of the simulated GPU and claims in docs/ on a real GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A builder of small graphs like AOTAutograd's: every node has a fake value."""
+"""Build small graphs like AOTAutograd's, in which every node has a fake value."""
 
 from __future__ import annotations
 

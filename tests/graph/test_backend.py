@@ -49,7 +49,7 @@ def test_training_step_has_forward_and_backward_plans(mesh: DeviceMesh, compiler
         == names
     )
     kept = [forward.params[i].fqn for i in forward.kept]
-    assert kept == ["down.weight"]  # the first that backward needs
+    assert kept == ["down.weight"]  # backward needs it first
     assert _fqns(backward, TransferKind.ALL_GATHER) == ["mid.weight"]
     assert (
         forward.num_bytes(TransferKind.ALL_GATHER)
@@ -154,7 +154,7 @@ def test_metrics_match_plans(mesh: DeviceMesh) -> None:
     assert 0 < once["predicted_exposed_us"] < once["predicted_us"]
     assert once["predicted_peak_bytes"] > 0 and once["compile_s"] > 0
     assert (once["num_compiles"], once["num_recompiles"]) == (1, 0)
-    compiled(torch.ones(6, 7)).backward()  # another size: Dynamo compiles again, for any size
+    compiled(torch.ones(6, 7)).backward()  # a new size: Dynamo recompiles with dynamic shapes
     twice = backend.metrics()
     assert (twice["num_compiles"], twice["num_recompiles"]) == (2, 1)
     assert twice["compile_s"] > once["compile_s"] and twice["num_cache_hits"] == 0

@@ -1,4 +1,4 @@
-"""What ``SchedulePolicy(auto=True)`` chooses to save for backward in real graphs."""
+"""Values that ``SchedulePolicy(auto=True)`` saves for backward in real graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphshard.pipeline.traced_graph import TracedGraph
 from graphshard.show.dump_folder import PAGE
 
 DIM, LAYERS, ROWS = 64, 4, 512
-FULL_GB = 4 * DIM * DIM / 1e9  # one weight
+FULL_GB = 4 * DIM * DIM / 1e9  # bytes of one full weight
 AMPLE_GB = 1.0
 NODE_US = 1e4  # slow nodes: recomputing is expensive, and all gathers are hidden
 

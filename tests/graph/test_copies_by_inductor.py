@@ -67,6 +67,6 @@ def test_inductor_does_not_overwrite_source_of_copy(
     monkeypatch.setattr(host_copy, "_launch_copies", _launch_late)
     x = torch.randn(64, 64, dtype=torch.float64)
     compiled = torch.compile(fn, fullgraph=True, options=dict(KEEP_ORDER))  # type: ignore[call-overload]
-    with torch.compiler.config.patch(force_disable_caches=True):  # keys ignore our lowerings
+    with torch.compiler.config.patch(force_disable_caches=True):  # cache keys ignore our lowerings
         results = compiled(x)
     torch.testing.assert_close(results, fn(x))  # type: ignore[operator]

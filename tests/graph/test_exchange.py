@@ -1,4 +1,4 @@
-"""`reduce="exchange"`: gradients travel in their own dtype and are summed in a wider one."""
+"""`reduce="exchange"`: gradients are sent in their own dtype and summed in a wider one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile reads a backend's ``__name__`` while its own argument is the module to compile.
+"""`compile_request` finds the argument of torch.compile when that reads a backend's ``__name__``.
 
 See [Note: first forward] in graphshard/params/first_forward.py.
 """

@@ -32,7 +32,7 @@ BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 class Net(nn.Module):
-    """Three linears with one input, as in attention, an MLP with biases, and a head not in fp8."""
+    """Three linears that share their input, an MLP with biases, and a head that is not in fp8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class _Layouts(TorchDispatchMode):
 
 
 class ByInductor(NamedTuple):
-    """A step in bfloat16 and fp8: code and plan of each graph, strides of fp8 operands."""
+    """Code and plan of each graph of a step in bfloat16 and fp8, and strides of fp8 operands."""
 
     codes: list[str]
     plans: list[Plan]

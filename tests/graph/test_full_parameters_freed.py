@@ -89,9 +89,9 @@ def _batch() -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its mesh's shape, arguments of ``graphshard.backend``, and a function for a step.
+    """A model, the shape of its mesh, arguments of ``graphshard.backend``, and a step function.
 
-    The optimizer steps, and gradients are freed, after `step`.
+    After `step`, the optimizer steps and gradients are freed.
     """
 
     model: type[Linears] = Linears

@@ -61,7 +61,7 @@ def _train(dump: Path | None) -> Run:
 
 
 def _train_patiently() -> Run:
-    """Train with a longer wait for another rank's compilation, as machines may be busy."""
+    """Train, and wait longer than usual for another rank's compilation on a busy machine."""
     with mock.patch("graphshard.pipeline.compile._half_timeout_s", return_value=200.0):
         return _train(None)
 

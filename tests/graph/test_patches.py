@@ -25,7 +25,7 @@ from graphshard.ops.host_copy import copy_to_device, copy_to_host
 from graphshard.ops.markers import UNSHARD_MARKERS
 
 ROOT = Path(graphshard.__file__).parent
-HIDDEN = {  # our entries are in function caches or wrapped by torch, where the search finds none
+HIDDEN = {  # entries in function caches or wrapped by torch, which the search does not find
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers",
     "torch._dynamo.variables.builder.VariableBuilder._type_dispatch_impl",
     "torch._inductor.lowering.lowerings",
@@ -41,7 +41,7 @@ def _train(mesh: DeviceMesh) -> None:
     compiled = torch.compile(model, backend=backend)
     compiled(torch.ones(2, 4)).sum().backward()
     torch.optim.SGD(model.parameters()).step()
-    graphshard.backend(mesh)  # an unused backend makes graphshard watch optimizer steps
+    graphshard.backend(mesh)  # an unused backend installs optimizer hooks
 
 
 def _is_ours(value: object) -> bool:
@@ -80,7 +80,7 @@ def test_training_changes_only_torch_names_in_tables(mesh: DeviceMesh) -> None:
         if inspect.ismodule(module):
             changed |= dict(_changed(module, name))
     listed = {**PATCHES, **ENTRIES}.keys() - HIDDEN
-    known = {id(_attribute(path)) for path in listed}  # one table may have several names
+    known = {id(_attribute(path)) for path in listed}  # a table may have several names
     assert listed <= changed.keys()
     assert not {path for path, value in changed.items() if id(value) not in known} - listed
 

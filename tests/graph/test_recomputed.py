@@ -43,6 +43,6 @@ def test_checkpointed_region_takes_time_in_forward_and_backward(mesh: DeviceMesh
     )
     assert same_us == pytest.approx(forward_us, rel=0.02)
     assert more_us > backward_us + 0.8 * forward_us
-    # What backward recomputes is not part of the MFU.
+    # Recomputation does not count toward MFU.
     kept_us, same_us = (sum(plan.problem.peak_us for plan in of) for of in (kept, recomputed))
     assert kept_us == pytest.approx(same_us) and kept_us > 0

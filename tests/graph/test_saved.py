@@ -1,4 +1,4 @@
-"""ZeRO-3: forward saves no full parameters, and nothing as large that is computed from them.
+"""Under ZeRO-3, forward saves neither full parameters nor values of that size derived from them.
 
 Except in `Deep`, every activation is smaller than the smallest full weight.
 """

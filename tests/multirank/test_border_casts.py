@@ -182,5 +182,5 @@ def test_bare_torch_nn_module_is_cast(
         assert compile is _in_place or not texts, texts
     assert_sharded(model)
     assert compile is _in_place or len(backend.plans) == 2
-    # Only the casting hook is left of those that sharding adds.
+    # Of the hooks that sharding adds, only the casting hook is left.
     assert len(model._forward_pre_hooks) == 1

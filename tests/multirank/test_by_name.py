@@ -21,7 +21,7 @@ from .test_unsharded import config_disable, force_eager, refuse_step, sequential
 
 
 def _train_by_name(folder: Path) -> list[str]:
-    for dtype in (torch.float32, torch.float64):  # prevents sharing a graph
+    for dtype in (torch.float32, torch.float64):  # different dtypes, so the models share no graph
         model: Any = MLP().to(dtype)
         options = {
             "compiler": "aot_eager",
@@ -43,7 +43,7 @@ def _train_by_name(folder: Path) -> list[str]:
 def test_equal_options_share_a_backend(tmp_path: Path) -> None:
     files = ranks.run(2, _train_by_name, tmp_path)[0]
     numbers = {name.split("-")[0] for name in files if "forward" in name}
-    assert numbers == {"00", "01"}  # one backend numbers both
+    assert numbers == {"00", "01"}  # one backend has numbered both graphs
 
 
 @on_ranks(1)

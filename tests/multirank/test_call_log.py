@@ -197,7 +197,10 @@ def test_ranks_blocked_in_collective_raise_same_error(
 
 
 def _post_amid_a_transfer(group: Group, call_log: CallLog) -> str:
-    """Post an error while a broadcast is on its way to rank 0, whose process is stopped."""
+    """Post an error while a broadcast to rank 0 is in flight and the process of rank 0 is stopped.
+
+    Return the error of the next collective.
+    """
     call_log.first_run("plan", PLAN)
     store = dist.distributed_c10d._get_default_store()
     data = torch.full((2**24,), float(group.rank()))  # 64 MiB, more than the buffers of a socket
@@ -212,9 +215,9 @@ def _post_amid_a_transfer(group: Group, call_log: CallLog) -> str:
         call_log.post_error("something went wrong")
         time.sleep(1.0)  # this rank aborts
         os.kill(pid, signal.SIGCONT)
-    broadcast.wait()  # what is on its way arrives
+    broadcast.wait()  # the transfer in flight completes
     assert data[-1] == 1
-    return message(_gather_on, group, call_log)  # what comes later raises
+    return message(_gather_on, group, call_log)  # later transfers raise
 
 
 def _gather_on(group: Group, call_log: CallLog) -> None:
@@ -227,8 +230,8 @@ def test_transfer_in_flight_ends_before_abort() -> None:
     assert_same(run(2, _post_amid_a_transfer), "something went wrong")
 
 
-def test_sends_to_aborted_rank_succeed_until_connection_end_is_read() -> None:
-    """A send that fails may never end: see [Note: sends that never end]."""
+def test_sends_succeed_after_reads_have_ended() -> None:
+    """Check that sends do not fail: see [Note: sends that never end]."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as ours,

@@ -1,4 +1,4 @@
-"""Collectives of training and evaluation: what is sent, how often, and how long it is exposed."""
+"""Collectives of training and evaluation: their tensors, bytes, number and exposed time."""
 
 from __future__ import annotations
 
@@ -252,7 +252,10 @@ def _events() -> Iterator[None]:
 
 
 def _measure(compiler: str, by_events: bool) -> tuple[float, float, dict[str, float]]:
-    """Return a step's total collective delay and its time, in seconds, and the last metrics."""
+    """Return the total delay of a step's collectives, the step's time, and the last metrics.
+
+    Times are in seconds.
+    """
     with _events() if by_events else contextlib.nullcontext():
         return _measure_step(compiler)
 
@@ -263,7 +266,7 @@ def _measure_step(compiler: str) -> tuple[float, float, dict[str, float]]:
     for step in range(4):
         recording.wire(
             alpha_s=0.02 if step == 2 else 0.0
-        )  # the run that is timed; nothing hides 20 ms
+        )  # metrics time this run; compute is too short to hide 20 ms
         recording.clear()
         dist.barrier()
         start = time.perf_counter()

@@ -25,7 +25,7 @@ ERRORS = (ValueError, RuntimeError)
 X = torch.ones(5, 7)
 
 Act = Callable[[nn.Module], object]
-"""Function of the model that is expected to raise."""
+"""Function that must raise for the given model."""
 
 
 def first_step(model: nn.Module) -> object:
@@ -264,7 +264,7 @@ def test_model_that_differs_between_ranks_is_refused(
 
 @on_ranks(2)
 def test_parameters_in_different_order_keep_their_values() -> None:
-    """An error is fine, too; a broadcast in registration order would mix up the values."""
+    """Allow an error, too; a broadcast in registration order would mix up the values."""
     model = nn.Module()
     names = ["a", "b"] if dist.get_rank() == 0 else ["b", "a"]
     for name in names:

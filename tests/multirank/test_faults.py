@@ -51,7 +51,7 @@ ALL = [
     for number, (fault, point) in enumerate(itertools.product(FAULTS, POINTS))
     if (fault, point) != ("raise", "in a collective")  # a thread blocked in a wait cannot raise
 ]
-"""(fault, point, rank of the victim)."""
+"""Faults to test, as (fault, point, rank of the victim)."""
 SPLIT = [("kill", "in forward", 3), ("raise", "compile", 2)]
 IN_A_CHECKPOINT = ["after", "save"]
 """Points after which the others enter a checkpoint's collectives, where torch raises the error."""

@@ -36,7 +36,7 @@ class Model(nn.Module):
         torch.save(self.state_dict(), folder)
 
 
-# What the other ranks do meanwhile.
+# Functions that the other ranks run meanwhile.
 
 
 def _barrier(model: Model) -> None:

@@ -80,7 +80,7 @@ def _policy_with_an_empty_cell(saves: bool) -> Any:
     return functools.partial(create_selective_checkpoint_contexts, policy)
 
 
-_PRODUCTS = [torch.ops.aten.addmm.default]  # what "policy" saves; it recomputes all others
+_PRODUCTS = [torch.ops.aten.addmm.default]  # saved by "policy", which recomputes all other values
 _by_policy = functools.partial(create_selective_checkpoint_contexts, _PRODUCTS)
 
 _CALLS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
@@ -96,7 +96,7 @@ _CALLS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
     "literals in a checkpoint": functools.partial(checkpoint, use_reentrant=False),
     "part": lambda layer, x: layer(x) + checkpoint(layer.norm, x, use_reentrant=False),
 }
-"""How a layer is called, by its kind; other kinds are called directly."""
+"""Functions that call a layer, by its kind; layers of other kinds are called directly."""
 
 
 class Model(nn.Module):
@@ -177,14 +177,14 @@ def test_shared_checkpoints_have_same_plan() -> None:
     for least_saved in (48, 10**9):
         backend = graphshard.backend(world_mesh(), compiler="aot_eager")
         with mock.patch.object(layers, "_LEAST_SAVED", least_saved):
-            # Other checkpoints before, between and after the shared ones.
+            # Place different checkpoints before, between and after the shared ones.
             others = [Layer("checkpoint", scale=scale) for scale in (2.0, 3.0, 4.0)]
             equal = [_of_kind("checkpoint") for _ in range(2)]
             parts = [others[:1], equal[0], others[1:2], equal[1], others[2:]]
             model = Model([layer for part in parts for layer in part])
             _train(model, torch.compile(model, backend=backend))
         assert ("layers as one" in backend.summary()) == (least_saved == 48)
-        # Without the names of steps, which copied nodes do not keep.
+        # Ignore the names of steps, which are lost when nodes are copied.
         problems = [replace(plan.problem, steps=()) for plan in backend.plans]
         plans.append([replace(p, problem=q) for p, q in zip(backend.plans, problems)])
     assert plans[0] == plans[1]

@@ -12,14 +12,14 @@ from tests.numerics.fuzz.shrink import TIMEOUT_S
 from tests.numerics.fuzz.trial import run_trial
 
 SEEDS = (44, 124, 945, 1387, 1416, 1442, 1495, 1658)
-"""With the cases in `FOUND`, they cover all options but Inductor and `Module.compile`."""
+"""Seeds that, together with `FOUND`, cover all options except Inductor and `Module.compile`."""
 MAX_BLOCKS = 3
 FOUND: dict[str, Case] = {
-    # Backward recomputed a read of a buffer that forward had overwritten meanwhile.
+    # Backward read a buffer again that forward had overwritten in the meantime.
     "backward reads a buffer that forward wrote": Case(
         8827, (("residual", ("buffers",), ("tied", 13)),), dim=16, precision="fp8"
     ),
-    # An eager part of the function ran before the first rank's values replaced this rank's. Unequal
+    # An eager part of the function ran before this rank received the first rank's values. Unequal
     # initial values are an error now (multirank/test_start_values.py).
     "a function begins with an eager part": Case(
         171,
@@ -57,7 +57,7 @@ FOUND: dict[str, Case] = {
         micros=2,
         rows="by_both",
     ),
-    # Whether backward needed a bias, and so whether it was kept, depended on sizes.
+    # Sizes determined whether backward needed a bias, and therefore whether it was kept.
     "graphs of other sizes need another bias in backward": Case(
         5791,
         (("linear",), ("cell",)),
@@ -97,7 +97,7 @@ FOUND: dict[str, Case] = {
         rows="by_both",
         early=True,
     ),
-    # A recompile that followed the first rank's plan had different parameters.
+    # A recompiled graph that followed the first rank's plan used different parameters.
     "a plan is followed by graph inputs": Case(
         4244,
         (

@@ -219,7 +219,7 @@ def unchanged(caches: Path, tmp_path_factory: pytest.TempPathFactory) -> list[li
     folders = [tmp_path_factory.mktemp("temporary") for _ in range(2)]
     here, there = (replace(REPLICAS, options=_with_hardware_file(f)) for f in folders)
     there = replace(there, prepare=_create_other_groups)
-    # Python hashes the strings of the first run with a seed that it draws.
+    # Without PYTHONHASHSEED, the first run draws a random seed for string hashes.
     env = {"TMPDIR": str(folders[1]), "PYTHONHASHSEED": "2"}
     return [_in_new_processes(here, caches), _in_new_processes(there, caches, **env)]
 

@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Policies]] = {
     "named tuples": (lambda: Containers("named tuple"), {"": HALF, **PARTS}),
     "no casts": (lambda: Containers("nested"), {"": MixedPrecisionPolicy()}),
     "another input, cast": (TwoInputs, {"": HALF, "second": HALF}),
-    "another input, as it is": (
+    "another input, not cast": (
         TwoInputs,
         {"": HALF, "second": MixedPrecisionPolicy(BF16, FP32, cast_forward_inputs=False)},
     ),

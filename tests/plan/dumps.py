@@ -84,5 +84,5 @@ def by_hand() -> Dump:
 def dumps(draw: st.DrawFn) -> Dump:
     asked, on = draw(problems()), hardware(draw(lines))
     empty = dump(asked, [], on=on)
-    cost = draw(lines)  # unlike the hardware: any schedule will do
+    cost = draw(lines)  # differs from the hardware, since any schedule is valid
     return dump(asked, find_schedule(asked, cost, ScheduleLimits()), on=empty.hardware)

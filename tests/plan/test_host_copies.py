@@ -38,7 +38,7 @@ def _by_hand(limits: ScheduleLimits) -> tuple[Bucket, ...]:
 
 def test_schedule_of_shard_copies_matches_hand_computation() -> None:
     load, collective, reduced, store = _by_hand(ScheduleLimits())
-    # The copy takes 50 us and is launched twice that before the gather.
+    # The copy takes 50 us. It is launched 100 us before the gather.
     assert (load.kind, load.launch, load.wait, load.num_bytes) == (
         TransferKind.COPY_TO_DEVICE,
         0,

@@ -154,7 +154,7 @@ def test_schedules_around_user_collectives_suit_other_speeds(link: float) -> Non
     ours = robustness.plan_for(graphs, hardware)
     found = robustness.ratios(plans, graphs, ours, hardware, exact=False)
     assert max(found.rule) <= 1.0
-    # Only launches that are due there come just before a user collective.
+    # A bucket is launched just before a user collective only if it is due there.
     for graph, buckets in zip(graphs, ours, strict=True):
         users = {user.launch for user in graph.user_collectives}
         assert len(users) > 4

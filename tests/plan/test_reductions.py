@@ -145,8 +145,8 @@ def test_choice_is_near_best_if_links_and_kernels_are_slower(world: int, stride:
             reduce: step_us([graph], schedule, H100, scenario)
             for reduce, schedule in schedules.items()
         }
-        # The choice is cautious: links that are fast enough hide an exchange, which takes less
-        # compute, between nodes too. Over slow ones it takes up to 1.4 times as long.
+        # "auto" is cautious between nodes: fast links would hide an exchange, which takes less
+        # compute, but over slow links an exchange takes up to 1.4 times as long as a ring.
         assert times["auto"] <= 1.03 * min(times.values()), scenario
 
 
@@ -162,7 +162,7 @@ def test_ranks_follow_choice_of_first_rank() -> None:
     graph = _backward(8)
     params = tuple(PlanParam(i, (8, 1), "torch.float32", 1) for i in range(len(graph.transfers)))
     plan = Plan(params, graph, _planned(graph, "auto"))
-    # On a rank with a batch of one sample, a gradient may be an expanded tensor.
+    # If a rank's batch has one sample, gradients may be expanded tensors there.
     expanded = [dataclasses.replace(t, copied_in=True, grad_bytes=2) for t in graph.transfers]
     other = dataclasses.replace(graph, transfers=tuple(expanded))
     assert place_buckets(other, params, Plan.from_json(plan.to_json())) == plan.buckets

@@ -52,12 +52,12 @@ class Case:
         dynamic: ``dynamic`` of ``torch.compile``.
         sync: whether ranks start with different values, replaced by the first rank's.
         steps: number of optimizer steps.
-        micros: microbatches per step.
+        micros: number of microbatches per step.
         reduces_micros: whether every microbatch reduces its gradients; otherwise all but the last
             run under ``no_sync``.
         rows: variation of batch sizes: "same", "by_step", "by_rank" or "by_both".
-        thaw: whether, from the second step on, of the blocks' floating-point parameters only the
-            first is frozen.
+        thaw: whether to unfreeze the blocks' floating-point parameters after the first step, except
+            for the first parameter, which is frozen.
         evaluation: mode for evaluation between steps: "no_grad", "inference_mode" or "" (none).
         forwards: number of forwards per backward.
         optimizer: "sgd", "momentum" or "adamw".
