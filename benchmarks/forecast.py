@@ -29,7 +29,7 @@ formulas of other projects:
   per parameter on n ranks, and all activations, none recomputed (arXiv 2205.05198).
 
 The intervals are not fitted to rows with tensor parallelism or to uncompiled rows. The memory table
-leaves out rows with tensor parallelism, and uncompiled rows whose memory was measured.
+omits rows with tensor parallelism, and uncompiled rows whose memory was measured.
 """
 
 from __future__ import annotations

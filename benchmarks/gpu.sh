@@ -89,10 +89,10 @@ EOF
         tests tests 280 tests/gpu -m gpu -k "not $split" -n 3 --dist loadfile --timeout 90
         tests '2 x 2 ranks' 50 tests/gpu/test_shared_gpu.py -k "$split"
     fi
-    # Its four processes (2 variants, 2 links) fit on an 80 GB GPU.
+    # The four processes (2 variants, 2 links) fit on an 80 GB GPU.
     part race 95 "$python" -m benchmarks.race --device "$device" --out "$out" "${race[@]}" \
         --variants 'FSDP2, compiled blocks' graphshard
-    # Has a row for torchao's fp8 if torchao is installed.
+    # If torchao is installed, the table has a row for its fp8.
     part 'race, fp8 and unsharded' 90 "$python" -m benchmarks.race --device "$device" "${race[@]}" \
         --links 0.03,370 --variants 'FSDP2, torchao float8' 'graphshard, fp8' torch.compile
     part 'offload streams' 35 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"

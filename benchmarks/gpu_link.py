@@ -44,7 +44,7 @@ def _word_size(pairs: Sequence[tuple[Tensor, Tensor]]) -> int:
     return next(size for size in _INTS if all(n % size == 0 for n in numbers))
 
 
-# Reads the GPU's timer. torch.cuda._sleep counts cycles instead, and a busy GPU clocks lower.
+# Reads the GPU's timer, unlike torch.cuda._sleep, which counts cycles: a busy GPU clocks lower.
 @triton.jit(do_not_specialize=["num_pairs", "ns"])
 def _fill_and_spin(  # type: ignore[no-untyped-def]
     table, num_pairs, ns, dtype: tl.constexpr, reduces: tl.constexpr, words_at_once: tl.constexpr

@@ -69,7 +69,7 @@ def train(kind: str, steps: int) -> Learned:
 
 def _model() -> GPT:
     model = new_model(SIZE, torch.device("cpu"))
-    # A loss in bfloat16 has three digits: differences would be its own rounding errors.
+    # A bfloat16 loss has three digits, so its rounding would hide the differences.
     model.head.register_forward_hook(lambda head, inputs, logits: logits.float())
     return model
 

@@ -8,7 +8,7 @@ profiled step:
 
     step            its predicted share of the time that kernels take between two launches
     copy-in         the time of its kernels
-    collective      the time from when it could start, after its copy-in and the previous
+    collective      the time from its earliest possible start, after its copy-in and the previous
                     collective, even if it starts later because kernels leave no room for it
 
 "predicted" is the prediction that the plan was based on. "exposed" is the time in which compute
@@ -148,7 +148,7 @@ def _replay(
 
 
 def _reduced(problem: Problem, cost_model: CostModel) -> dict[str, Timeline]:
-    # Gradients were bfloat16, which older plans do not say.
+    # Older plans lack the dtype of gradients, which was bfloat16.
     transfers = [
         dataclasses.replace(t, exchange_dtype="torch.bfloat16", copied_in=False)
         if t.kind == TransferKind.REDUCE_SCATTER and t.num_bytes == 2 * t.grad_bytes

@@ -1,9 +1,9 @@
 """Extract the code blocks of README.md and docs/, and run them on ranks.
 
 The blocks of a page run in order, in one folder. Python blocks share a namespace, which starts with
-the names in `common_names`. By default, each of them gets a new `model`, which is trained for one
-step after the block. Shell blocks run on rank 0. An HTML comment before the fence says that a block
-is a file, or why it is not run:
+the names in `common_names`. By default, each Python block gets a new `model`, which is trained for
+one step after the block. Shell blocks run on rank 0. An HTML comment before the fence marks a block
+as a file, or says why it is not run:
 
     <!-- file: forecast.py -->
     <!-- not run: needs a GPU -->
@@ -60,7 +60,7 @@ class Block:
         line: line number of the opening fence.
         language: language after the fence; "" for a diagram, braces for a Sphinx directive.
         mark: "file" or "not run", from the comment before the fence; "" without a comment.
-        text: rest of that comment.
+        text: text after the mark in the comment.
         code: lines between the fences.
     """
 

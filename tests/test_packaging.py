@@ -1,7 +1,7 @@
 """The sdist, the wheel and an editable install provide the intended package.
 
-graphshard.passes is the top-level folder passes/, and an error in that mapping shows only after
-installation. So each kind of install gets its own virtual environment, where an isolated
+The top-level folder passes/ is installed as graphshard.passes, and errors in that mapping show only
+after installation. So each kind of install gets its own virtual environment, where an isolated
 interpreter inspects it without access to the source tree.
 """
 
@@ -140,7 +140,9 @@ def test_wheel_contains_one_package_with_all_modules(archives: dict[str, Path]) 
 
 # The wheel was made from the sdist.
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_install(kind: str, source: Path, archives: dict[str, Path], tmp_path: Path) -> None:
+def test_installed_package_is_complete(
+    kind: str, source: Path, archives: dict[str, Path], tmp_path: Path
+) -> None:
     what = ("--editable", source) if kind == "editable" else (archives[kind],)
     seen = install_and_look(tmp_path, *what)
 

@@ -95,7 +95,7 @@ def test_other_collectives_run_and_are_recorded() -> None:
     for rank, kinds in enumerate(ranks.run(2, _other_collectives, backend="recording")):
         assert kinds[:3] == ["all_gather_list"] * 3
         assert kinds[3:8] == ["broadcast", "reduce", "scatter", "gather", "all_to_all"]
-        # In some versions of torch, new_group adds a barrier of its own.
+        # In some versions of torch, new_group runs a barrier.
         assert kinds[8] == ("send", "recv")[rank]
         assert set(kinds[9:-1]) == {"barrier"} and kinds[-1] == "all_reduce"
 

@@ -250,10 +250,8 @@ def check_all(recorder: Any, script: str) -> dict[str, Report | Failure]:
     found: dict[str, Report | Failure] = {}
     for function in (*RUN, *ERRORS):
         checks = mock.patch.dict(os.environ, {"GRAPHSHARD_CHECK": str(int(function in ERRORS))})
-        with (
-            checks,
-            torch._dynamo.config.patch(capture_scalar_outputs=False),
-        ):  # branches_in_a_graph enables it
+        # branches_in_a_graph enables capture_scalar_outputs.
+        with checks, torch._dynamo.config.patch(capture_scalar_outputs=False):
             try:
                 ep = 2 if function == "experts" else 1
                 found[function] = check(recorder, Target(script, function, "H100", 8, ep=ep))
@@ -348,10 +346,8 @@ def test_host_waits_are_counted(script: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (
-            "copies_in_a_graph",
-            "waits 2 times, for aten.copy_.default\n",
-        ),  # Inductor adds a wait
+        # Inductor adds a wait.
+        ("copies_in_a_graph", "waits 2 times, for aten.copy_.default\n"),
         ("waits_in_a_graph", "waits 3 times, for aten.copy_.default, synchronize_device\n"),
         ("reads_too_early", "aten.mul.Tensor on stream host does not wait for aten._to_copy"),
         ("waits_between_graphs", "waits 1 times, for synchronize_stream\n"),

@@ -264,9 +264,8 @@ def _measure_step(compiler: str) -> tuple[float, float, dict[str, float]]:
     backend = graphshard.backend(compiler=compiler)
     compiled = torch.compile(MLP(), backend=backend)
     for step in range(4):
-        recording.wire(
-            alpha_s=0.02 if step == 2 else 0.0
-        )  # metrics time this run; compute is too short to hide 20 ms
+        # Metrics time the run in step 2, whose compute is too short to hide 20 ms.
+        recording.wire(alpha_s=0.02 if step == 2 else 0.0)
         recording.clear()
         dist.barrier()
         start = time.perf_counter()

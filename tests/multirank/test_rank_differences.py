@@ -122,7 +122,7 @@ def _step_alone(group: dist.ProcessGroup, call_log: CallLog) -> str:
     if group.rank() == 0:
         return _first_line(lambda: model(x[:2]).backward())
     assert call_log._watcher is not None
-    # Idle, not blocked in a collective, which its peers would notice at once.
+    # Idle instead of blocked in a collective, which peers would notice at once.
     call_log._watcher.wait_until(lambda: False, 60.0)
     return ""
 

@@ -84,8 +84,8 @@ class _Training:
         schedule = graphshard.SchedulePolicy(bucket_cap_mb=0.01)
         backend = graphshard.backend(world_mesh(), compiler=compiler, schedule=schedule)
         self.compiled: Any = torch.compile(self.model, backend=backend, fullgraph=True)
-        # Not AdamW: torch 2.11 caches the sharding of DTensor operators per scalar argument, and
-        # AdamW's step sizes differ in each step.
+        # SGD instead of AdamW: torch 2.11 caches the sharding of DTensor operators per scalar
+        # argument, and AdamW's step size differs in each step.
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
 
     def step(self, number: int) -> None:

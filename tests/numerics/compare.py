@@ -47,7 +47,7 @@ NEEDS_FP8 = pytest.mark.skipif(
 
 
 def compare_with_fsdp2(names: Iterable[str], not_on_2_11: Collection[str]) -> list[Any]:
-    """Return names as pytest parameters; before torch 2.13, skip those in `not_on_2_11`."""
+    """Return names as pytest parameters; before torch 2.13, skip the names in `not_on_2_11`."""
     marks = {name: [NEEDS_NEWER_FSDP2] for name in not_on_2_11}
     return [pytest.param(name, marks=marks.get(name, [])) for name in names]
 
@@ -342,7 +342,7 @@ def train(kind: Trainable, steps: int = 3, **kwargs: Any) -> None:
 
 
 def num_graphs() -> int:
-    """Return how many graphs Dynamo has made since its counters were cleared, as by `Twins`."""
+    """Return the number of Dynamo's graphs since its counters were cleared, as by `Twins`."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

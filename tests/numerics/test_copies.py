@@ -166,7 +166,7 @@ def test_copy_of_model_with_gradients_trains_identically(what: str) -> None:
 @pytest.mark.parametrize(("before", "shard_first"), [(True, True), (False, False), (True, False)])
 @on_ranks(2)
 def test_weight_average_must_be_created_after_sharding(before: bool, shard_first: bool) -> None:
-    """Check that an average of a sharded model follows it; one made before sharding raises."""
+    """Check that an average created after sharding follows the model, and an earlier one raises."""
     model, plain = GPT(), GPT()
     plain.load_state_dict(model.state_dict())
     twins = Twins(model, plain)

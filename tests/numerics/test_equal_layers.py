@@ -45,9 +45,8 @@ class Layer(nn.Module):
         mixed = F.scaled_dot_product_attention(self.q(y)[None], self.k(y)[None], self.v(y)[None])
         if self.kind == "writes":
             return mixed[0].add_(x)
-        if self.kind.startswith(
-            "literals"
-        ):  # AOTAutograd stores them as attributes of the layer's graph
+        if self.kind.startswith("literals"):
+            # AOTAutograd stores literals as attributes of the layer's graph.
             return x + mixed[0] * torch.tensor(0.5)
         hidden = F.silu(self.up(x + mixed[0]))
         if self.router is not None:

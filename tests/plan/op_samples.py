@@ -45,7 +45,7 @@ def _operators() -> list[Any]:
 
 
 def _graphs(info: Any) -> Iterator[fx.Graph]:
-    # Not info.sample_inputs, which reads the source of all frames for each sample.
+    # Instead of info.sample_inputs, which reads the source of all frames for each sample.
     samples = info.sample_inputs_func(info, "cpu", torch.float32, requires_grad=False)
     for sample in itertools.islice(samples, NUM_SAMPLES):
         leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))

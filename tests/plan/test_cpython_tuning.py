@@ -1,4 +1,4 @@
-"""Stack room: calls map no memory at any depth. Full garbage collections can be turned off."""
+"""Stack room, with which calls map no memory, and suppression of full garbage collections."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def usual_thresholds() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("usual_thresholds")
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="its collector has no generations")
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="CPython 3.14 has no full collections")
 def test_without_full_collections_prevents_full_collections() -> None:
     with pytest.raises(KeyError), without_full_collections():
         assert _collections_of_new_objects() == 0

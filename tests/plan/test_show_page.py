@@ -342,7 +342,7 @@ def test_page_works_in_browser(tmp_path: Path) -> None:
     path.write_text(text.replace("</body>", f"{LOOK}</body>"))
     seen, console = _look(path, tmp_path / "profile")
     assert len(console) == 1, console
-    (looked,) = console  # our own message only: errors would show up here
+    (looked,) = console  # the message of LOOK; errors would also be here
     assert '"looked"' in looked
     assert seen["images"] == 0 and seen["title"] == EVIL
     full, half = seen["bars"]

@@ -166,7 +166,7 @@ def sentences() -> nn.Module:
     with tempfile.TemporaryDirectory() as folder:
         # Without a pooler, which sentence embeddings do not use.
         bert = transformers.BertModel(config, add_pooling_layer=False)
-        # Not with save_pretrained, which writes only on the first rank.
+        # Instead of save_pretrained, which writes only on the first rank.
         bert.config.to_json_file(f"{folder}/config.json", use_diff=False)
         save_file(bert.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
         tokenizer().save_pretrained(folder)

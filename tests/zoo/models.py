@@ -70,7 +70,7 @@ def image_batch(generator: torch.Generator) -> Batch:
 
 
 def few_tokens_batch(generator: torch.Generator) -> Batch:
-    """Return so few tokens that in most batches some expert gets no token."""
+    """Return a batch of three tokens, in which usually some expert gets none."""
     return causal_batch(generator, rows=1, length=3)
 
 

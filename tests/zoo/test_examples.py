@@ -1,4 +1,4 @@
-"""The examples on two ranks, started by `torchrun` or, to save the imports, forked."""
+"""Run the examples on two ranks, started by `torchrun` or, to save the imports, forked."""
 
 from __future__ import annotations
 

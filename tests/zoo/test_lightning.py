@@ -162,7 +162,7 @@ def test_lightning_saves_and_resumes_bitwise(tmp_path: Path) -> None:
 
 
 def _refuse_strategy(folder: str) -> None:
-    # Not FSDPStrategy, which has no mesh either: Lightning rejects it on a CPU.
+    # DDPStrategy stands for all strategies without a mesh; Lightning rejects FSDPStrategy on a CPU.
     owner = Model(True)
     trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy="ddp", logger=False)
     with pytest.raises(ValueError, match="DDPStrategy, has no mesh: use strategy=ShardedStrategy"):

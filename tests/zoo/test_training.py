@@ -1,7 +1,7 @@
-"""All models of the zoo train like DDP or, for one model, FSDP2, in float32.
+"""All models of the zoo train like DDP in float32, and one like FSDP2.
 
-Losses and all gradients agree in each of three steps. Inductor compiles only two shallow models.
-Models are one graph, except for those that break it, which warn once.
+Losses and all gradients agree in each of three steps. Only two shallow models are compiled with
+Inductor. Models compile to one graph; models with graph breaks warn once.
 """
 
 from __future__ import annotations
