@@ -92,8 +92,8 @@ def run(
         fn: function at the top level of a module.
         timeout_s: time after which ranks that have not replied fail.
         env: environment variables to set during the call. All others keep the values that they had
-            when the pool was started. For variables that torch reads on import, use `import_env` of
-            `run_fresh`.
+            when the first rank was started. For variables that torch reads on import, use
+            `import_env` of `run_fresh`.
 
     Raises:
         RankError: if a rank raises, dies or does not reply in time.

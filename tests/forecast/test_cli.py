@@ -184,7 +184,7 @@ def test_search_finds_fastest_recipe_that_fits(
     strategy, tp = rows[0][:2]
     split = {"1": "", "2": "tp 2, "}
     assert re.search(rf"^recipe +{strategy}, {split[tp]}bf16, adamw", out, re.M)
-    # Two GPUs get as many samples together as apart; one microbatch of them fits.
+    # With tp=2, a pair of GPUs shares two samples, which fit as one microbatch.
     microbatches = {tp: {row[-3] for row in rows if row[1] == tp} for tp in split}
     assert microbatches == {"1": {"1 of 1"}, "2": {"1 of 2"}}
 
@@ -193,7 +193,7 @@ def test_search_keeps_given_tensor_parallelism(capsys: pytest.CaptureFixture[str
     options = ["--gpus", "16", "--batch", "1x32", "--device", "A100-40GB", "--search", "--tp", "2"]
     assert _plan(LLAMA, *options) == 0
     out = capsys.readouterr().out
-    # The strategies count pairs of GPUs; a node has four pairs.
+    # The sizes in strategies count pairs of GPUs, and a node has four pairs.
     rows = set(re.findall(r"^(\w+(?::\d)?) +(\d) +bf16 ", out, re.M))
     allowed = {(strategy, "2") for strategy in ("zero3", "zero2", "hsdp:4", "hpz:4")}
     assert rows and rows <= allowed
@@ -208,7 +208,7 @@ def test_largest_lists_models_that_fit(capsys: pytest.CaptureFixture[str], tmp_p
     arguments += ["--memory", f"{limit}GB", "--html", str(page), "--largest"]
     assert _plan(_llama(3), *arguments) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    # "layers" also stands for "layers and width", of which ``split`` returns the first word.
+    # Rows of "layers and width" also begin with "layers".
     assert {row[0] for row in rows} == {"layers", "samples"}
     assert all(float(row[-1]) <= limit for row in rows)
     assert any(row[:3] == ["samples", "zero3", "1"] for row in rows)

@@ -1,4 +1,4 @@
-"""Training on ranks that share one GPU agrees with DDP; with tensor parallelism, with FSDP2.
+"""Training on ranks that share one GPU agrees with DDP or, with tensor parallelism, with FSDP2.
 
 Ranks communicate over NCCL or, if NCCL refuses to share a GPU, over gloo with CUDA tensors.
 """

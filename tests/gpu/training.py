@@ -108,7 +108,7 @@ def agree_under_tensor_parallelism(device: str, compiler: str) -> list[float]:
 
 
 def cosines_in_fp8(device: str, compiler: str, recipe: str) -> list[float]:
-    """Return each parameter's cosine of gradients: with fp8 in bfloat16, and in float32."""
+    """Return the cosine between each parameter's gradients in fp8 (with bfloat16) and float32."""
     size = Size(layers=1, heads=2, dim=128, context=64, batch=4, steps=0)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     fp8 = graphshard.Float8Policy(recipe)

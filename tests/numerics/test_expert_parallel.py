@@ -38,7 +38,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, DIM) / 2)
 
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
-        """Apply to each token its `expert`; `x` and the result are `[tokens, DIM]`."""
+        """Apply each token's `expert` to it; `x` and the result are `[tokens, DIM]`."""
         w1, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2))
         y = torch.zeros_like(x)
         for i in range(w1.shape[0]):

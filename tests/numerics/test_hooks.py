@@ -87,7 +87,7 @@ def test_removed_hooks_do_not_fire(early: bool) -> None:
 
 @on_ranks(2)
 def test_hook_registered_after_early_removal_fires() -> None:
-    """Check that a hook table that sharding found empty accepts hooks."""
+    """Check that hooks work if a parameter's hook table was empty when the model was sharded."""
     twins, seen = Twins(MLP()), []
     twins.model.up.weight.register_hook(lambda grad: seen.append("early")).remove()
     twins.backward(_batches(0))

@@ -162,7 +162,7 @@ def _differ(known: bool) -> str:
     """Return the error of a step in which one rank lacks the gradient of a matrix.
 
     Args:
-        known: whether to run steps with all gradients before.
+        known: whether to run steps with all gradients first.
     """
     model = DeepGPT()
     models = model, copy.deepcopy(model)

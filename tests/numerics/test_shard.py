@@ -282,7 +282,7 @@ def test_replaced_module_is_sharded_at_next_step() -> None:
     twins.train(MLP.batch, steps=2)
 
 
-# Plain calls.
+# Calls without graphshard's backend.
 
 
 @pytest.mark.parametrize("kind", [GPT, Reused, Checkpointed])

@@ -72,7 +72,7 @@ STRATEGIES = {
 }
 EVALUATED = ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "mixed"]
 CLIPPED = ["NO_SHARD", "mixed"]
-"""Strategies tested in inference mode too, and those whose gradients are clipped."""
+"""Strategies that are also tested in inference mode, and strategies whose gradients are clipped."""
 Sent = list[tuple[str, int, int]]
 """``(kind, group size, bytes)`` of every collective."""
 

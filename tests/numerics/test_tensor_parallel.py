@@ -290,7 +290,8 @@ def _train_with_inductor() -> int:
 
 
 def test_training_with_inductor_loads_graphs_from_cache(tmp_path: Path) -> None:
-    # Compiled code with DTensors contains the rank's index along tp: each masks others' tokens.
+    # Compiled code depends on the rank's index along tp, to mask tokens whose embeddings are on
+    # other ranks.
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     assert ranks.run_fresh(2, _train_with_inductor, env=env) == [0, 0]
     hits = ranks.run_fresh(2, _train_with_inductor, env=env)

@@ -214,7 +214,7 @@ def test_batch_norm_keeps_float32_buffers() -> None:
     policy = {"mp_policy": HALF}
     overrides = dict.fromkeys("012", policy)
     model = _batch_norm()
-    # Not aot_eager: on a CPU, ATen does not support float32 buffers with bfloat16 weights.
+    # Inductor, since ATen on a CPU does not support float32 buffers with bfloat16 weights.
     compiled = compile_sharded(model, compiler="inductor", overrides=overrides, **policy)
     for _ in range(2):
         y = compiled(torch.randn(4, 7))

@@ -64,7 +64,7 @@ def _planned(
 
 
 def test_all_to_all_takes_time_of_its_slowest_links() -> None:
-    # Without a rate of its own, it has that of a ring, which the 4 ranks of a node share.
+    # Without its own rate, an all-to-all has the rate of a ring, which the 4 ranks of a node share.
     rates = {4: 13 + 1000 * 3 / 4, 8: 111 + 4 * 10_000 * 4 / 8, 1: 2 * 1000 + 1}
     for world, time_us in rates.items():
         assert CostModel(MACHINE).exchange_us(1000, world) == pytest.approx(time_us)

@@ -1,4 +1,4 @@
-"""Strategies for saving activations and parameters: those tried, and the one chosen."""
+"""Strategies for saving activations and parameters: which are tried, and which is chosen."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ SHARED = {
     "a class": f"c{_METADATA}\nMetadataIndex\n",
     "a member of an enum": f"c{_METADATA}\n_MEM_FORMAT_ENCODING\n(I0\ntR",
     "a function": "ctorch.serialization\n_get_layout\n",
-    # As some Pythons, such as 3.11.2, pickle it.
+    # Some versions of Python, such as 3.11.2, pickle enum members this way.
     "an attribute of an enum": f"cbuiltins\ngetattr\n(c{_METADATA}\n_MEM_FORMAT_ENCODING\n"
     "S'TORCH_PRESERVE_FORMAT'\ntR",
 }

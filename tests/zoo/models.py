@@ -178,7 +178,7 @@ def vit() -> PreTrainedModel:
         image_size=16,
         patch_size=4,
         num_labels=LABELS,
-        # Otherwise, the first forward sets it, and Dynamo has to retrace.
+        # Otherwise, the first forward sets this attribute, and Dynamo has to retrace.
         problem_type="single_label_classification",
     )
     return transformers.ViTForImageClassification(config)

@@ -159,7 +159,7 @@ def test_shards_equal_those_of_the_full_model(name: str, tmp_path: Path) -> None
 
 
 def _bytes_read(folder: Path) -> tuple[int, int, int]:
-    """Load a Mixtral; return bytes: those this rank read, of its state, and of all parameters."""
+    """Load a Mixtral; return the bytes read by this rank, of its state, and of all parameters."""
     import transformers
 
     from graphshard.integrations import pretrained

@@ -66,7 +66,7 @@ def _train(name: str, compiler: str) -> None:
     model = _adapted(name)
     quantized = _quantized(model)
     assert len(quantized) == 7
-    reference = _adapted(name)  # not a deepcopy, which quantizes NF4 again
+    reference = _adapted(name)  # instead of deepcopy, which quantizes NF4 again
     twins = Twins(model, reference, compiler=compiler, ignored_params=set(quantized.values()))
     optimizers = [sgd(twins.model), sgd(twins.reference)]
     for step in range(3):

@@ -155,7 +155,7 @@ def _gathered() -> list[dict[str, int]]:
 
 
 def test_autocast_halves_gathered_bytes() -> None:
-    # Exceptions are norms and embeddings; GPT-2 ties one to its output layer.
+    # Except for norms and embeddings; GPT-2 ties its embedding to its output layer.
     for plain, cast in ranks.run(2, _gathered, backend=recording.BACKEND):
         for fqn, num_bytes in plain.items():
             as_it_is = any(part in fqn for part in ("wte", "wpe", "ln_"))

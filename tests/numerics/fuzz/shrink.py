@@ -32,7 +32,7 @@ def fails_unsharded(case: Case, text: str) -> bool:
 
 
 def headline(text: str) -> str:
-    """Return the first 300 characters of the line that names the exception, or of the first."""
+    """Return up to 300 characters of the line that names the exception, or of the first line."""
     lines = [line for line in text.strip().splitlines() if line and not line.startswith(" ")]
     errors = [
         line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed|Unsupported)", line)
@@ -46,7 +46,7 @@ def _same_cause(one: str, other: str) -> bool:
 
 
 def shrink(case: Case, line: str) -> Case:
-    """Return the smallest case found in `MAX_TRIES` runs that fails like headline `line`."""
+    """Return the smallest case found in `MAX_TRIES` runs that fails with the headline `line`."""
     tries = 0
     smaller = True
     while smaller:
