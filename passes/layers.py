@@ -48,6 +48,7 @@ from graphshard._torch.tensors import (
     tree_map,
     writes_arguments,
 )
+from graphshard.ops.nodes import erase_unused
 from graphshard.passes.contract import PassContext
 from graphshard.passes.regions import frozen, metadata
 from graphshard.planning.repeats import Repeat, find_repeats
@@ -334,7 +335,7 @@ def _inline_calls(gm: fx.GraphModule, calls: Sequence[Any]) -> None:
     for arguments, forward in forwards.items():
         _inline(gm, forward, backwards.get(arguments, forward), order[forward], sizes)
     _number_regions(gm.graph)
-    gm.graph.eliminate_dead_code()
+    erase_unused(gm.graph)
 
 
 def _calls(gm: fx.GraphModule) -> list[Any]:

@@ -110,6 +110,14 @@ def replace_in_output(graph: fx.Graph, replacements: Mapping[fx.Node, fx.Node]) 
     output.args = fx.map_arg(output.args, lambda node: replacements.get(node, node))
 
 
+def erase_unused(graph: fx.Graph) -> None:
+    """Erase nodes that have neither users nor side effects."""
+    # ``Graph.eliminate_dead_code`` asks every node for side effects, and lints the graph.
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
 def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """Return a graph that Dynamo traced and all of its subgraphs, such as checkpointed parts."""
     return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]

@@ -12,7 +12,7 @@ from torch import fx
 from .. import passes
 from ..cost.model import CostModel
 from ..kinds import GraphKind
-from ..ops.nodes import graph_modules
+from ..ops.nodes import erase_unused, graph_modules
 from ..passes import PassContext, Stage
 from ..passes.build_problem import build_problem
 from ..passes.describe import number_params
@@ -47,7 +47,7 @@ def run_stage(
             start_s = time.perf_counter()
             one.run(gm, context)
             if stage == Stage.JOINT:
-                gm.graph.eliminate_dead_code()
+                erase_unused(gm.graph)
             _log.debug("%s: %.1f ms", one.name, 1e3 * (time.perf_counter() - start_s))
         for kind, part in parts.items():
             _check(part, stage, context)

@@ -1,12 +1,14 @@
 """Run all cases of `tests.cuda.cases` and print a table of the results.
 
-    python -m tests.cuda [--out benchmarks/results/cuda.md]
+    python -m tests.cuda [--cases EXPRESSION] [--out benchmarks/results/cuda.md]
 
 This takes an hour on one core.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 
 import torch
@@ -37,7 +39,7 @@ NOTE = f"""{DEVICE}, bf16 (except for float32 and autocast), SGD with momentum. 
 "kernels": per step, without the optimizer's; "unsharded": of plain torch.compile. "planned": peak
 in the graph's plan. "peak MB, step": all live memory, including optimizer state; "FSDP2": the same
 for eager FSDP2 with one group per layer, if it supports the strategy. "refused": kernels for
-{", ".join(TARGETS)} (fp8: the latter two) that do not compile. "faults": launches and waits out of
+{", ".join(TARGETS)} (fp8: the latter two; mxfp8: B200, which is simulated then) that do not compile. "faults": launches and waits out of
 the planned order, and races.
 
 Graphs need more than planned if sizes differ from the planned batch (convnet, dynamic shapes: the
@@ -67,13 +69,18 @@ parts of larger tensors (of an embedding, of gathered logits) planned without th
 
 def main() -> None:
     parser = common.new_parser(__doc__)
+    parser.add_argument("--cases", default="", help="a regular expression, such as TP=2 (all)")
     parser.add_argument("--out", type=Path)
-    out: Path | None = parser.parse_args().out
+    args = parser.parse_args()
+    out: Path | None = args.out
+    chosen = [case for case in ALL if re.search(args.cases, str(case))]
     rows: list[list[object]] = []
-    for start in range(0, len(ALL), NUM_CASES):
-        chunk = ALL[start : start + NUM_CASES]
-        outcomes = call("tests.cuda.cases:run", DEVICE, chunk, timeout_s=1200)
-        rows += [_row(case, outcome) for case, outcome in zip(chunk, outcomes, strict=True)]
+    for device, group in itertools.groupby(chosen, lambda case: case.device):
+        cases = list(group)
+        for start in range(0, len(cases), NUM_CASES):
+            chunk = cases[start : start + NUM_CASES]
+            outcomes = call("tests.cuda.cases:run", device, chunk, timeout_s=1200)
+            rows += [_row(case, outcome) for case, outcome in zip(chunk, outcomes, strict=True)]
     paragraphs = [
         f"# Steps on a simulated GPU\n\n`python -m tests.cuda`, torch {torch.__version__}",
         NOTE,

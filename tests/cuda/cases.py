@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,6 +95,7 @@ def _half(batch: Tensor) -> Tensor:
 
 
 OFFLOADED = "offloaded activations"
+MXFP8 = "fp8 mxfp8"
 STRATEGIES = {
     "ZeRO-3": Strategy(),
     "float32": Strategy({"mp_policy": MixedPrecisionPolicy()}, dtype=torch.float32),
@@ -107,7 +108,7 @@ STRATEGIES = {
     ),
     "fp8 tensorwise": Strategy({"fp8": graphshard.Float8Policy()}, dtype=None),
     "fp8 rowwise": Strategy({"fp8": graphshard.Float8Policy("rowwise")}, dtype=None),
-    "fp8 mxfp8": Strategy({"fp8": graphshard.Float8Policy("mxfp8")}, dtype=None),  # needs a B200
+    MXFP8: Strategy({"fp8": graphshard.Float8Policy("mxfp8")}, dtype=None),
     # No baseline: unsharded models do not sum received gradients.
     "exchange": Strategy({"schedule": graphshard.SchedulePolicy(reduce="exchange")}, dtype=None),
     "CPU offload": Strategy({"offload_policy": CPUOffloadPolicy()}),
@@ -136,6 +137,10 @@ class Case:
     def budget_gb(self) -> float | None:
         return BUDGET_GB[self.model] if self.strategy == OFFLOADED else None
 
+    @property
+    def device(self) -> str:
+        return "B200" if self.strategy == MXFP8 else DEVICE
+
     def __str__(self) -> str:
         return f"{self.model}, {self.strategy}, rank {self.rank} of {self.world}"
 
@@ -147,7 +152,7 @@ ALL = [
         Case(model, name)
         for model in ("gpt", "llama")
         for name, strategy in STRATEGIES.items()
-        if strategy.parallelize is None and name != "fp8 mxfp8"
+        if strategy.parallelize is None
     ),
     *(
         Case(model, name)
@@ -272,9 +277,13 @@ def _run(recorder: Recorder, case: Case, targets: Sequence[str]) -> Outcome:
             )
     except Exception:
         return Outcome(None, traceback.format_exc())
-    able = [name for name in targets if "fp8" not in options or has_float8(GPUS[name])]
+    able = [name for name in targets if _may_run(options, name)]
     kernels = {name: [_compile(k, name) for k in set(recording.kernels)] for name in able}
     return Outcome(recording, unsharded=unsharded, fsdp2=fsdp2, kernels=kernels)
+
+
+def _may_run(options: Mapping[str, Any], gpu: str) -> bool:
+    return "fp8" not in options or has_float8(GPUS[gpu], options["fp8"].recipe_name)
 
 
 def _is_of_fsdp2(strategy: Strategy) -> bool:

@@ -10,11 +10,10 @@ from graphshard.check.gpus import GPUS, CompiledKernel, compile_kernels
 from graphshard.check.process import call
 from graphshard.check.recorder import Recorder
 from graphshard.check.step import Recording
-from tests.cuda.cases import Case, run
+from tests.cuda.cases import DEVICE, MXFP8, Case, run
 from tests.cuda.test_cases import skip_without_stand_ins
 
-DEVICE = "B200"
-CASE = Case("small_gpt", "fp8 mxfp8")
+CASE = Case("small_gpt", MXFP8)
 
 pytestmark = [skip_without_stand_ins, pytest.mark.timeout(600)]
 
@@ -24,11 +23,11 @@ def record(recorder: Recorder) -> tuple[Recording, list[CompiledKernel]]:
     (outcome,) = run(recorder, [CASE], ())
     assert outcome.recording is not None, outcome.error
     kernels = {kernel for kernel in outcome.recording.kernels if "*fp8e4nv" in kernel[1]}
-    return outcome.recording, compile_kernels(kernels, GPUS[DEVICE])
+    return outcome.recording, compile_kernels(kernels, GPUS[CASE.device])
 
 
 def test_kernels_compile_and_store_rows() -> None:
-    recording, kernels = call("tests.cuda.test_mxfp8:record", DEVICE)
+    recording, kernels = call("tests.cuda.test_mxfp8:record", CASE.device)
     assert kernels and not [kernel for kernel in kernels if kernel.error]
     # A loop over the values of a block must not write them one byte per row.
     column = re.compile(r"tl\.store\(\w+ \+ \(x\d+ \+ \d+\*r0_\d\)")
@@ -37,4 +36,4 @@ def test_kernels_compile_and_store_rows() -> None:
 
 def test_gpu_without_mxfp8_is_named() -> None:
     with pytest.raises(Exception, match="NVIDIA H100 has no mxfp8 products"):
-        call("tests.cuda.test_mxfp8:record", "H100")
+        call("tests.cuda.test_mxfp8:record", DEVICE)
