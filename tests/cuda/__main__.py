@@ -39,8 +39,8 @@ NOTE = f"""{DEVICE}, bf16 (except for float32 and autocast), SGD with momentum. 
 "kernels": per step, without the optimizer's; "unsharded": of plain torch.compile. "planned": peak
 in the graph's plan. "peak MB, step": all live memory, including optimizer state; "FSDP2": the same
 for eager FSDP2 with one group per layer, if it supports the strategy. "refused": kernels for
-{", ".join(TARGETS)} (fp8: the latter two; mxfp8: B200, which is simulated then) that do not compile. "faults": launches and waits out of
-the planned order, and races.
+{", ".join(TARGETS)} that do not compile (fp8 on the latter two, mxfp8 on a B200, which is simulated
+in that case). "faults": launches and waits out of the planned order, and races.
 
 Graphs need more than planned if sizes differ from the planned batch (convnet, dynamic shapes: the
 first batch has half as many rows), or because channels-last copies of shards take 2 % of a wide
