@@ -256,7 +256,7 @@ def test_search_continues_after_recipes_that_exceed_budget() -> None:
     machine = cluster("A100-40GB", 8)
     zero3 = plan_step(trace_step(make_workload(1), Recipe(), machine), Recipe(), machine)
     budget_gb = 1.02 * zero3.memory.allocated / 1e9
-    found = search(make_workload, 2, Recipe(budget_gb=budget_gb), machine)
+    found = search(make_workload, 1, Recipe(budget_gb=budget_gb), machine)
     over = [candidate for candidate in found.candidates if not candidate.fits]
     assert over and {candidate.recipe.strategy for candidate in over} == {"ddp"}
     assert all(candidate.memory_bytes > budget_gb * 1e9 for candidate in over)
