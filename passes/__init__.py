@@ -1,7 +1,7 @@
-"""The graph passes, in the order in which they run: ``PIPELINE``.
+"""The graph passes, and the order in which they run (``PIPELINE``).
 
-``contract`` defines passes and stages. Between the stages, AOTAutograd differentiates the traced
-graph, torch's partitioner cuts the joint graph, and the compiler runs its own passes on each part.
+``contract`` defines passes and stages. Between stages, AOTAutograd differentiates the traced graph,
+torch's partitioner splits the joint graph, and the compiler runs its own passes on each part.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ PIPELINE = ordered(
     Pass(
         offload_activations,
         Stage.PARTITIONED,
-        requires=(Fact.KEPT,),  # activations share the memory left by kept parameters
+        requires=(Fact.KEPT,),  # kept parameters leave less memory for activations
         when=lambda context: context.choose_offloaded is not None,
         dump="stow-{kind}",
     ),
     Pass(clone_mutated_inputs, Stage.PARTITIONED, requires=(Fact.KEPT,)),
     #
     Pass(merge_markers, Stage.FINAL, provides=(Fact.ONE_MARKER,)),
-    # In training, these ran on the joint graph, which inference does not have.
+    # In training, these passes run on the joint graph; inference has none.
     Pass(cast_before_gather, Stage.FINAL, requires=(Fact.ONE_MARKER,), inference_only=True),
     Pass(
         gather_float8,

@@ -1,7 +1,7 @@
-"""Read a normalized forward, backward or inference graph as a ``Problem`` to be scheduled.
+"""Convert a normalized forward, backward or inference graph to a scheduling ``Problem``.
 
-A step is a run of nodes between two points where a value must have arrived or becomes ready to be
-sent, or where the model itself launches a collective or waits for it:
+A step is a run of compute nodes. A new step starts where a transfer becomes ready to launch or must
+have arrived, and where the model itself launches a collective or waits for one:
 
     graph    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
     steps                     [a           b          ]                    [t           c       ]
@@ -44,7 +44,7 @@ from graphshard.planning.plan import Problem, Transfer
 
 
 class GraphProblem(NamedTuple):
-    """The problem of a graph, and the nodes that its transfers and steps come from."""
+    """A graph's ``Problem``, with the node of each transfer and step."""
 
     problem: Problem
     markers: list[fx.Node]  # marker of each transfer
@@ -53,17 +53,17 @@ class GraphProblem(NamedTuple):
 
 
 class _Reach(NamedTuple):
-    """Positions of compute nodes between which a transfer takes place."""
+    """The positions of compute nodes that limit when a transfer can take place."""
 
-    ready: int  # first position before which it can be launched
-    due: int  # last position before which it can be waited for
+    ready: int  # earliest launch: right before this node
+    due: int  # latest wait: right before this node
     last: int  # last use of the result
 
 
 def build_problem(
     graph: fx.Graph, kind: GraphKind, cost_model: CostModel, param_of: Mapping[fx.Node, int]
 ) -> GraphProblem:
-    """Read a normalized graph as a problem, given the parameter number of each marker."""
+    """Return the problem of a normalized graph, given the parameter number of each marker."""
     transfers = describe_transfers(graph, param_of)
     values = GraphValues(graph, cost_model.device_type)
     compute_us = cost_model.compute_us(graph, values)
@@ -74,7 +74,7 @@ def build_problem(
     reaches = [_reach(marker, position, last_uses[marker]) for marker in transfers]
     bounds = {p for reach in reaches for p in (reach.ready, reach.due)}
     user_waits = _user_waits(nodes, position)
-    for launch, wait in user_waits.items():  # a launch is a separate step
+    for launch, wait in user_waits.items():  # a launch is a step of its own
         bounds |= {position[launch], position[launch] + 1, wait}
     starts = sorted({0, *bounds} - {len(nodes)}) if nodes else []
     ends = [*starts[1:], len(nodes)]
@@ -121,7 +121,7 @@ def _compute_nodes(graph: fx.Graph) -> list[fx.Node]:
 def _user_waits(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """Return the position of the first wait for each of the user's launches, in graph order.
 
-    If nothing waits, it is the graph's end, or for an operator that waits itself the next position.
+    A launch without a wait gets the graph's end, or the next position if the operator itself waits.
     """
     waits = {}
     for node in filter(is_user_launch, nodes):
@@ -164,7 +164,7 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _
         return _Reach(0, due, last_use)
     source = source_of(marker)
     if marker.target is markers.offload_activation:
-        # Ready after the last use: before that, the copy could not free the activation's memory.
+        # Not ready before the last use: an earlier copy could not free the activation's memory.
         used = [
             position[n] for n in (source, *users_through_views(root_of(source))) if n in position
         ]
@@ -176,7 +176,7 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _
 def _freed_early(
     transfers: Sequence[Transfer], last_runs: Sequence[int], borders: Sequence[int]
 ) -> list[int]:
-    """Return, for each node, the fetched bytes that were last used earlier in its step."""
+    """Return, for each node, the bytes of fetched values last used earlier in the node's step."""
     # A schedule counts a full parameter until the end of its last step.
     spans = (
         Span(max(last_run, borders[t.last]) + 1, borders[t.last + 1], t.num_bytes)
@@ -192,7 +192,7 @@ def _last_uses(
     """Return the position of each node's last use, or the last position if it is returned."""
     end, last = len(position) - 1, dict[fx.Node, int]()
     for node in reversed(graph.nodes):
-        # Uses of views count, and so do uses of inlined values, which are recomputed there.
+        # Uses of views count. So do uses of an inlined value: its users recompute it.
         users = (
             last[user] if is_view(user) or user in inlined else position.get(user, end)
             for user in node.users
@@ -204,7 +204,7 @@ def _last_uses(
 def _positions_of_kernels(
     position: Mapping[fx.Node, int], values: GraphValues, inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Return the position at which each node runs, with fusion."""
+    """Return the position at which each node runs if Inductor fuses kernels."""
     last = len(position) - 1
     runs_at, waited_at = dict(position), _waits(position, values)
     read: dict[fx.Node, set[fx.Node]] = {}  # values that each node's kernel reads from memory
@@ -212,7 +212,7 @@ def _positions_of_kernels(
         roots = {values.roots[used] for used in node.all_input_nodes}
         read[node] = set().union(*(read[r] if r in inlined else {r} for r in roots))
     # A kernel runs at the position of its first node (``min_order`` in
-    # torch/_inductor/scheduler.py), or after its inputs if these are computed or waited for later.
+    # torch/_inductor/scheduler.py), or once all inputs are computed and waited for, if later.
     for kernel in values.fused_kernels:
         nodes = [node for node in kernel.nodes if node in position]
         sources = set().union(*(read[node] for node in nodes)) - set(nodes)
@@ -233,20 +233,20 @@ def _waits(position: Mapping[fx.Node, int], values: GraphValues) -> dict[fx.Node
 
 class _AliveBytes(NamedTuple):
     at: list[int]  # bytes alive while the node runs
-    before: list[int]  # bytes alive before the node runs; the last entry is the graph's end
+    before: list[int]  # bytes alive before the node runs, then those at the graph's end
 
 
 def _alive_bytes(
     graph: fx.Graph,
     kind: GraphKind,
-    position: Mapping[fx.Node, int],  # where each node runs
+    position: Mapping[fx.Node, int],  # at which each node runs
     unmaterialized: UnmaterializedValues,
-    written: Mapping[fx.Node, int],  # where it is in the graph
+    written: Mapping[fx.Node, int],  # of each node in the graph
 ) -> _AliveBytes:
-    """Return the bytes alive at each position, except those that transfers count.
+    """Return the bytes alive at each position, except those counted by transfers.
 
-    Transfers count gathered parameters, reloaded activations and, once they can be sent, full
-    gradients and offloaded activations.
+    Transfers count gathered parameters and reloaded activations, and count full gradients and
+    offloaded activations once they are ready to be sent.
     """
     end = len(position)
     holders: dict[fx.Node, set[fx.Node]] = {}  # nodes whose memory holds each value
@@ -292,11 +292,11 @@ def _results_of(node: fx.Node) -> fx.Node | None:
 
 
 def _needed_until(marker: fx.Node, written: Mapping[fx.Node, int]) -> int:
-    """Return the last position at which a marker, not its transfer, keeps its source alive."""
+    """Return the last position at which a marker's source is not yet counted by its transfer."""
     source = source_of(marker)
     if HELD_BYTES in source.meta:  # a secondary shard counts until its parameter is first used
         return min((written.get(user, -1) for user in marker.users), default=-1)
-    # The fused kernel of a gradient may run before the position at which it counts as ready.
+    # A fused kernel may compute a gradient before the position at which its transfer is ready.
     return written.get(source, -1)
 
 
@@ -333,7 +333,7 @@ def shard_bytes(graph: fx.Graph) -> int:
 
 
 def saved_bytes(graph: fx.Graph) -> int | torch.SymInt:
-    """Return the bytes that forward saves for a backward graph, except shards; may be symbolic."""
+    """Return the bytes that forward saves for a backward graph, without shards; may be symbolic."""
     inputs = graph.find_nodes(op="placeholder")
     saved = [node for node in inputs if not _is_shard(node) and not is_tangent(node)]
     values = [node.meta.get("val") for node in saved]

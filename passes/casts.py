@@ -51,7 +51,7 @@ def _gather_narrower(node: fx.Node) -> None:
 
 
 def _cast_to(node: fx.Node) -> torch.dtype | None:
-    """Return the floating dtype of a node that is only a cast, or None for any other node."""
+    """Return the floating dtype that a node casts to, or None if the node is not just a cast."""
     dtype: object = None
     if node.target is convert:
         dtype = node.args[1]
@@ -69,6 +69,6 @@ def _cast_in_reduction(node: fx.Node) -> None:
     if dtype is None:
         return
     grad = source_of(upcast)
-    # An upcast is exact, and the copy-in of the gradient's bucket does it anyway.
+    # An upcast is exact, and the copy-in of the gradient's bucket casts anyway.
     if value_of(grad).dtype.itemsize < dtype.itemsize:
         markers.change(node, grad=grad, reduce_dtype=spec.reduce_dtype or dtype)

@@ -1,8 +1,8 @@
 """Passes: functions ``(gm, context)`` that rewrite ``gm`` in place, and their contracts.
 
-A contract is data: the stage of a pass, and the facts about a graph that it requires and provides.
-``ordered`` checks contracts. Decisions are left to callables in the context, which have access to
-the planner and the options.
+A contract states a pass's stage, and the facts about a graph that the pass requires and provides;
+``ordered`` checks contracts. Passes leave decisions to callables in the context, which have access
+to the planner and the options.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Regions, 
 
 
 class Stage(StrEnum):
-    """Points of a compile at which passes run, in order."""
+    """Points of a compilation at which passes run, in order."""
 
     TRACED = "traced"  # Dynamo's graph
     JOINT = "joint"  # forward and backward in one graph
@@ -31,10 +31,10 @@ class Stage(StrEnum):
 
 
 class Fact(StrEnum):
-    """Facts about a graph that a pass establishes, and later passes rely on."""
+    """Facts about a graph that one pass establishes and later passes rely on."""
 
     INLINED = "marked regions are inlined"
-    READS_OUTSIDE = "no operator body that AOTAutograd keeps reads a parameter"
+    READS_OUTSIDE = "bodies of operators that AOTAutograd keeps read no parameters"
     ONE_GRAPH = "no node calls a subgraph of layers"
     ONE_MARKER = "each parameter has one gather and one reduction"
     WIRE_DTYPES = "markers have their wire dtypes"
@@ -48,14 +48,14 @@ class Fact(StrEnum):
 
 @dataclass
 class PassContext:
-    """Inputs and results of passes, other than their graphs.
+    """Inputs and results of passes, besides the graph itself.
 
-    A pass whose function here is None does not run.
+    A pass that needs one of the functions below does not run if that function is None.
 
     Attributes:
         kind: kind of the graph; None before ``Stage.FINAL``.
         backward: backward graph, in ``Stage.PARTITIONED``.
-        num_outputs: number of the forward graph's outputs before those that it saves.
+        num_outputs: number of the forward graph's outputs that precede the saved values.
         ranks_differ: whether some ranks may have an activation budget and others none.
         choose_kept: function that chooses parameters to keep unsharded, from
             ``planning.keep_unsharded``.
@@ -64,7 +64,7 @@ class PassContext:
         is_worth_sharing: function that decides whether to compile equal regions once, from
             ``planning.repeats``.
         num_shared_layers: number of layers that became calls of a shared subgraph.
-        kept: names of forward's nodes that ``keep_gathered`` saves unsharded.
+        kept: names of the forward nodes that ``keep_gathered`` saves unsharded.
         plan: plan of the graph, once ``lower`` has run.
         regions: counts of the regions that became calls of subgraphs.
     """
@@ -106,8 +106,8 @@ class Pass:
     Attributes:
         inference_only: whether the pass runs only on inference graphs, which have no joint graph.
         when: function that returns whether a context enables the pass.
-        dump: name of the dumped code, with "{kind}" for the kind of graph, or "" for that of the
-            stage, if ``run_passes`` dumps it. Consecutive passes with the same name share a dump.
+        dump: name of the code dump, in which "{kind}" stands for the kind of graph; "" for the
+            stage's own dump, if any. Consecutive passes with the same name share a dump.
     """
 
     run: Callable[[fx.GraphModule, PassContext], None]

@@ -5,7 +5,7 @@ Tied weights, and modules that are called twice, read their parameter several ti
     before   a = unshard(p)   b = unshard(p)   ...   g = add(reduce_grad(da), reduce_grad(db))
     after    a = unshard(p)                    ...   g = reduce_grad(add(da, db))
 
-Gradients accumulated over earlier microbatches (``add_accumulated``) are added to the sum, once.
+Gradients accumulated over earlier microbatches (``add_accumulated``) are added to the sum once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _merge_two(graph: fx.Graph, addition: fx.Node, left: fx.Node, right: fx.Node
 
 
 def _grad_of(reduction: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Return this microbatch's gradient, and the node that adds earlier gradients, or None."""
+    """Return this microbatch's gradient, and the node that adds earlier ones to it or None."""
     grad = source_of(reduction)
     return (source_of(grad), grad) if grad.target is add_accumulated else (grad, None)
 

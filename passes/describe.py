@@ -36,7 +36,7 @@ def markers_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def source_of(marker: fx.Node) -> fx.Node:
-    """Return the first argument of a node, such as what a marker gathers, reduces or copies."""
+    """Return a node's first argument: for a marker, the value to gather, reduce or copy."""
     source = marker.args[0]
     assert isinstance(source, fx.Node)
     return source
@@ -50,7 +50,7 @@ def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
         for marker in markers_of(graph)
         if marker.target in markers.PARAM_MARKERS
     }
-    # Backward may gather a secondary shard; the reduction has the parameter's own shard.
+    # Prefer the reduction, which has the parameter's own shard: a gather may have a secondary one.
     markers_of_input: dict[int, fx.Node] = {}
     for marker, i in input_of.items():
         if marker.target in markers.REDUCE_MARKERS or i not in markers_of_input:
@@ -68,8 +68,7 @@ def _describe_param(marker: fx.Node, position: int) -> PlanParam:
     full, shard = (marker, source_of(marker)) if gathers else (source_of(marker), marker)
     split = marker.target in (markers.unshard, markers.reduce_grad)
     shard_value = value_of(shard)
-    # A gradient may have a symbolic size, from the dimension of an input. Its hint is the
-    # parameter's size.
+    # A gradient's size may be symbolic, taken from an input. Its hint is the parameter's size.
     return PlanParam(
         input=position,
         shape=tuple(map(size_hint, value_of(full).shape)),
@@ -79,7 +78,7 @@ def _describe_param(marker: fx.Node, position: int) -> PlanParam:
 
 
 def number_params(graph: fx.Graph) -> tuple[tuple[PlanParam, ...], dict[fx.Node, int]]:
-    """Return the parameters of a graph, and the position of each marker's parameter in them."""
+    """Return the parameters of a graph, and each marker's index into them."""
     params = describe_params(graph)
     unique = tuple(sorted(dict.fromkeys(params.values()), key=lambda param: param.input))
     number = {param: i for i, param in enumerate(unique)}
@@ -164,7 +163,7 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 def describe_user_collective(node: fx.Node, launch: int, wait: int) -> UserCollective:
-    """Describe a collective that the model itself calls, given the steps of launch and wait."""
+    """Describe a collective that the model itself calls, given the steps of its launch and wait."""
     op = str(node.target).split(".")[1].removesuffix("_")
     group = node.kwargs.get("group_name", node.args[-1] if node.args else "")
     # A name or, since torch 2.13, the group itself; unknown if the graph computes it.

@@ -38,16 +38,16 @@ from graphshard.passes.describe import source_of
 _CallKey: TypeAlias = tuple[Hashable, ...]  # an op and its arguments
 
 _aten = torch.ops.aten
-# Key in ``node.meta`` of a weight in fp8 products, for the node of the inverse scales of its
-# `_Scaling`, or None if it is cast after the gather.
+# Key in ``node.meta`` of a weight of fp8 products: the node with the inverse scales of the weight's
+# `_Scaling`, or None if the weight is cast after the gather.
 _INVERSES = "graphshard_inverses"
-# Keys in ``node.meta`` by which activation checkpointing instructs the partitioner.
+# Keys in ``node.meta`` with which activation checkpointing instructs the partitioner.
 _REGION = ("recompute", REGION)
 _LINEAR = torch.nn.functional.linear
 
 
 def use_float8(gm: fx.GraphModule, context: PassContext) -> None:
-    """Use fp8 linears for weights with an fp8 recipe, in place, also in subgraphs."""
+    """Make linears whose weight has an fp8 recipe fp8 linears, in place, including subgraphs."""
     for part in graph_modules(gm):
         for node in part.graph.find_nodes(op="call_function", target=_LINEAR):
             _use_float8(node)
@@ -79,7 +79,7 @@ def gather_float8(gm: fx.GraphModule, context: PassContext) -> None:
             with graph.inserting_before(node):
                 _lower_product(node, _once(Emitter(graph, node.meta, **_region(node)), emitted))
     for node in graph.find_nodes(op="call_function", target=float8_math.transposed_copy):
-        # Save what it copies instead, as with an op that Inductor could fuse.
+        # Save the source of the copy instead, as for an op that Inductor can fuse.
         node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
 
 
@@ -124,7 +124,7 @@ def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
 
 
 def _is_weight_of(node: fx.Node, product: fx.Node) -> bool:
-    """Return whether ``node`` is the weight in an fp8 product, and none of its other arguments."""
+    """Return whether ``node`` is the weight, and only the weight, of an fp8 product."""
     args = product.args
     return product.target in float8_ops.PRODUCTS and node not in (args[0], args[2])
 
@@ -147,7 +147,7 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
 
 
 def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) -> None:
-    """Compute the scales of ``weights`` by one reduction, and gather the weights with them."""
+    """Compute the scales of ``weights`` with one reduction, and gather the weights scaled."""
     shards = [source_of(weight) for weight in weights]
     amax = emit(float8_ops.local_amax, shards, scaling.dtype, scaling.group, scaling.recipe)
     if scaling.device is not None:  # amax of host shards is on the host
@@ -162,7 +162,7 @@ def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) ->
     # One tensor per weight, so equal layers share their kernels.
     scale_of_each = emit(copy_out, scales, sizes, 1)
     inverse_of_each = emit(copy_out, inverse, sizes, 1)
-    # Backward gets all scales in one tensor.
+    # Forward saves all scales for backward in one tensor.
     scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in (inverse, scale_of_each, inverse_of_each):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -5,20 +5,19 @@
     joint      the nodes of the layer's own joint graph, copied to each of its calls
 
 AOTAutograd traces and differentiates ``layer`` once, and calls its forward and backward graphs.
-Inductor's passes over joint graphs run once for all calls, which ``inline_layers`` then inlines.
+Inductor's joint-graph passes process the layer once; ``inline_layers`` then inlines its calls.
 
-[Note: equal layers] Layers share a trace only if its joint graph is the one that plain tracing
-would record for each of them, so that results are bitwise equal:
+[Note: equal layers] Layers share a trace only if plain tracing would record the same joint graph
+for each of them, which makes results bitwise equal. The conditions are:
 
 - Their nodes are equal in order: targets, constants, modes of autograd and autocast, and dtypes,
   sizes, strides, devices and ``requires_grad`` of all values. Symbolic sizes are equal expressions
-  of the sizes of inputs. Nodes of checkpoints' bodies are equal, too, and so are the policies that
-  choose what a checkpoint saves.
-- Nothing that they read or return is mutated by any node, and no two inputs or outputs share
-  memory.
-- They have exactly one output, which requires a gradient. AOTAutograd would pass zeros for the
-  gradients of other outputs that backward does not reach.
-- No value that needs a gradient is read several times inside of a layer and also outside of it: its
+  of the sizes of inputs. The same holds for nodes in the bodies of checkpoints, and for the
+  policies that choose what a checkpoint saves.
+- No node mutates a value that they read or return, and no two inputs or outputs share memory.
+- They have exactly one output, which requires a gradient. With several outputs, AOTAutograd would
+  pass zeros as the gradients of those that backward does not reach.
+- No value that needs a gradient is read several times inside a layer and also outside it: its
   gradients would be added in another order.
 """
 
@@ -54,14 +53,14 @@ from graphshard.passes.regions import frozen, metadata
 from graphshard.planning.repeats import Repeat, find_repeats
 
 _INVOKE = torch.ops.higher_order.invoke_subgraph
-SHARED_LAYER = "graphshard_layer"  # part of the names of their subgraphs
-_LEAST_SAVED = 48  # minimum number of nodes that are not traced again
+SHARED_LAYER = "graphshard_layer"  # part of the name of each shared subgraph
+_LEAST_SAVED = 48  # minimum number of nodes that sharing saves from being traced
 
 
 def share_layers(gm: fx.GraphModule, context: PassContext) -> None:
     """Replace equal layers with calls of one subgraph, in place; see [Note: equal layers]."""
     if not torch.is_grad_enabled() or not any(map(_needs_gradient, _returned(gm))):
-        return  # AOTAutograd makes an inference graph
+        return  # AOTAutograd will trace an inference graph
     nodes = list(_with_bodies(gm.graph))
     labels: dict[Hashable, int] = {}
     sequence = [labels.setdefault(label, len(labels)) for label in _labels(nodes)]
@@ -97,9 +96,9 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 
 def _labels(nodes: Sequence[fx.Node]) -> Iterator[Hashable]:
-    """Yield a description of each node, equal for corresponding nodes of equal layers."""
+    """Yield a description of each node that is equal for corresponding nodes of equal layers."""
     modes = 0  # number of nodes so far that may have changed a mode
-    place = 0  # number of nodes of a checkpoint's body so far
+    place = 0  # position in a checkpoint's body, from 1; 0 outside
     for node in nodes:
         place = place + 1 if node.graph is not nodes[0].graph else 0
         if _may_be_inside(node):
@@ -116,7 +115,7 @@ def _described(node: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashab
 
 
 def _described_body(checkpoint: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashable:
-    """Describe a checkpoint beyond the operators of its body: its results and its policy."""
+    """Describe a checkpoint except for the operators in its body: size, results and policy."""
     nodes = body_of(checkpoint).graph.nodes
     results = frozen(body_of(checkpoint).graph.output_node().args, describe)
     return len(nodes), results, policy_of(checkpoint)
@@ -132,9 +131,9 @@ def _may_be_inside(node: fx.Node) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value consists of known sizes, and of strided tensors that nothing mutates.
+    """Return whether a value consists of known sizes and unmutated strided tensors.
 
-    The sizes, strides and offsets of these tensors must also be known.
+    The sizes, strides and offsets of the tensors must also be known.
     """
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
@@ -157,7 +156,7 @@ class _Layer:
     """Consecutive nodes of the traced graph, to replace with one call.
 
     Args:
-        nodes: these nodes, each checkpoint followed by the nodes of its body.
+        nodes: nodes in graph order, each checkpoint followed by the nodes of its body.
     """
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
@@ -195,7 +194,7 @@ class _Layer:
         return not any(self._adds_up(node) for node in self.inputs if _needs_gradient(node))
 
     def _adds_up(self, node: fx.Node) -> bool:
-        """Return whether an input's gradient is summed both inside and outside of the layer."""
+        """Return whether an input's gradient is summed both inside and outside the layer."""
         inside = [user for user in node.users if user in self._inside]
         return len(inside) < len(node.users) and _num_reads(node, inside) > 1
 
@@ -224,13 +223,13 @@ class _Layer:
 
 
 def _passed(checkpoint: fx.Node) -> list[fx.Node]:
-    """Return the nodes of a checkpoint's body that stand for its arguments."""
+    """Return the placeholders of a checkpoint's body."""
     placeholders: list[fx.Node] = body_of(checkpoint).graph.find_nodes(op="placeholder")
     return placeholders
 
 
 def _num_reads(node: fx.Node, users: Iterable[fx.Node]) -> int:
-    """Count how often operators read a node, including operators of the bodies of checkpoints."""
+    """Count how often operators read a node, including operators in the bodies of checkpoints."""
     count = 0
     for user in users:
         if user.target is CHECKPOINT:
@@ -242,7 +241,7 @@ def _num_reads(node: fx.Node, users: Iterable[fx.Node]) -> int:
 
 
 def _equal_layers(nodes: Sequence[fx.Node], repeat: Repeat, end: int) -> list[_Layer]:
-    """Return the layers of a repeat from the first position at which all are equal, or [].
+    """Return a repeat's layers, cut at the first position at which all are equal, or [].
 
     Layers may extend into ``repeat.rest``, up to ``end``.
     """
@@ -256,7 +255,7 @@ def _equal_layers(nodes: Sequence[fx.Node], repeat: Repeat, end: int) -> list[_L
             continue
         layers = [_Layer(nodes[start : start + repeat.length]) for start in starts]
         keys = {layer.key() for layer in layers}
-        # Calls with the same inputs could not be told apart in the joint graph.
+        # In the joint graph, calls with the same inputs could not be told apart.
         num_distinct = len({tuple(layer.inputs) for layer in layers})
         if len(keys) == 1 and num_distinct == len(layers) and all(x.is_separate() for x in layers):
             return layers
@@ -267,7 +266,7 @@ def _replace(gm: fx.GraphModule, name: str, layers: Sequence[_Layer]) -> None:
     setattr(gm, name, layers[0].subgraph(gm))
     with gm.graph.inserting_before(layers[0].nodes[0]):
         target = gm.graph.get_attr(name)
-    # From the last to the first: the inputs of a layer are outputs of earlier ones.
+    # Last to first, because the inputs of a layer are outputs of earlier layers.
     for layer in reversed(layers):
         layer.replace_by_call(target, name)
     for body in dict.fromkeys(body for layer in layers for body in layer.bodies if not body.users):
@@ -293,8 +292,8 @@ def keep_calls(gm: fx.GraphModule) -> bool:
     """
     calls = _calls(gm)
     shared = list(filter(_is_shared, calls))
-    # Seeds of a layer's graph would be equal nodes in all of its copies, which the partitioner
-    # merges.
+    # If a layer with random seeds were inlined later, its copies would have equal seed nodes, which
+    # the partitioner would merge.
     if calls and shared == calls and not _are_seeded(gm, calls):
         return True
     _inline_calls(gm, shared)
@@ -323,7 +322,7 @@ def _inline_calls(gm: fx.GraphModule, calls: Sequence[Any]) -> None:
     if not calls:
         return
     forwards = {call.args[2:]: call for call in calls if not _is_backward(call)}
-    # A backward call reads what its forward call reads, then the gradient of the output.
+    # A backward call takes its forward call's arguments, then the gradient of the output.
     backwards = {call.args[2:-1]: call for call in calls if _is_backward(call)}
     if len(forwards) + len(backwards) < len(calls) or not backwards.keys() <= forwards.keys():
         raise LayersDiffer("forward and backward calls of a layer cannot be paired by arguments")
@@ -347,9 +346,9 @@ def _is_shared(call: Any) -> bool:
 
 
 def _order_regions(graph: fx.Graph, order: Mapping[fx.Node, int]) -> None:
-    """Prefix the numbers of checkpoints outside of layers, to sort them between the calls.
+    """Prefix the numbers of checkpoints outside layers, to sort them between the calls.
 
-    The prefix is one more than ``order`` of the call before, or 0 before all calls.
+    The prefix is 0 before the first call, then the preceding call's ``order`` plus 1.
     """
     latest = 0
     for node in graph.nodes:
@@ -359,7 +358,7 @@ def _order_regions(graph: fx.Graph, order: Mapping[fx.Node, int]) -> None:
 
 
 def _number_regions(graph: fx.Graph) -> None:
-    """Number the checkpoints in order; copies of a layer then have numbers of their own."""
+    """Renumber the checkpoints in order, which gives each copy of a layer its own numbers."""
     nodes = [node for node in graph.nodes if REGION in node.meta]
     order = sorted({node.meta[REGION] for node in nodes})
     number = {key: i for i, key in enumerate(order, 1)}
@@ -378,8 +377,9 @@ def _inline(
     """Replace a layer's forward and backward calls, or its only call if both are the same node.
 
     Args:
-        order: part of the numbers of its checkpoints that precedes their numbers in the layer.
-        sizes: nodes of symbolic sizes before ``forward``; those of the layer's forward are added.
+        order: prefix for the numbers of the layer's checkpoints.
+        sizes: nodes of symbolic sizes before ``forward``, keyed by expression; the sizes that the
+            layer's forward computes are added.
     """
     # The backward call's graph is the layer's joint graph: it returns gradients, then the output.
     target: Any = backward.args[0]
@@ -397,7 +397,7 @@ def _inline(
             continue
         if node.op != "call_function" or "val" not in node.meta:
             raise LayersDiffer(
-                f"a layer has a node that is no call, or has no fake value: {node.format_node()}"
+                f"a node of a layer is not a call or has no fake value: {node.format_node()}"
             )
         value = node.meta["val"]
         size = size_expr(value) if isinstance(value, torch.SymInt) else None

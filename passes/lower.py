@@ -5,8 +5,8 @@ A bucket is launched before one step and waited for before another:
     before   a = mm(..)   w = unshard(shard)   b = mm(a, w)
     after    f = all_gather_into_tensor(shard)   a = mm(..)   w = wait_tensor(f)   b = mm(a, w)
 
-Host shards are copied to the device before they are gathered, and reduced ones are copied to the
-host afterwards. Small tensors of a bucket share a buffer (``copy_in``, ``copy_out``); several
+Host shards are copied to the device before the gather, and their reduced gradients to the host
+after the reduction. Small tensors of a bucket share a buffer (``copy_in``, ``copy_out``); several
 buffers are sent as one coalesced collective, or as one all-to-all each.
 """
 
@@ -72,7 +72,7 @@ def _apply_buckets(graph: fx.Graph, buckets: Sequence[Bucket], read: GraphProble
 
 
 class _BucketWriter:
-    """Writes the launches and waits of buckets at the current insertion point of a graph."""
+    """A writer of the launches and waits of buckets, at a graph's current insertion point."""
 
     def __init__(
         self, graph: fx.Graph, buckets: Sequence[Bucket], marker_nodes: Sequence[fx.Node]
@@ -95,7 +95,7 @@ class _BucketWriter:
         emit, next_position = self._emitter(nodes), self._next.get(position)
         next_kind = None if next_position is None else self._buckets[next_position].kind
         results = _wait(emit, bucket, nodes, self._launched[position])
-        # If a gather or an all-reduce over replicas comes next, it takes whole buffers.
+        # Skip the copy-out if the next bucket in the chain takes whole buffers.
         takes_buffers = (TransferKind.ALL_GATHER, TransferKind.ALL_REDUCE_SHARDS)
         if bucket.kind not in HOST_COPIES and next_kind not in takes_buffers:
             results = _copy_out(emit, bucket, nodes, results)

@@ -3,7 +3,7 @@
     before   w = unshard(..)   v = unshard(..)   t = v.t()   a = x @ w   b = a.relu()   c = b @ t
     after    w = unshard(..)   a = x @ w   b = a.relu()   v = unshard(..)   t = v.t()   c = b @ t
 
-Operators without a fake value also get one, or None if they return nothing.
+Operators without a fake value get one, or None if they return nothing.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _raise_scales(graph: fx.Graph) -> None:
 
 def _raise_returned_views(graph: fx.Graph) -> None:
     """Move returned views right after the node that computes their memory."""
-    # Inductor then computes the value in the layout that the views need. If another kernel read it
-    # first, Inductor would write it twice.
+    # Inductor then computes the value in the layout that the views need. If another kernel read the
+    # value first, Inductor would write it twice.
     for node in outputs_of(graph):
         if not isinstance(node, fx.Node) or _is_gathered(node):
             continue

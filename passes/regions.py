@@ -5,8 +5,8 @@
 
 A region is a run of compute between launches and waits, which stay where they are. Regions are
 equal if they run the same operations in the same order on values of the same dtypes, sizes, strides
-and devices: the code compiled for one works for all. A region that occurs only once stays inline,
-and fuses with its neighbors.
+and devices; the code compiled for one then works for all. A region that occurs only once stays
+inline, and fuses with its neighbors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from graphshard.planning.repeats import find_repeats, pieces
 _LEAST_SAVED = 24  # minimum number of nodes that a repeat saves the compiler
 _LEAST_NODES = 4  # minimum size of a region: calling a smaller one costs more than it saves
 
-RegionKey = tuple[Hashable, ...]  # operations of a region, without the identity of its nodes
+RegionKey = tuple[Hashable, ...]  # description of a region, equal for equal regions
 
 
 def share_regions(gm: fx.GraphModule, context: PassContext) -> None:
@@ -100,7 +100,7 @@ def _may_be_inside(node: fx.Node) -> bool:
     if node.op != "call_function" or PLANNED in node.meta:
         return False
     if node.target is operator.getitem:
-        return _may_be_inside(node.args[0])  # type: ignore[arg-type]  # of a tuple's node
+        return _may_be_inside(node.args[0])  # type: ignore[arg-type]  # the tuple's node
     return bool(node.all_input_nodes) and _is_pure(node)
 
 
@@ -109,10 +109,7 @@ def _convolves(node: fx.Node) -> bool:
 
 
 def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
-    """Return the positions in ``compute`` before which nodes outside of it run.
-
-    A node that can run at the previous cut adds none, unless it is planned.
-    """
+    """Return the positions in ``compute`` before which other nodes must run."""
     position = {node: i for i, node in enumerate(compute)}
     cuts, next_position = [0], 0
     # Position of the last compute node that each node depends on.
@@ -122,8 +119,8 @@ def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
         latest[node] = position.get(node, of_inputs)
         if node in position:
             next_position = position[node] + 1
-        # A node that depends on no compute since the last cut could also run at that cut. It needs
-        # no new cut unless it is planned.
+        # An unplanned node that depends on no compute since the last cut can run at that cut, and
+        # needs no new one.
         elif node.op == "call_function" and (PLANNED in node.meta or of_inputs >= cuts[-1]):
             cuts.append(next_position)
     return sorted(set(cuts))
@@ -178,7 +175,7 @@ Input = tuple[fx.Node, int | None]
 
 
 class _Region:
-    """Nodes to replace with one call.
+    """A set of nodes to replace with one call.
 
     Attributes:
         nodes: nodes in graph order; no other node between them depends on any of them.
@@ -192,7 +189,7 @@ class _Region:
 
     @property
     def inputs(self) -> list[Input]:
-        """Values from outside that the region reads; they change as calls replace other regions."""
+        """Outside values that the region reads; they change as calls replace other regions."""
         read = dict.fromkeys(
             (used, _seed_of(node)) for node in self.nodes for used in node.all_input_nodes
         )
@@ -231,12 +228,12 @@ class _Region:
         return fx.GraphModule(owner, graph)
 
     def replace_by_call(self, graph: fx.Graph, name: str) -> dict[fx.Node, fx.Node]:
-        """Insert a call of the region's subgraph, and use its results outside of the region.
+        """Insert a call of the region's subgraph, and use its results outside the region.
 
         Erases no node, and leaves the graph's output as it is.
 
         Returns:
-            The call's result for each node that is used outside.
+            The node of each result of the call, keyed by the node that it replaces.
         """
         owner = graph.owning_module
         assert owner is not None
@@ -278,8 +275,8 @@ def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
 
 # [Note: borders] A compiler assumes that the results of a subgraph call own their memory. A region
 # therefore returns no view of its inputs or of its other results; users make the view themselves.
-# It also returns no pointwise value that is at least as large as the values it is computed from:
-# without regions, that value is never in memory, because every kernel that reads it recomputes it.
+# It also returns no pointwise value at least as large as the values that it is computed from.
+# Without regions, such a value is never in memory: every kernel that reads it recomputes it.
 #
 #     before   region a: h = mm(..)   f = h.float()   m = f.mean()   v = h.t()
 #              region b: f - m   mm(v, ..)
@@ -306,7 +303,7 @@ def _has_tensors(value: object) -> bool:
 def _is_view(node: fx.Node) -> bool:
     """Return whether a node's value shares the memory of another node's."""
     if node.target is operator.getitem:
-        return _is_view(node.args[0])  # type: ignore[arg-type]  # of a tuple's node
+        return _is_view(node.args[0])  # type: ignore[arg-type]  # the tuple's node
     return is_view(node) or node.target is torch.ops.aten._unsafe_view.default
 
 
@@ -317,12 +314,12 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _as_large_as_sources(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inlined pointwise values that are no smaller than what they are computed from.
+    """Return the inlined pointwise values that are at least as large as their sources together.
 
-    Random values, and those computed from memory that the graph writes to, are left out.
+    Excludes random values, and values computed from memory that the graph writes to.
     """
     values = GraphValues(graph)
-    # A value computed from these might differ if it were computed again.
+    # Memory that changes: recomputing a value from it might give another result.
     written = {
         values.roots[argument]
         for node in graph.nodes
@@ -342,12 +339,12 @@ def _as_large_as_sources(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Make users outside of a run recompute values that its region does not return.
+    """Make users outside a run recompute values that its region does not return.
 
     See [Note: borders].
 
     Returns:
-        The nodes of each run in graph order: with the copies that it needs, without unused nodes.
+        The nodes of each run in graph order, including new copies and excluding erased nodes.
     """
     home = {node: i for i, run in enumerate(runs) for node in run}
     recomputation = _Recomputation(graph, home)
@@ -369,7 +366,7 @@ def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[
 
 
 class _Recomputation:
-    """Copies nodes for users in other regions, or in none; adds copies in regions to ``home``."""
+    """Copies of nodes for users outside their region; those in other regions join ``home``."""
 
     def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
         self._graph, self._home = graph, home
@@ -377,7 +374,7 @@ class _Recomputation:
         self._copies: dict[tuple[int | None, fx.Node], fx.Node] = {}
 
     def copy_for(self, user: fx.Node, used: fx.Node) -> fx.Node:
-        """Return what ``user`` reads: ``used``, or a copy that its region shares."""
+        """Return the node for ``user`` to read: ``used``, or a copy shared within its region."""
         place = self._home.get(user)
         if not self._is_needed(used, place):
             return used

@@ -1,4 +1,4 @@
-"""Joint graph: decide which parameters backward gathers again instead of saving them (ZeRO-3).
+"""Joint graph: choose the parameters to gather again in backward instead of saving them (ZeRO-3).
 
 The partitioner would save gathered parameters, or casts and transposes of them, and training would
 silently be ZeRO-2. Therefore every node derived from parameters alone is tagged for recomputation:
@@ -74,16 +74,16 @@ def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
     sources, backward = _sources(gm.graph), _backward(gm.graph)
     needed = {marker for node in backward for marker in _read(node, sources)}
     markers = {node for node in sources if node.target is unshard}
-    # This includes vectors that backward itself needs: whether it does may also depend on sizes.
+    # Keep all vectors, even those that backward itself needs: its needs may also depend on sizes.
     vectors = {marker for marker in markers if value_of(marker).dim() < 2}
     for marker in vectors:
         change(marker, regather_group=None)
-    # Parameters that backward would gather only to recompute, such as an embedding: save the
-    # results of all their users instead.
+    # If backward would gather a parameter only to recompute, such as an embedding's, save the
+    # results of all its users instead.
     for node in gm.graph.nodes:
         forward = node.op == "call_function" and node not in sources and node not in backward
         reads = _read(node, sources) & (markers - vectors - needed)
-        # An existing tag comes from a checkpointed region: the user's choice, equal on all ranks.
+        # An existing tag is from a checkpointed region: the user's choice, the same on all ranks.
         if forward and reads and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 

@@ -65,9 +65,9 @@ def _replace_saved(
 
 
 def read_partition(gm: fx.GraphModule, context: PassContext) -> tuple[GraphProblem, GraphProblem]:
-    """Normalize the forward and the backward graph in place, and read them as problems.
+    """Normalize the forward and the backward graph in place, and return their problems.
 
-    There, ``Transfer.param`` is a graph input number.
+    In these problems, ``Transfer.param`` is the number of a graph input.
     """
     assert context.backward is not None
     forward = _read(gm, GraphKind.FORWARD, context)
@@ -121,7 +121,7 @@ def note_held_bytes(gm: fx.GraphModule, context: PassContext) -> None:
     saved = {node.name: node for node in outputs_of(gm.graph) if isinstance(node, fx.Node)}
     for placeholder in context.backward_graph.find_nodes(op="placeholder"):
         node = saved.get(placeholder.name)
-        # Forward saves a view without the padding, but backward holds all of its memory.
+        # Forward saves a view without the padding, which keeps all of the memory alive.
         if node is not None and (gathered := root_of(node)).target is unshard:
             placeholder.meta[HELD_BYTES] = _gathered_bytes(gathered)
 
@@ -255,10 +255,10 @@ def _offload(forward: fx.Graph, pairs: Mapping[fx.Node, fx.Node], num_outputs: i
 
 def clone_mutated_inputs(gm: fx.GraphModule, context: PassContext) -> None:
     """Replace saved inputs that forward writes to, and saved views of them, with clones."""
-    # The partitioner saves an input from which backward recomputes something, even if forward
-    # writes to it in between, as it does to a running average in a buffer. Backward would read the
-    # new value: a wrong gradient without an error if Inductor's graph writes the input, and an
-    # autograd error if AOTAutograd does (torch 2.11 to 2.13, pytorch/pytorch#197039).
+    # The partitioner saves an input that backward recomputes from, even if forward writes to it,
+    # such as a buffer with a running average. Backward would read the new value. If Inductor's
+    # graph writes the input, gradients are silently wrong; if AOTAutograd writes it, autograd
+    # raises an error (torch 2.11 to 2.13, pytorch/pytorch#197039).
     written = mutated_inputs(gm.graph)
     nodes = saved_nodes(gm.graph, context.num_outputs)
     saved = [node for node in nodes if root_of(node) in written]

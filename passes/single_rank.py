@@ -1,10 +1,10 @@
-"""Joint and inference graphs: remove communication within groups of one rank.
+"""Joint and inference graphs: remove communication in groups of one rank.
 
     before   w = unshard(shard)   y = mm(x, w)   ...   g = reduce_grad(grad)
     after                         y = mm(x, shard)     g = grad
 
-Casts required by a policy are kept. A parameter or gradient that the graph returns still owns its
-memory, like the result of a collective.
+Casts required by a policy are kept. Parameters and gradients that the graph returns still own their
+memory, like the results of a collective.
 """
 
 from __future__ import annotations
@@ -91,6 +91,6 @@ def _owned_if_returned(marker: fx.Node, value: Value, emit: Emitter) -> fx.Node:
 
 
 def _is_own(value: fx.Node) -> bool:
-    maker = value.args[0] if value.target is operator.getitem else value  # a tuple's operator
+    maker = value.args[0] if value.target is operator.getitem else value  # the operator of a tuple
     is_made = isinstance(maker, fx.Node) and maker.op == "call_function" and not is_view(maker)
     return is_made and len(value.users) <= 1 and value_of(value).is_contiguous()

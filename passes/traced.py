@@ -1,10 +1,10 @@
 """Traced graph: read parameters at the top level, and request dense gradients.
 
-Parameters that are read inside of a subgraph would be gathered there, outside of any plan.
+Parameters that are read inside a subgraph would be gathered there, outside any plan.
 
 ``torch.cond``, ``while_loop``, ``scan``, ``associative_scan``, ``map`` and ``flex_attention`` stay
-in the graph, with their bodies. How often a body runs can depend on values and sizes; ranks with
-different ones would pair the gathers of different parameters. Reads are therefore moved out:
+in the graph, with their bodies. How often a body runs can depend on values and sizes. If these
+differ between ranks, gathers of different parameters would be paired, so reads are moved out:
 
     before   y = cond(pred, true, false, (x, shard))
              true:   w = unshard(p)   return (x @ w,)
@@ -47,9 +47,9 @@ _SPARSE_POSITIONS: dict[Callable[..., Any], tuple[int, int]] = {
 
 
 def inline_regions(gm: fx.GraphModule, context: PassContext) -> None:
-    """Inline regions of ``nested_compile_region``, and shared layers, in place and recursively."""
-    # Dynamo still traces each region that is marked with ``torch.compiler.nested_compile_region``
-    # only once for all its calls; ``SchedulePolicy(regions=...)`` compiles equal layers once.
+    """Inline ``nested_compile_region`` regions and shared layers, recursively and in place."""
+    # Dynamo still traces a region marked with ``torch.compiler.nested_compile_region`` only once
+    # for all calls, and ``SchedulePolicy(regions=...)`` compiles equal layers once.
     #
     #     before   r = invoke_subgraph(code, "code", x, p)   y = r[0]   z = y + x
     #              code:   a = unshard(p)   b = x @ a   return (b,)
@@ -132,8 +132,8 @@ def _use_input(read: fx.Node) -> None:
 
 def use_dense_gradients(gm: fx.GraphModule, context: PassContext) -> None:
     """Set ``sparse=False`` on embeddings of sharded weights, in place."""
-    # The reduction of a gradient requires a dense tensor.
-    # A placeholder of a body may be a full parameter; it then has the storage of its read.
+    # Reductions require dense gradients. A body's placeholder may be a full parameter, moved there
+    # by ``hoist_reads``; its storage is then not among ``inputs``.
     inputs = set(map(traced_storage, gm.graph.find_nodes(op="placeholder")))
     for part in graph_modules(gm):
         for node in part.graph.nodes:
