@@ -91,8 +91,8 @@ def number_inputs(forward: fx.Graph, backward: fx.Graph) -> None:
 
 def inputs_of_gradients(backward: fx.Graph) -> dict[fx.Node, int]:
     """Return, for each gradient that a backward graph outputs, the number of its input."""
-    # For a tensor subclass that requires no gradient, backward returns a single None, even if it is
-    # several inputs: positions of later outputs then differ from the numbers in ``meta``.
+    # For a tensor subclass that requires no gradient, backward returns a single None, even if the
+    # subclass becomes several inputs. Positions of later outputs then differ from input numbers.
     outputs = enumerate(outputs_of(backward))
     return {n: n.meta.get(_INPUT, i) for i, n in outputs if isinstance(n, fx.Node)}
 
@@ -115,9 +115,9 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def is_recomputed(node: fx.Node) -> bool:
-    """Return whether a node of a backward graph computes a part of forward again."""
-    # AOTAutograd tags the nodes of the joint graph, and backward's copies of forward's nodes keep
-    # their tag; the partitioner wraps random operators that it recomputes, without a tag.
+    """Return whether a node of a backward graph recomputes a part of forward."""
+    # Backward's copies of forward nodes keep the tag that AOTAutograd sets in the joint graph. The
+    # partitioner wraps recomputed random operators, and these nodes have no tag.
     is_forward = node.meta.get("partitioner_tag") == "is_forward"
     return is_forward or str(node.target) == "run_with_rng_state"
 
@@ -137,8 +137,8 @@ def mutated_inputs(forward: fx.Graph) -> set[fx.Node]:
 
 def is_sync_node(node: fx.Node) -> bool:
     """Return whether ``node`` threads values through a host wait or a stream operator."""
-    # AOTAutograd threads all earlier values through ``torch.cuda.synchronize()`` (torch 2.13), so
-    # that nothing moves across it (``wrap_all_sync_nodes_with_control_deps`` in
+    # To keep operators from moving across ``torch.cuda.synchronize()``, AOTAutograd threads all
+    # earlier values through it (torch 2.13, ``wrap_all_sync_nodes_with_control_deps`` in
     # torch/_functorch/_aot_autograd/streams.py):
     #     control_deps((a, w), wait, a, w)      outputs 1 and 2 are a and w; ``wait`` is a submodule
     if node.op != "call_function" or str(node.target) != "control_deps":
@@ -180,10 +180,7 @@ def _keep(wait: fx.GraphModule, kept: list[int]) -> None:
 
 @functools.cache  # patched once
 def keep_subgraphs(keeps: Callable[[fx.GraphModule], bool]) -> None:
-    """Leave the subgraphs of a joint graph as they are if ``keeps`` returns True for the graph.
-
-    AOTAutograd partitions those of all others.
-    """
+    """Keep AOTAutograd from partitioning subgraphs of joint graphs for which ``keeps`` is True."""
 
     def wrap(partition_subgraphs: Any) -> Any:
         @functools.wraps(partition_subgraphs)
@@ -197,7 +194,7 @@ def keep_subgraphs(keeps: Callable[[fx.GraphModule], bool]) -> None:
 
 @functools.cache  # patched once
 def derive_schemas_once(prefix: str) -> None:
-    """Derive the schema of each subgraph once if its name contains ``prefix``.
+    """Derive the schema of a subgraph only once if its name contains ``prefix``.
 
     All calls of such a subgraph must have the same schema: their arguments differ only in values.
     """

@@ -56,14 +56,12 @@ def _is_in_graph(tensor: torch.Tensor, attribute: str, as_a_leaf: object) -> obj
 class ParameterGetter:
     """The getter of a property that reads a full parameter.
 
-    In traces, it calls an operator of `trace_as_parameters`.
-
     Attributes:
-        op: the operator.
-        shard: attribute of the module that holds the operator's first argument.
-        constants: the arguments after it.
-        accumulators: attributes that hold the last arguments; None stands for an argument None.
-        read_eagerly: returns the value outside of traces.
+        op: operator called in traces, one of those given to `trace_as_parameters`.
+        shard: module attribute that holds the operator's first argument.
+        constants: constant arguments after the first.
+        accumulators: module attributes that hold the last arguments, or None to pass None.
+        read_eagerly: function that returns the value outside traces.
     """
 
     op: OpOverload
@@ -80,7 +78,7 @@ class ParameterGetter:
 
     # Dynamo calls this instead of tracing __call__, which would take it 1.5 times as long.
     def trace(self, tx: Any, module: VariableTracker) -> VariableTracker:
-        """Return the variable of the parameter, as `__call__` returns its value."""
+        """Return the parameter's variable, the traced counterpart of `__call__`."""
         none = ConstantVariable.create(None)
         arguments = [
             module.var_getattr(tx, self.shard),
@@ -139,10 +137,10 @@ class _ParameterVariable(TensorVariable):
 
 
 def _place() -> tuple[object, ...]:
-    """Return the scope in which uses share a marker.
+    """Return a key for the scope in which uses of a parameter share a marker.
 
-    It is made up of the graph (bodies of higher-order operators count), grad mode, inference mode
-    and ``torch.func`` level.
+    A scope is a graph, or the body of a higher-order operator, in one grad mode, inference mode and
+    ``torch.func`` level.
     """
     tracer = InstructionTranslator.current_tx().output.current_tracer
     level = torch._C._functorch.maybe_current_level()
@@ -157,10 +155,10 @@ def trace_as_parameters(
     """Make Dynamo treat the results of ``ops`` as parameters.
 
     Args:
-        ops: operators that take a shard first and return the full parameter.
+        ops: operators that take a shard as first argument and return the full parameter.
         dtensor_path: attributes that lead from the shard to the parameter's DTensor.
-        on_functional_call: called with the source of the shard if the code that reads the parameter
-            runs under ``torch.func.functional_call``.
+        on_functional_call: function called with the source of the shard if the parameter is read
+            under ``torch.func.functional_call``.
     """
 
     def trace(
@@ -178,8 +176,8 @@ def trace_as_parameters(
             variable._grad = functools.reduce(AttrSource, (*dtensor_path, "grad"), source)
         return traced[key]
 
-    # If Dynamo has not built this table yet, this builds and caches it, for the devices registered
-    # by now.
+    # The first call of ``_get_handlers`` builds and caches Dynamo's table, for the devices
+    # registered so far.
     for op in ops:
         TorchInGraphFunctionVariable._get_handlers()[op] = trace
     _wrap_with(_wrap_getter, ParameterGetter)
@@ -251,20 +249,19 @@ def _fake_parameter(marker: fx.Node, requires_grad: bool) -> torch.Tensor:
         with tx.fake_mode:  # running the op itself would take twice as long
             fake = fake_kernel(*fx.map_arg(marker.args, lambda node: node.meta["example_value"]))
         fake.requires_grad_(requires_grad)
-    fake._is_param = True  # what _ParameterMeta checks
+    fake._is_param = True  # checked by ``_ParameterMeta``
     return fake
 
 
 def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
-    """Make Dynamo read some DTensors that it finds in ``_parameters`` as attributes of the module.
+    """Make Dynamo trace DTensors in a module's ``_parameters`` as reads of the module's attributes.
 
     Args:
-        is_ours: returns whether to do so for a DTensor, so that the traced code sees the full
-            parameter.
+        is_ours: function that returns whether to do so for a DTensor.
     """
 
-    # ``_parameters`` holds DTensors; ``parameters()``, ``named_parameters()`` and ``state_dict()``
-    # read it.
+    # ``_parameters`` holds DTensors, and ``parameters()``, ``named_parameters()`` and
+    # ``state_dict()`` read it. An attribute gives traced code the full parameter instead.
     def wrap(builder: VariableBuilder, value: DTensor) -> VariableTracker:
         owner, tx = _owner_of_table(builder.source), builder.tx
         if owner is None or not is_ours(value):

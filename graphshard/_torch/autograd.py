@@ -1,4 +1,4 @@
-"""Tensor hooks and versions, callbacks of backward, and substitutes for its ``inputs``.
+"""Tensor hooks and versions, callbacks of backward, and substitution of backward's ``inputs``.
 
 Relies on torch/_tensor.py, torch/autograd/variable.py and graph.py, and the ``CompiledFunction`` in
 torch/_functorch/_aot_autograd/runtime_wrappers.py.

@@ -46,7 +46,7 @@ _NEVER_DOES = (
 
 
 def _enum_member(owner: Any, name: str) -> Any:
-    """Stand in for the ``getattr`` by which some Pythons, such as 3.11.2, pickle enum members."""
+    """Replace ``getattr``, with which some Python versions (such as 3.11.2) pickle enum members."""
     if not (isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__):
         raise pickle.UnpicklingError(
             f"the .metadata file refers to {name!r} of {owner!r}, {_NEVER_DOES}"
@@ -74,7 +74,7 @@ class _Unpickler(pickle._Unpickler):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
-        if module.split(".")[0] == "pathlib":  # path it was saved to
+        if module.split(".")[0] == "pathlib":  # the path that the checkpoint was saved to
             return PurePosixPath
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)

@@ -2,15 +2,15 @@
 
 On a CPU, Inductor writes each kernel to its own file, and waits for all files of a graph before it
 lowers the next graph. Of the 0.5 s that a file takes, torch's headers take 0.3 s, even precompiled.
-Here, the kernels of a graph share as many files as can compile in parallel; while more graphs
-remain to be lowered, one core is reserved for that. The first step of a GPT of four layers takes
-34 s of CPU time with this module, including imports, and 49 s without. With two cores:
+Here, the kernels of a graph share as many files as can compile in parallel; one core is left free
+while more graphs remain to be lowered. The first step of a GPT with four layers takes 34 s of CPU
+time with this module, including imports, and 49 s without. With two cores:
 
     Inductor  lower forward   a.cpp b.cpp .. i.cpp   lower backward   j.cpp k.cpp .. r.cpp
     here      lower forward   lower backward   j.cpp k.cpp
                               a.cpp
 
-GPU kernels are left alone: they compile in separate processes, without such headers, and Inductor
+GPU kernels are not changed: they compile in separate processes, without such headers, and Inductor
 adds them to its cache when it waits for them.
 
 Relies on ``AsyncCompile`` (torch/_inductor/async_compile.py), created by a graph's generated code,
@@ -58,8 +58,8 @@ def few_cpp_files(num_graphs: int) -> Iterator[None]:
     The thread waits for all kernels at the end of the context, instead of after each graph.
 
     Args:
-        num_graphs: number of graphs expected, 2 for forward and backward. The contents of files
-            depend on it: cached files are only found again with the same number.
+        num_graphs: number of graphs expected, 2 for forward and backward. The contents of files,
+            and therefore cache hits, depend on this number.
     """
     put_off = _thread.put_off = _PutOff(num_graphs)
     try:
@@ -90,7 +90,7 @@ class _FewFiles(AsyncCompile):
     def wait(self, scope: dict[str, Any]) -> None:
         """Start compiling, wait, and replace the kernels in ``scope``.
 
-        In `few_cpp_files`, the wait and the replacement are put off to the end of the context.
+        In `few_cpp_files`, the wait and the replacement are postponed to the end of the context.
         """
         put_off: _PutOff = getattr(_thread, "put_off", _PutOff(1))
         put_off.num_graphs -= 1

@@ -36,11 +36,12 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def name_for_graphs(group: dist.ProcessGroup) -> str:
-    """Register and return a name of the group that is independent of groups which no graph uses.
+    """Register and return a name for the group that does not depend on groups no graph uses.
 
     ``process_group`` and torch's collectives find the group by this name. Torch's own names number
-    all groups of a job: if graphs used them, creating another group first would change the code of
-    graphs and their cache keys, and replicas would share no code. The default group keeps its name.
+    all groups of a job. If graphs used those names, creating another group first would change the
+    code and cache keys of graphs, and replicas would share no code. The default group keeps its
+    name.
     """
     if group is dist.group.WORLD:
         return group.group_name
@@ -49,11 +50,11 @@ def name_for_graphs(group: dist.ProcessGroup) -> str:
 
 
 def _take_name(name: str, group: dist.ProcessGroup) -> bool:
-    """Register the group by this name too; return False if another group has or had the name."""
+    """Register ``group`` under ``name``; return False if another group has or had the name."""
     registry: Any = torch._C._distributed_c10d
     try:
         registry._register_process_group(name, group)
-    except RuntimeError:  # taken: a name is free again only after the default group has gone
+    except RuntimeError:  # taken, until the default group is destroyed
         with suppress(RuntimeError):  # raised if the group that had the name has been destroyed
             return process_group(name) is group
         return False
@@ -77,7 +78,7 @@ def all_to_all(
         received_sizes, sent_sizes: number of rows from and to each rank; equal parts if None.
     """
     for size in (*(received_sizes or ()), *(sent_sizes or ())):
-        torch._check(size >= 0)  # not known if sizes depend on data
+        torch._check(size >= 0)  # unknown to the compiler if sizes depend on data
     exchange: Any = (
         functional.all_to_all_single_autograd
         if tensor.dtype.is_floating_point
@@ -110,13 +111,13 @@ def _forget_shardings() -> None:
     """Clear DTensor's cache of operator shardings, which refer to meshes."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    # Meshes with different groups compare equal: DTensor would reuse one of a destroyed world.
+    # Meshes with different groups can be equal: DTensor would reuse a mesh of a destroyed world.
     _clear_sharding_prop_cache()
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """Return a new connection to the group's store, or the store itself if it has no ``clone``."""
-    # ``_world`` keeps the store. The shared connection may be blocked by another thread.
+    # Another thread may block the shared connection.
     store = dist.distributed_c10d._world.pg_map[group][1]
     return store.clone() if hasattr(store, "clone") else store
 
@@ -172,7 +173,7 @@ wait_tensor: Callable[[torch.Tensor], torch.Tensor] = _wait_packet.default
 
 def replace_wait(wait: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Make running graphs call ``wait`` until :func:`restore_wait` or the next compile."""
-    on_compile_start(restore_wait)  # graphs that are compiled must contain the operator itself
+    on_compile_start(restore_wait)  # compiled graphs must contain the operator itself
     _wait_packet.default = wait
 
 
@@ -197,10 +198,10 @@ class PendingCollective(NamedTuple):
 def pending_collective(thread: int) -> PendingCollective | None:
     """Return the collective in progress on a thread of this process, or None.
 
-    Point-to-point operations, functional collectives and those of compiled graphs do not count, nor
-    do collectives of a backend that does not number them.
+    Ignores point-to-point operations, functional collectives, collectives of compiled graphs, and
+    backends that do not number their collectives.
     """
-    # Functions and their local variable "group" are those of distributed_c10d.py.
+    # The functions, and their local variable "group", are in distributed_c10d.py.
     frame = sys._current_frames().get(thread)
     if frame is None or frame.f_code.co_filename != _COLLECTIVES:
         return None

@@ -23,7 +23,7 @@ def local_tensor(dtensor: DTensor) -> torch.Tensor:
 
 
 def values_on_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, and any other tensor itself."""
+    """Return the local tensor of a DTensor, or any other tensor unchanged."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -47,7 +47,7 @@ def dtensor_of(
 
 def rows_of_parts(num_parts: int, dim: int) -> Placement:
     """Return the placement that splits each of ``num_parts`` blocks of a tensor along ``dim``."""
-    # As FSDP2 places parameters that tensor parallelism has split along ``dim`` (_fsdp_param.py).
+    # FSDP2 does the same for parameters that tensor parallelism has split (_fsdp_param.py).
     return Shard(dim) if num_parts == 1 else _StridedShard(dim, split_factor=num_parts)
 
 

@@ -2,9 +2,8 @@
 
 Relies on exc.py, output_graph.py, symbolic_convert.py, guards.py, callback.py, eval_frame.py,
 source.py, types.py, utils.py and backends/registry.py in torch/_dynamo and on torch/_guards.py,
-with the same names and arguments in torch 2.11 and 2.13. ``graphshard.errors``
-derives from ``ShortenTraceback``, because ``OutputGraph.call_user_compiler`` lets such errors pass
-unchanged.
+with the same names and arguments in torch 2.11 and 2.13. Errors in ``graphshard.errors`` derive
+from ``ShortenTraceback``, because ``OutputGraph.call_user_compiler`` passes these on unchanged.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ def log_only_errors() -> None:
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
 
 
-# Makes Dynamo trace the frame again if a backend raises it, or AOTAutograd within the backend.
+# If a backend, or AOTAutograd within it, raises this exception, Dynamo traces the frame again.
 # Torch raises it when a float that Dynamo treated as a variable has to be a constant. Of Dynamo's
 # restart exceptions, ``OutputGraph.call_user_compiler`` lets only this one pass.
 Restart = TensorifyScalarRestartAnalysis
 
 
 def capture_scalar_outputs() -> None:
-    """Have Dynamo trace values that a graph moves to the host, as ``Tensor.tolist`` does."""
+    """Make Dynamo trace values that code moves to the host, as ``Tensor.tolist`` does."""
     torch._dynamo.config.capture_scalar_outputs = True
 
 
@@ -147,7 +146,7 @@ def on_compile_error(act: Callable[[BaseException], None]) -> None:
     on_compile_end(_on_error(act))
 
 
-@functools.cache  # the same callback again, which is registered once
+@functools.cache  # returns the same callback again, which is registered only once
 def _on_error(act: Callable[[BaseException], None]) -> Callable[[object], None]:
     def act_on_error(_: object) -> None:
         # End callbacks run while the error passes through ``install_callbacks``.
@@ -267,7 +266,7 @@ _GOT = re.compile(r"got (\w+)\((['\"])(.*)\2\)", re.DOTALL)
 def describe_error(error: BaseException) -> str:
     """Return the type and message of the original error, on one line."""
     while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
-        error = inner  # that a Dynamo error wraps
+        error = inner  # wrapped by a Dynamo error
     text = _CUTS.split(str(error), maxsplit=1)[0]
     name, is_dynamos = type(error).__name__, type(error).__module__.startswith("torch._dynamo")
     if is_dynamos and (found := _GOT.search(text)):
@@ -276,9 +275,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error and of its chain of causes, then those of traced code.
+    """Return the frames of an error and of its chain of causes, then the frames of traced code.
 
-    The innermost frame of each error, and of traced code, is the last one.
+    The frames of each error, and of traced code, end with the innermost one.
     """
     frames: list[traceback.FrameSummary] = []
     for one in _chain(error):

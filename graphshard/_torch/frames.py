@@ -11,8 +11,8 @@ compiled code, in the ``kwargs`` dictionary of torch's own frame. Alternatives f
 
 - Forward hooks that set and reset state, or our own ``__call__``: Dynamo traces them. After a graph
   break between set and reset, the state stays set, or is set while nothing runs. If Dynamo skips
-  our ``__call__``, ``torch.compile(module)`` has nothing to compile; and compiled functions may
-  read a parameter outside of any module's call.
+  our ``__call__``, ``torch.compile(module)`` has nothing to compile. Besides, compiled functions
+  may read a parameter outside any module's call.
 - Weak references to the values: under ``torch.no_grad()``, a value would die between two reads.
 - A key that identifies the call, such as ``id(frame)``: nothing signals the end of the call, so
   full parameters would stay alive until the next one.
@@ -200,9 +200,8 @@ def is_resumed(code: CodeType) -> bool:
 
 
 def is_forward(frame: FrameType) -> bool:
-    """Return whether ``frame`` is named like a module's call, its forward, or any continuation."""
+    """Return whether ``frame`` is named like a module's call or forward, or is any continuation."""
     name = frame.f_code.co_name
-    # Continuations of other functions count, too.
     return name in ("forward", "_call_impl", WRAPPED_CALL) or is_resumed(frame.f_code)
 
 
@@ -230,7 +229,7 @@ def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] 
     Returns:
         The ``kwargs`` of the innermost call of such a module or of compiled code. If a forward runs
         without such a call, as in ``module.forward(x)`` or when torch.utils.checkpoint reruns part
-        of it: a new dictionary each time, which nothing shares. None outside of any forward.
+        of it: a new dictionary each time, shared with no other call. None outside any forward.
     """
     inside = False
     for frame in frames():

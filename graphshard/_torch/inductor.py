@@ -74,8 +74,8 @@ KEEP_HOST_COPIES = {"layout_optimization": False}
 
 def decompositions_for(inputs: Sequence[object]) -> dict[Any, Any] | None:
     """Return Inductor's decompositions for a graph with these inputs, or None for the default."""
-    # By default a complex add becomes views and a real add, which no pass of ours recognizes as the
-    # sum of two gradients of one parameter. With complex inputs, adds are therefore kept.
+    # By default, a complex add becomes views and a real add, which our passes do not recognize as
+    # the sum of two gradients of one parameter. With complex inputs, adds are therefore kept.
     if not any(isinstance(value, torch.Tensor) and value.is_complex() for value in inputs):
         return None
     table = dict(select_decomp_table())
@@ -91,9 +91,9 @@ def options_of_plans(
     ``on_schedule`` is called with the name of each graph and subgraph before its code is generated.
     """
     # Inductor keeps a dead buffer for a later one of the same size unless its estimate of peak
-    # memory grows, and that estimate ignores what collectives hold. In a GPT's backward, the head's
-    # gradient was kept for that of the embedding: the peak was 1491 MB instead of 1358. A GPU's
-    # allocator finds memory just as quickly; a CPU's does not.
+    # memory grows, and the estimate ignores memory held by collectives. In a GPT's backward, the
+    # buffer of the head's gradient was kept for the embedding's: the peak was 1491 MB instead of
+    # 1358 MB. Without reuse, a GPU's allocator finds memory just as quickly; a CPU's does not.
     frees_at_once = {} if device.type == "cpu" else {"allow_buffer_reuse": False}
     return {**KEEP_ORDER, **frees_at_once, "_post_fusion_custom_pass": KeepWaits(on_schedule)}
 
@@ -119,9 +119,9 @@ def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> di
         asked: ``meta`` of the graph module, where Dynamo stores ``override_cudagraphs`` (torch
             2.13) of the user's code. That entry is removed if this turns CUDA graphs off.
     """
-    # They cannot replay NCCL collectives, which hold buffers that CUDA graphs consider free
-    # (pytorch/torchtitan#2444, pytorch/pytorch#187565). The override's ``bwd`` can only turn them
-    # off (``create_compiler_config_extra`` in torch/_inductor/compile_fx.py).
+    # CUDA graphs cannot replay NCCL collectives, which hold buffers that the graphs consider free
+    # (pytorch/torchtitan#2444, pytorch/pytorch#187565). The override's ``bwd`` can only turn CUDA
+    # graphs off (``create_compiler_config_extra`` in torch/_inductor/compile_fx.py).
     override = getattr(asked.get("cudagraph_annotation"), "fwd", None)
     with inductor_config.patch(dict(options)):
         policy = getattr(inductor_config, "cudagraph_policy", None)
@@ -191,7 +191,7 @@ def _laid_out_as(tensor: Any, traced: fx.Node) -> Any:
     return ir.ExternKernel.require_stride_order(tensor, order)
 
 
-# Inductor replaces these: it draws one seed for each of them, once per graph
+# Random operators that Inductor replaces. A graph draws one seed for each of them, all at once
 # (torch/_inductor/fx_passes/replace_random.py).
 SEEDED = (torch.ops.aten.rand, torch.ops.aten.randn, torch.ops.aten.randint)
 
@@ -228,7 +228,7 @@ def compile_without_code(
 ) -> Any:
     """Run Inductor's graph passes on a graph with fake inputs, without generating code.
 
-    The returned callable returns uninitialized tensors in place of those that the graph computes.
+    The returned callable returns uninitialized tensors instead of the graph's results.
     If ``inner_compile`` is given, it compiles each partitioned graph instead, without the post-grad
     passes.
     """
@@ -288,8 +288,8 @@ def saving_activations(budget: float | None) -> AbstractContextManager[None]:
     if budget is not None:
         # A budget of 0 would also recompute values that must be saved.
         changes["activation_memory_budget"] = max(budget, 1e-9)
-    # Under a budget, the partitioner adds up the sizes of all inputs of the graph. Among them are
-    # meshes of DTensors, as script objects, whose size it does not know. Torch 2.11 has no option.
+    # Under a budget, the partitioner adds up the sizes of all graph inputs, including the meshes of
+    # DTensors: script objects of unknown size. Torch 2.11 does not have this option.
     if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
         changes["unsafe_treat_script_objects_as_zero_size"] = True
     return functorch_config.patch(changes)
@@ -327,8 +327,8 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 
 def caches_graphs() -> bool:
     """Return whether Inductor can reuse graphs that another process on this host has compiled."""
-    # If ranks autotune kernels together (torch/_inductor/config.py), they must compile at the same
-    # time, and none can wait for another's graphs.
+    # Ranks that autotune kernels together (torch/_inductor/config.py) must compile at the same
+    # time, so none can wait for another rank's graphs.
     together = getattr(inductor_config, "distributed_max_autotune_gemm", False)
     disabled = inductor_config.force_disable_caches or together
     return bool(inductor_config.fx_graph_cache) and not disabled
@@ -351,6 +351,6 @@ def settings_text(options: Mapping[str, Any]) -> str:
             for config in (inductor_config, functorch_config)
         ]
         passes = [getattr(inductor_config, name) for name in _OTHER_PASSES]
-    # Inductor does not cache graphs of passes without a key, for which any text will do.
+    # Any text will do for passes without a key, because Inductor does not cache their graphs.
     keys = [p.uuid() if isinstance(p, CustomGraphPass) else repr(p) for p in passes]
     return f"{configs} {keys}"

@@ -1,6 +1,6 @@
 """Optimizers and modules created since graphshard was imported, recorded as they are created.
 
-The garbage collector lists live objects, but not those that ``gc.freeze()`` has hidden from it.
+The garbage collector also lists live objects, but not those hidden from it by ``gc.freeze()``.
 Relies on torch/optim/optimizer.py and torch/nn/modules/module.py.
 """
 

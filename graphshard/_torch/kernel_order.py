@@ -98,7 +98,7 @@ def _delays_launch(node: BaseSchedulerNode, wait: int, needed: _Dependencies) ->
 def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
     """Split a fused kernel into nodes that need no late buffer, and nodes that do.
 
-    Return the kernel itself if it has only one of these kinds.
+    Return the kernel itself if its nodes are all of one kind.
     """
     late = late_buffers.difference(kernel.get_buffer_names())
     groups: tuple[Nodes, Nodes] = [], []
@@ -107,12 +107,12 @@ def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
         groups[is_late].append(node)
         if is_late:
             late.update(node.get_buffer_names())
-    if not all(groups):  # a different kernel must be split
+    if not all(groups):  # another kernel must be split instead
         return [kernel]
     parts: Nodes = []
     for group in groups:
         # Nodes that cannot share a loop become one kernel each. On a CPU none can, because Inductor
-        # has fitted loops to each other that may now be in different parts.
+        # has adapted their loops to each other, and may have done so across the two parts.
         whole = kernel.get_device().type != "cpu" and _can_share_triton_kernel(group)
         parts += [_fused(kernel, nodes) for nodes in ([group] if whole else [[n] for n in group])]
     return parts
@@ -141,7 +141,7 @@ def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSche
     waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
     own = {}
     for node in nodes:
-        # An allocation has no inputs, such as the zeros that a gradient is added to.
+        # Allocations, such as the zeros that a gradient is added to, have no inputs.
         makes = not (needed[node] or contains_collective(node))
         frees_first = contains_wait(node) or (
             makes and node.get_write_buffer_sizes() >= _MIN_SPLIT_BYTES
@@ -165,7 +165,7 @@ def _ordered(nodes: Nodes) -> Nodes:
     needed = _dependencies(nodes)
     own = {node: node.min_order if contains_wait(node) else -1 for node in nodes}
     last_wait = _latest(own, needed)
-    # Break ties in favour of waits.
+    # On ties, put waits first.
     by_order = sorted(nodes, key=lambda n: (max(n.min_order, last_wait[n]), not contains_wait(n)))
     needed.add_edges_from((_ROOT, node) for node in by_order)
     return [node for node in nx.dfs_postorder_nodes(needed, _ROOT) if node is not _ROOT]

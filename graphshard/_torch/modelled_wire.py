@@ -22,7 +22,7 @@ BACKEND = "modelled_wire"
 
 Tensors = list[Tensor]
 
-# DDP calls a group in a compiled forward, where Dynamo would trace methods that are in Python.
+# DDP calls a group in a compiled forward, where Dynamo would trace these Python methods.
 _eager = torch.compiler.disable
 
 
@@ -34,7 +34,7 @@ class ModelledWire:
         self._free_at = 0.0
 
     def send(self, num_bytes: float) -> float:
-        """Return when bytes sent now have arrived, on the clock of ``time.perf_counter``.
+        """Return the time at which bytes sent now arrive, on the clock of ``time.perf_counter``.
 
         Return 0 if ``bytes_per_s`` is not set.
         """
@@ -49,7 +49,7 @@ WIRE = ModelledWire()
 
 
 class _Work(dist.Work):
-    """Gloo's works of one collective; done when all of them and the wire are done."""
+    """The gloo works of one collective; done when all of them and the wire are done."""
 
     def __init__(self, works: Sequence[dist.Work], done_at: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules and optimizers: parameters, hooks, calls that replace parameters, loading.
+"""Modules and optimizers: parameters, hooks, replacement of parameters, loading.
 
 Relies on torch/nn/modules/module.py and rnn.py, torch/optim/optimizer.py and _muon.py,
 torch/distributed/utils.py and torch/distributed/checkpoint/_nested_dict.py.
@@ -96,12 +96,12 @@ _EMPTIES = "Module.to_empty.<locals>.<lambda>"  # function that ``to_empty`` app
 class NoticesReplacement(nn.Module):
     """A module that is notified after calls that may have replaced parameters or storages.
 
-    These calls are ``.to()``, ``to_empty()`` and the like, ``load_state_dict``, unpickling and
+    Such calls are ``load_state_dict``, ``.to()``, ``to_empty()`` and the like, unpickling and
     copying.
     """
 
     def _graphshard_on_replacement(self, *, empty: bool = False) -> None:
-        """Handle parameters or storages that may have been replaced, perhaps by ``empty`` ones."""
+        """Handle parameters or storages that may be new; ``empty`` if they are uninitialized."""
         raise NotImplementedError
 
     def _graphshard_before_loading(

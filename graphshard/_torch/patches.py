@@ -1,11 +1,11 @@
 """What graphshard changes in torch for a whole process.
 
 `PATCHES` are attributes of torch that `patch` replaces; `ENTRIES` are tables of torch to which we
-add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step. Changes
-of shorter or conditional effect are not among them:
+add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step.
+Temporary and conditional changes are not listed there:
 
-- While a graph runs whose waits are timed, ``distributed.py`` replaces ``wait_tensor``.
-- During a compile, or while a checkpoint is loaded, ``mock.patch.object`` replaces a function
+- ``distributed.py`` replaces ``wait_tensor`` while the waits of a running graph are timed.
+- During compilation, or while a checkpoint is loaded, ``mock.patch.object`` replaces a function
   (``cpp_kernels.py``, ``integrations/pretrained.py``).
 - ``no_gpu/stand_ins.py`` simulates a GPU in the process that ``graphshard.check`` starts.
 - With expert parallelism in torchtitan, ``dynamo.capture_scalar_outputs`` sets Dynamo's option.
@@ -23,7 +23,7 @@ PATCHES = {
         "Records every optimizer, for `live_instances`. Both __init__ and __setstate__ call it."
     ),
     "torch.optim.optimizer.Optimizer.load_state_dict": (
-        "Checks loaded state against the shards. Torch only has hooks per optimizer."
+        "Checks loaded state against the shards. Torch has only per-instance hooks for this."
     ),
     "torch.distributed.tensor.DTensor.data": (
         "Makes `param.data = value` set the local tensor; torch's own setter loses the value."
@@ -37,10 +37,10 @@ PATCHES = {
         "backend before the first compile."
     ),
     "torch._functorch._aot_autograd.graph_compile.run_joint_graph_passes_on_hops": (
-        "Leaves layers that AOTAutograd traced once to `inline_layers`: does not partition them."
+        "Does not partition layers that AOTAutograd traced once: `inline_layers` inlines them."
     ),
     "torch._higher_order_ops.invoke_subgraph.InvokeSubgraphHOP.gen_schema": (
-        "Derives the schema of such a layer once. Torch traces it again at every call, twice."
+        "Derives the schema of such a layer once. Torch traces the layer twice for each call."
     ),
 }
 
@@ -68,8 +68,8 @@ ENTRIES = {
         "Traces the results of unshard markers as parameters."
     ),
     "torch._dynamo.variables.builder.VariableBuilder._type_dispatch_impl": (
-        "Traces a DTensor in a module's _parameters as its full parameter, and reads of parameters "
-        "without a frame for each."
+        "Traces a DTensor in a module's _parameters as its full parameter, and traces reads of "
+        "parameters without a new frame for each."
     ),
     "torch._dynamo.variables.base.VariableTrackerMeta.all_subclasses": (
         "Lists the variable class of traced parameters, because Dynamo lists all such classes."

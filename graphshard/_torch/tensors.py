@@ -54,7 +54,7 @@ def new_fake_mode() -> FakeTensorMode:
 
 
 def quiet_fake_tensors() -> AbstractContextManager[object]:
-    """Do not log the errors that operators raise on fake tensors."""
+    """Suppress the log of errors that operators raise on fake tensors."""
     return mock.patch.object(logging.getLogger(FakeTensor.__module__), "disabled", True)
 
 
@@ -75,8 +75,8 @@ def on_storage(value: FakeTensor, storages: dict[int, torch.UntypedStorage]) -> 
     """Return a fake tensor like ``value`` on another storage.
 
     Args:
-        storages: new storages, keyed by ID of the old one; if it lacks that of ``value``, a storage
-            of the same size is added.
+        storages: new storages, keyed by the ID of the old one. If there is none for ``value``, a
+            storage of the same size is added.
     """
     storage = value.untyped_storage()
     with no_dispatch():
@@ -137,7 +137,7 @@ def argument_names(op: object) -> list[str]:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """Return the value of a size, or of an expression of sizes, during tracing; adds no guard.
+    """Return the value that a size or size expression had during tracing; adds no guard.
 
     A data-dependent size counts as 4096.
     """

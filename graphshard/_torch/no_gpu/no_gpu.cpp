@@ -1,5 +1,5 @@
-// A simulated CUDA device for the CPU build of torch: implements the C++ interfaces that autograd,
-// streams and events require. Nothing runs; stream operations are reported to a listener. Must be
+// A simulated CUDA device for the CPU build of torch: the C++ interfaces that autograd, streams and
+// events require. Nothing runs; stream operations are reported to a listener. This library must be
 // loaded before torch, which looks up these implementations only once.
 //
 // Interfaces: c10/core/impl/DeviceGuardImplInterface.h, ATen/detail/CUDAHooksInterface.h.
@@ -135,8 +135,9 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, NoGpuHooks)
 
 namespace native {
 
-// Chooses the backend of scaled_dot_product_attention, by the main rules of
-// aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Otherwise it would be decomposed to matmuls.
+// Chooses the backend of scaled_dot_product_attention by the main rules of
+// aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Without a choice, attention would be
+// decomposed into matmuls.
 int64_t choose_attention(
     const Tensor& query,
     const Tensor& key,

@@ -30,7 +30,7 @@ _ALLOCATIONS = frozenset(
 
 
 class WeakStorage:
-    """A weak reference to a tensor's storage, whose ``address`` is unique while this lives."""
+    """A weak reference to a storage; ``address`` stays unique as long as the reference lives."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -70,8 +70,8 @@ def is_allocation(op: object) -> bool:
 
 def run_on_streams(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """Run an operator on streams and events for real; its fake implementation does nothing."""
-    # Even so, operators on tensors (``streams.record_stream``, ``streams.sync_dealloc``) have no
-    # effect here.
+    # Stream operators on tensors (``streams.record_stream``, ``streams.sync_dealloc``) still have
+    # no effect.
     assert isinstance(op, OpOverload)
     with unset_fake_temporarily():
         return op(*args, **kwargs)
@@ -117,7 +117,7 @@ def num_kernels(op: object, args: Sequence[object], kwargs: Mapping[str, object]
 
 
 def _num_of_foreach(args: Sequence[object], *, casts: bool) -> int:
-    """Return the number of kernels of a foreach operator: 1 on its fast path, else one a tensor."""
+    """Return the number of kernels of a foreach operator: 1 on its fast path, or 1 per tensor."""
     # The fast path requires dense tensors, one dtype per list (with ``casts``, it may differ
     # between lists), and the same layout for tensors at the same position.
     lists = [list(tensors_in(arg)) for arg in args if isinstance(arg, (list, tuple))]

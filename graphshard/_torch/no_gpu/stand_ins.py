@@ -115,7 +115,7 @@ def install(device: DeviceProperties, hooks: Any) -> None:
 
 
 def _stand_in_for_torch_cuda(device: DeviceProperties) -> None:
-    """Replace what raises or finds no device in the CPU build, such as ``torch.cuda`` functions."""
+    """Replace functions that raise or find no device in the CPU build, most in ``torch.cuda``."""
     properties = types.SimpleNamespace(**asdict(device))
     answers: dict[str, Any] = {
         "is_available": True,
@@ -233,7 +233,7 @@ def _stand_in_for_dynamo(device: DeviceProperties) -> None:
 
 
 def _stand_in_for_triton(device: DeviceProperties) -> None:
-    """Replace Triton's driver, which would load libcuda, and turn off what needs a real device."""
+    """Replace Triton's driver, which would load libcuda; disable settings that need a device."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -252,8 +252,8 @@ def _stand_in_for_triton(device: DeviceProperties) -> None:
         if hasattr(function, "cache_clear"):
             function.cache_clear()
     hints.DeviceProperties.create.cache_clear()
-    # Nothing can run on the device, neither benchmarks nor constant folding; its random generators
-    # have no state; and other processes cannot compile, because they lack these replacements.
+    # Neither benchmarks nor constant folding can run on the device, and its random generators have
+    # no state. Other processes cannot compile, because they lack these replacements.
     functorch_config.graphsafe_rng_functionalization = False
     inductor_config.compile_threads = 1
     inductor_config.force_disable_caches = True
@@ -264,7 +264,7 @@ def _stand_in_for_triton(device: DeviceProperties) -> None:
 
 
 def _stand_in_for_allocation(hooks: Any) -> None:
-    """Replace allocation, pinning and views by C++ functions, which do not support fake tensors."""
+    """Replace the C++ functions that allocate, pin or view, which do not support fake tensors."""
 
     def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
@@ -331,7 +331,7 @@ def _stand_in_for_cudnn() -> None:
 def _stand_in_for_running(hooks: Any) -> None:
     """Report kernels, launches and graph calls to ``hooks``; run no kernels."""
 
-    # Triton kernels are kept as source code. Host kernels are not run either: they would read
+    # Triton kernels are reported as source code. Host kernels do not run either: they would read
     # memory that fake tensors do not have.
     class Kernel:
         def __init__(self, name: str, source: str) -> None:
