@@ -10,7 +10,7 @@ import torch
 
 from .._torch.autograd import current_backward, on_backward_end
 
-# Marker arguments that take an accumulator's stand-in or its key.
+# Marker arguments that take an accumulator's stand-in or key.
 UNSYNCED, PARTIAL = ACCUMULATOR_NAMES = ("unsynced", "partial")
 
 
@@ -37,7 +37,7 @@ class Accumulator:
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self.stand_in = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
         number = next(_numbers)
-        # Graphs look it up by number, because hooks may copy the tensors saved for backward.
+        # Graphs look up accumulators by number, because hooks may copy tensors saved for backward.
         self.key = torch.tensor(number, device="cpu")  # regardless of the default device
         _accumulators[number] = self
         self._taken: dict[int, list[torch.Tensor]] = {}  # keyed by the backward that took them
@@ -66,7 +66,7 @@ class Accumulator:
         return total
 
     def drop_taken(self) -> None:
-        """Drop the totals taken in this backward, because their parameter has received them."""
+        """Drop the totals taken in this backward, after their parameter has received them."""
         self._taken.pop(current_backward(), None)
 
     def _put_back(self, backward: int) -> None:

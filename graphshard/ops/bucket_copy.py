@@ -12,8 +12,8 @@ from .._torch.tensors import chunk_cat_, chunk_cat_is_one_kernel, foreach_copy_
 from .accumulators import take
 from .library import define, dtype_named, fake, implement
 
-# Opaque, because Inductor's C++ for a `cat` of a hundred tensors takes longer to compile than the
-# rest of a graph, and slices of one buffer have different offsets, which would keep equal layers
+# Opaque for two reasons: Inductor's C++ for a `cat` of a hundred tensors takes longer to compile
+# than the rest of a graph; and slices of one buffer differ in offset, which would keep equal layers
 # from sharing kernels.
 copy_in = define(
     "copy_in(Tensor[] tensors, int[] rows, str[] wire_dtypes, int[] counts, str[] buffer_dtypes,"
@@ -120,7 +120,7 @@ def _copy_in_fake(
 
 @implement(copy_out)
 def _copy_out(buffer: torch.Tensor, sizes: list[int], world: int) -> list[torch.Tensor]:
-    """Split a buffer of all ranks' parts into one contiguous ``[world, size]`` for each size."""
+    """Split a buffer of all ranks' parts into a contiguous ``[world, size]`` tensor per size."""
     parts = _copy_out_fake(buffer, sizes, world)
     # Without ``out``, CUDA would launch one kernel per output.
     torch.split_with_sizes_copy(buffer.view(world, -1), sizes, 1, out=parts)

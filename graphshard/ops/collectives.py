@@ -1,7 +1,7 @@
 """The calls of a bucket's collective (copy-in, launch, wait, copy-out), eager or in a graph.
 
-Transfers that share a packed buffer are laid out in it rank by rank. Several buffers are sent in
-one coalesced collective, or in one all-to-all each:
+A packed buffer holds its transfers rank by rank. Several buffers are sent in one coalesced
+collective, or in one all-to-all each:
 
     a tensor unchanged    shard ─► all_gather_into_tensor ─► wait ─► full
     any other buffer      shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► ..
@@ -45,7 +45,7 @@ class CollectiveInput(NamedTuple):
         source: padded shard, full gradient, or largest absolute values.
         rows: number of rows of a full parameter or of a gradient's padded shard; 0 for all-reduces.
         wire_dtype: dtype of the sent data, and of a gathered result.
-        result_dtype: dtype of a reduced result, or of a source with scales before it is scaled.
+        result_dtype: dtype of a reduced result; with scales, dtype of the source before scaling.
         scales: scales of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded
             shards]``, applied to sources before the cast to ``wire_dtype``; None without scaling.
         scale_index: position of this tensor's scale in ``scales``.
@@ -91,7 +91,7 @@ def launch_bucket(
     """
     buffers = [[_scaled(call, sent, group) for sent in inputs] for inputs in buffers]
     packed = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}
-    # Inductor's kernels pack fp8 weights.
+    # ``copy_in`` does not pack fp8 weights: Inductor's kernels do.
     copied = [
         i
         for i, inputs in enumerate(buffers)
@@ -201,8 +201,8 @@ def launch_host_copies(
 
     Args:
         target: device, or kind of host memory (``graphshard.ops.host_copy``).
-        host_reads: whether the host reads copies in its memory, which then need a second wait each;
-            ignored for copies to a device.
+        host_reads: whether the host reads the copies, which then need a second wait each; ignored
+            for copies to a device.
     """
     if isinstance(target, str):
         copies = call(copy_to_host, list(tensors), target, host_reads)
@@ -214,7 +214,7 @@ def launch_host_copies(
 def copy_and_wait(tensor: torch.Tensor, target: torch.device | str) -> torch.Tensor:
     """Copy a tensor to a device or to a kind of host memory, eagerly, and wait for the copy.
 
-    The stream of the device waits for a copy to it, and the host for a copy to host memory.
+    The current stream waits for a copy to a device; the host waits for a copy to host memory.
     """
     (copy,) = launch_host_copies(run, [tensor], target, host_reads=isinstance(target, str))
     return wait_tensor(run, wait_tensor(run, copy))
@@ -223,7 +223,7 @@ def copy_and_wait(tensor: torch.Tensor, target: torch.device | str) -> torch.Ten
 def launch_replica_reduce(
     call: Call, buffers: Sequence[BufferInputs], reduced: Sequence[Value], group: str, world: int
 ) -> list[Any]:
-    """Add totals of earlier microbatches to ``reduced`` shards, and launch averages over replicas.
+    """Add totals of earlier microbatches to ``reduced`` shards, and launch a mean over replicas.
 
     Return the results to wait for, one per buffer.
     """
@@ -232,15 +232,15 @@ def launch_replica_reduce(
         call(_aten.div.Scalar, shard, world) if _divides_first(group, shard) else shard
         for shard in shards
     ]
-    # Without the additional dimension, Inductor would mistake this wait for the reduction's, and
-    # keep the reduction's input alive until then (``_WaitKernel.get_volatile_reads`` in
-    # torch/_inductor/ir.py).
+    # Without an additional dimension, Inductor would mistake the wait for this all-reduce for that
+    # of the reduction, and keep the reduction's input alive until then
+    # (``_WaitKernel.get_volatile_reads`` in torch/_inductor/ir.py).
     views = [_viewed(call, shard, torch.Size([1, *value_of(shard).shape])) for shard in shards]
     return launch_collective(call, TransferKind.ALL_REDUCE_SHARDS, views, group, world)
 
 
 def _divides_first(group: str, shard: Value) -> bool:
-    """Return whether to divide shards before they are summed, because float16 may overflow."""
+    """Return whether to divide shards before they are summed: a float16 sum may overflow."""
     return value_of(shard).dtype == torch.float16 and not averages(group, shard)
 
 
@@ -288,7 +288,7 @@ def results_in_buffer(
 
 
 def _gathered(call: Call, inputs: BufferInputs, buffer: Value, world: int) -> list[Any]:
-    """Return the full ``[rows, ...]`` of each padded shard ``[ceil(rows / world), ...]``."""
+    """Return the full tensor ``[rows, ...]`` of each padded shard ``[ceil(rows / world), ...]``."""
     packed = buffer_dtype(TransferKind.ALL_GATHER, inputs)
     shapes = [_gathered_shape(sent, packed, world) for sent in inputs]
     parts = [buffer]

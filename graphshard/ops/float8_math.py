@@ -10,9 +10,9 @@ both scales, except in "rowwise" ``grad_x`` (see ``grad_input``):
     grad_w = g8.T @ x8
 
 "tensorwise" has one scale per tensor. "rowwise" has one scale, rounded down to a power of two, for
-each row of the left matrix and each column of the right one. Unlike in torchao, ``w8`` has one
-scale per row in ``grad_x`` too, because backward uses the bytes of forward: ``g`` is divided by
-these scales before it is scaled and cast itself.
+each row of the left matrix and each column of the right one. Unlike in torchao, ``grad_x`` uses the
+``w8`` of forward, with one scale per row of ``w``: ``g`` is divided by these scales, then scaled
+and cast itself.
 
 Functions that take a ``Call`` run ATen calls, or insert them into a graph.
 """
@@ -51,7 +51,7 @@ class Scaled(NamedTuple):
     """A matrix in fp8, and the factor that undoes its scaling."""
 
     values: Value
-    inverse: Value  # a scalar, or one value per vector along which the product sums
+    inverse: Value  # a scalar, or one value for each vector that the product sums over
 
 
 def scale_of(call: Call, amax: _Value, dtype: torch.dtype, recipe: str) -> _Value:
@@ -84,7 +84,7 @@ def cast(call: Call, x: _Value, scale: Value, dtype: torch.dtype, dim: int) -> _
 
 
 def quantized(call: Call, x: _Value, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
-    """Return ``x`` scaled by its largest absolute values and cast, for a sum over ``dim``."""
+    """Scale ``x`` by its largest absolute values and cast it, for a sum over ``dim``."""
     scale = scale_of(call, _amax(call, x, [] if recipe == TENSORWISE else [dim]), dtype, recipe)
     return Scaled(cast(call, x, scale, dtype, dim), call(_aten.reciprocal.default, scale))
 
@@ -108,8 +108,8 @@ def grad_input(call: Call, grad: _Value, weight: Scaled, recipe: str) -> _Value:
     """Return ``grad @ weight``."""
     dtype = value_of(grad).dtype
     if recipe == ROWWISE:
-        # grad @ (values / scale) sums over the weight's rows, which differ in scale. Therefore the
-        # gradient is divided by the scales instead.
+        # grad @ (values / scale) sums over the weight's rows, whose scales differ: divide the
+        # gradient by the scales instead.
         grad = call(_aten.mul.Tensor, as_dtype(call, grad, torch.float32), weight.inverse)
         values = value_of(weight.values)
         options = {"dtype": torch.float32, "device": values.device}
@@ -131,8 +131,8 @@ def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
     return _product(call, left, right, value_of(x).dtype, recipe)
 
 
-# A transposed copy that Inductor writes in a kernel of its own. Fused into a kernel that reduces
-# rows of the same values, it would store single bytes, each in a different sector of 32 bytes:
+# A transposed copy that Inductor writes in a separate kernel. Fused into a kernel that reduces rows
+# of the same values, it would store single bytes, each in a different sector of 32 bytes:
 #     fused    read a row, reduce it, write the row, write a column
 #     here     read a row, reduce it, write the row;  read a tile of rows, write it as columns
 # The second kernel costs two more bytes of traffic per element.
@@ -189,11 +189,10 @@ def _factor(call: Call, inverse: _Value, recipe: str, dim: int) -> _Value:
     return call(_aten.as_strided.default, inverse, sizes, [1, 1])
 
 
-# ``as_strided`` makes Inductor write an operand once. Otherwise, each linear that reads a cast of
-# the same input gets a copy in the layout that ``_scaled_mm`` requires. A transposed copy that is
-# written on its own also stays out of kernels that reduce over rows, such as a norm's backward,
-# which would store single bytes far apart. With row-wise scales, ``as_strided`` does not suffice to
-# keep it out; ``transposed_copy`` does.
+# ``as_strided`` makes Inductor write an operand once, in the layout that ``_scaled_mm`` requires.
+# Otherwise, each linear that reads a cast of the same input gets its own copy. Also, a transposed
+# operand is then not fused into kernels that reduce over rows, such as a norm's backward, which
+# would store single bytes far apart. With row-wise scales, only ``transposed_copy`` prevents this.
 
 
 def _row_major(call: Call, x: _Value) -> _Value:

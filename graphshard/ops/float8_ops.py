@@ -4,11 +4,10 @@
     joint     y = float8_mm(x, w)      grad_x = float8_mm_grad_input(g, w)
                                        grad_w = float8_mm_grad_weight(g, w, x)
 
-``w`` is a full weight in its own dtype; when run eagerly, the ops cast it themselves. The pass
-moves that cast ahead of the all-gather, except for "mxfp8". (``float8_mm_grad_weight`` takes ``w``
-only to identify the weight whose gradient it computes.) To scale shards, the pass inserts
-``local_amax``, the largest absolute values of shards, and ``own_rows``, the scales of the rows that
-this rank owns.
+``w`` is a full weight in its own dtype; the eager ops cast it themselves. The pass moves this cast
+ahead of the all-gather, except for "mxfp8". (``float8_mm_grad_weight`` takes ``w`` only to identify
+the weight whose gradient it computes.) To scale shards, ``local_amax`` returns the largest absolute
+values of shards, and ``own_rows`` the scales of the rows that this rank owns.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ def product(call: Call, op: object, arguments: Sequence[Any], weight: Scaled | N
     """Return the result of ``op``, one of ``PRODUCTS``.
 
     Args:
-        weight: the weight among ``arguments`` if it is already scaled. Not for "mxfp8".
+        weight: weight of the product in fp8, or None to cast the one in ``arguments``; ignored for
+            "mxfp8" and for weight gradients.
 
     Raises:
         RuntimeError: torch or the device does not support the product.
@@ -83,7 +83,7 @@ for _op in PRODUCTS:
 
 @functools.cache
 def float8_error(device_type: str, recipe: str) -> str | None:
-    """Return the error message of fp8 products on a device, or None if it supports them."""
+    """Return torch's error for fp8 products on a type of device, or None if it supports them."""
     values = torch.ones(mx_math.BLOCK, mx_math.BLOCK, dtype=torch.bfloat16, device=device_type)
     try:
         for op in PRODUCTS:
@@ -126,7 +126,7 @@ differentiate(float8_mm, _save, _backward)
 
 def _autocast(device_type: str) -> Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]:
     def cast_inputs(x: torch.Tensor, weight: torch.Tensor, recipe: str) -> torch.Tensor:
-        # Autocast treats the inputs like those of a linear.
+        # Cast the inputs as autocast does for a linear.
         dtype = torch.get_autocast_dtype(device_type)
         with torch.autocast(device_type, enabled=False):
             return float8_mm(x.to(dtype), weight.to(dtype), recipe)
@@ -170,7 +170,7 @@ def _local_amax_fake(
 
 @implement(own_rows)
 def _own_rows(full: torch.Tensor, group: str) -> torch.Tensor:
-    """Return this rank's rows as ``[rows, 1]``; ``full`` is ``[1, rows of all padded shards]``."""
+    """Return this rank's rows of ``full``, ``[1, rows of all padded shards]``, as ``[rows, 1]``."""
     process = process_group(group)
     return full.view(process.size(), -1, 1)[process.rank()].clone()
 

@@ -1,4 +1,4 @@
-"""Process groups, given by name: their ranks, their backend, and the rows of each rank."""
+"""Process groups, given by name: ranks, backend, and the rows that each rank owns."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def span_of(group: str) -> GroupSpan:
 
 def uses_all_to_all(group: str, dtype: torch.dtype) -> bool:
     """Return whether a group always reduces gradients of ``dtype`` by an all-to-all, as on gloo."""
-    # gloo's reduce-scatter is an all-reduce of a copy
-    # (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp), which sends twice as many bytes: on two
-    # ranks, 40 MB took 52 ms, and 20 ms by an all-to-all, which gloo lacks for complex numbers.
+    # gloo's reduce-scatter is an all-reduce of a copy, which sends twice as many bytes
+    # (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). On two ranks, 40 MB took 52 ms, or 20 ms
+    # with an all-to-all. gloo has no all-to-all for complex numbers.
     return not dtype.is_complex and keeps_send_copies(group)
 
 
@@ -41,7 +41,7 @@ def keeps_send_copies(group: str) -> bool:
 
 def averages(group: str, value: Value) -> bool:
     """Return whether the backend can average in an all-reduce of ``value``; gloo only sums."""
-    # A fake group stands for NCCL.
+    # A fake group simulates NCCL.
     return _backends(group).get(value_of(value).device.type) in ("nccl", "fake")
 
 

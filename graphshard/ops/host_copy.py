@@ -3,10 +3,10 @@
     host tensors ─► copy_to_device ─► wait ─► all_gather ..
                                               .. reduce_scatter ─► copy_to_host ─► wait ─► wait
 
-Copies in one direction run one after the other on their own stream, and start once the compute
-stream has reached their launch. The first wait for a copy makes the compute stream wait, and frees
-the source; a second wait, for copies that the host reads, makes the host wait. On a CPU these are
-plain copies. ``graphshard.planning.offload`` plans them.
+Each direction has a stream, on which copies run in order; a copy starts once the compute stream has
+reached its launch. The first wait for a copy makes the compute stream wait, and frees the source. A
+second wait, for copies that the host reads, makes the host wait. On a CPU, copies run at their
+launch. ``graphshard.planning.offload`` plans copies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tenso
 
 
 class _Launch:
-    """Copies launched before an event, and the streams that have waited for that event."""
+    """A launch of copies: the event that follows them, and the streams that have waited for it."""
 
     def __init__(self, event: torch.Event, device: torch.device) -> None:
         self._event, self._device = event, device

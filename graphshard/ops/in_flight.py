@@ -4,9 +4,9 @@
 
 Torch keeps a launched collective, with the memory that it reads and writes, until it is waited for.
 A user who catches "out of memory" and tries a smaller batch would have less memory each time.
-Therefore a graph's collectives are waited for before an error leaves it, those of host tensors for
-at most ``LIMIT_S``. Launched tensors are local variables of generated code, which the traceback
-keeps alive; without an error, this is free.
+Therefore, before an error leaves a graph, its collectives are waited for; for host tensors, at most
+``LIMIT_S``. The traceback keeps the launched tensors alive, as local variables of generated code.
+There is no cost without an error.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .._torch.frames import locals_at
 R = TypeVar("R")
 
 # Longest delay of an error, in seconds. Ranks that run the same graph launch everything that a
-# failed rank has launched, unless they fail at an earlier point; then a background thread waits
-# until the process group's timeout.
+# failed rank has launched, unless they fail earlier. In that case, a background thread goes on
+# waiting until the process group's timeout.
 LIMIT_S = 5.0
 
 _wait_tensor = torch.ops._c10d_functional.wait_tensor.default

@@ -1,4 +1,4 @@
-"""The operator library ``graphshard``: defines, implements, fakes and differentiates operators.
+"""The operator library ``graphshard``: functions to define, implement and differentiate operators.
 
 Dynamo, AOTAutograd and Inductor see each operator as one opaque call.
 """
@@ -66,7 +66,7 @@ def implementation_of(op: OpOverload) -> Callable[..., object]:
 
 
 def fake(op: OpOverload) -> Callable[[_Function], _Function]:
-    """Register the decorated function as the fake of ``op``, which returns results without data."""
+    """Register the decorated function as the fake implementation of ``op``."""
     decorate: Any = torch.library.register_fake(f"{_NAMESPACE}::{base_name(op)}", lib=_library)
     return cast(Callable[[_Function], _Function], decorate)
 

@@ -54,7 +54,7 @@ class MarkerSpec:
     """The arguments of one marker op."""
 
     name: ClassVar[str]
-    # Names of the last arguments, in which gradients of microbatches accumulate.
+    # Names of the last arguments: accumulators for gradients of microbatches.
     accumulators: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -68,7 +68,7 @@ class MarkerSpec:
         return f"{cls.name}({', '.join(arguments)}) -> Tensor"
 
     @classmethod
-    @functools.cache  # read in every call
+    @functools.cache  # every call of a marker op needs the names
     def argument_names(cls) -> tuple[str, ...]:
         return tuple(field.name for field in dataclasses.fields(cls))
 
@@ -115,7 +115,7 @@ class UnshardSpec(MarkerSpec):
         shard: padded shard, ``[ceil(rows / world), ...]``.
         rows: number of rows of the full parameter.
         group: group of the ranks that hold the shards.
-        regather_group: group that backward gathers from again: ``group`` (ZeRO-3) or a part of it
+        regather_group: group in which backward gathers again: ``group`` (ZeRO-3) or a part of it
             (ZeRO++'s hpZ). None keeps the full parameter for backward (ZeRO-2).
         replica_group: group of ranks with the same shard, over which reduced gradients are also
             averaged (HSDP), or None.
@@ -214,9 +214,9 @@ class ReduceGradSpec(MarkerSpec):
 
     @property
     def exchange_dtype(self) -> torch.dtype | None:
-        """Dtype to send if ranks exchange rows instead of reducing; None if that saves no bytes.
+        """Dtype to send if ranks exchange rows instead of reducing.
 
-        None, too, if the group always exchanges.
+        None if that saves no bytes, or if the group always exchanges.
         """
         always = uses_all_to_all(self.group, used_dtype(value_of(self.grad), self.reduce_dtype))
         return value_of(self.grad).dtype if self._is_narrow and not always else None
@@ -230,7 +230,7 @@ class ReduceGradSpec(MarkerSpec):
         """Return the input of the collective that replaces this marker.
 
         Args:
-            exchanges: whether ranks exchange rows and each sums its own, even if the backend does
+            exchanges: whether to exchange rows, which each rank then sums, even if the backend does
                 not require it.
         """
         grad = value_of(self.grad)
@@ -239,7 +239,7 @@ class ReduceGradSpec(MarkerSpec):
         return CollectiveInput(
             source=self.grad,
             rows=self.padded_rows,
-            # Each rank sums the rows that it receives, and casts them to a wider dtype only then.
+            # In an exchange, rows are cast to a wider dtype only when their receiver sums them.
             wire_dtype=grad.dtype if exchanges and self._is_narrow else reduced,
             result_dtype=self.result_dtype or grad.dtype,
             partial=self.partial,
@@ -289,7 +289,7 @@ class AllReduceGradSpec(MarkerSpec):
         return CollectiveInput(
             source=self.grad,
             rows=0,
-            # Some backends can only sum in an all-reduce, and float16 overflows early.
+            # Some backends can only sum in an all-reduce, and a sum of float16 may overflow.
             wire_dtype=torch.float32 if dtype == torch.float16 else dtype,
             result_dtype=self.result_dtype or grad.dtype,
         )

@@ -131,8 +131,8 @@ def _communicate(
 
 # [Note: padded shards] Rows are split as by ``torch.chunk``: ``ceil(rows / world)`` per rank,
 # fewer or none on the last ranks. The tensor that enters the graph is padded to
-# ``ceil(rows / world)`` rows on every rank: all ranks trace the same graph. Gathered rows past
-# ``rows`` are padding, which a view cuts off; the padding of a gradient is zero.
+# ``ceil(rows / world)`` rows on every rank, so all ranks trace the same graph. Gathered rows past
+# ``rows`` are padding, which a view cuts off. The padding of a gradient is zero.
 
 
 @_implement(UnshardSpec)
@@ -222,10 +222,10 @@ def _secondary_shard_fake(full: torch.Tensor, group: str) -> torch.Tensor:
 # Gradients of microbatches add up in accumulators (``graphshard.params.sharded_param``). A marker
 # takes an accumulator in one of two forms:
 #
-# - Its stand-in, which requires a gradient and receives it instead of the shard: before the
-#   reduction (``unsynced``), or before the average over replicas (``partial``).
-# - Its key. The marker's backward adds the total to the gradient: before the reduction
-#   (``unsynced``), or between reduce-scatter and the average over replicas (``partial``).
+# - Its stand-in, which requires a gradient. It receives the gradient instead of the shard, before
+#   the reduction (``unsynced``) or before the average over replicas (``partial``).
+# - Its key. The marker's backward adds the total to the gradient, before the reduction
+#   (``unsynced``) or between reduce-scatter and the average over replicas (``partial``).
 
 
 def _is_stand_in(accumulator: Value | None) -> bool:

@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
     """A matrix in mxfp8, with blocks along its rows."""
 
     values: Any  # e4m3, [rows, columns]
-    exponents: Any  # uint8, [rows, columns / 32]: biased exponents of the scales that values lack
+    exponents: Any  # uint8, [rows, columns / 32]: biased exponents of the blocks' scales
 
 
 def forward(call: Call, x: Value, weight: Value) -> Any:
@@ -57,11 +57,11 @@ def by_rows(call: Call, x: Value) -> Blocks:
     """Return ``x`` in blocks along its rows.
 
     Raises:
-        RuntimeError: a row is not a multiple of 32 long.
+        RuntimeError: the row length is not a multiple of 32.
     """
     columns = value_of(x).shape[1]
     if columns % BLOCK:
-        raise RuntimeError(f"mxfp8 takes rows of a multiple of {BLOCK} values, not {columns}")
+        raise RuntimeError(f"mxfp8 requires rows of a multiple of {BLOCK} values, not {columns}")
     values, exponents = _cast(call, _view(call, x, [-1, columns // BLOCK, BLOCK]), 2)
     return Blocks(
         _view(call, values, [-1, columns]), _view(call, exponents, [-1, columns // BLOCK])
@@ -69,7 +69,7 @@ def by_rows(call: Call, x: Value) -> Blocks:
 
 
 def by_columns(call: Call, x: Value) -> Blocks:
-    """Return the transpose of ``x``, padded to rows of a multiple of 32, in blocks along rows."""
+    """Return the transpose of ``x`` in blocks along its rows, padded to a multiple of 32 values."""
     x, columns = _padded(call, x, 0, BLOCK), value_of(x).shape[1]
     values, exponents = _cast(call, _view(call, x, [-1, BLOCK, columns]), 1)
     values = call(transposed_copy, _view(call, values, [-1, columns]))
@@ -80,7 +80,7 @@ def by_columns(call: Call, x: Value) -> Blocks:
 def _cast(call: Call, blocks: Value, dim: int) -> tuple[Any, Any]:
     """Return the values and the exponents of blocks along ``dim``."""
     amax = call(_aten.amax.default, call(_aten.abs.default, blocks), [dim], True)
-    # Values of e4m3 end at 448: a block's scale is at least this.
+    # Smallest scale with which no value of a block exceeds the largest e4m3 value, 448.
     least = call(_aten.div.Tensor, as_dtype(call, amax, torch.float32), torch.finfo(E4M3).max)
     bits = call(_aten.view.dtype, least, torch.int32)
     exponent = call(_aten.__rshift__.Scalar, call(_aten.sub.Tensor, bits, 1), 23)
@@ -93,7 +93,7 @@ def _cast(call: Call, blocks: Value, dim: int) -> tuple[Any, Any]:
 
 def _product(call: Call, a: Blocks, b: Blocks, dtype: torch.dtype) -> Any:
     """Return ``a @ b.T``."""
-    if value_of(a.values).device.type == "cpu":  # has no such product
+    if value_of(a.values).device.type == "cpu":  # CPUs have no such product
         left, right = _exact(call, a, dtype), _exact(call, b, dtype)
         return call(_aten.mm.default, left, call(_aten.permute.default, right, [1, 0]))
     product = call(
@@ -118,9 +118,9 @@ def _exact(call: Call, matrix: Blocks, dtype: torch.dtype) -> Any:
 
 
 def _tiled(call: Call, exponents: Value) -> Any:
-    """Return scales as e8m0, in the order in which tensor cores read them, ``[scales]``.
+    """Return scales as a 1D tensor of e8m0, in the order in which tensor cores read them.
 
-    They are padded to whole tiles (cuBLAS documentation, 1D Block Scaling Factors Layout).
+    Scales are padded to whole tiles (cuBLAS documentation, 1D Block Scaling Factors Layout).
     """
     rows, columns = _TILE
     padded = _padded(call, _padded(call, exponents, 0, rows), 1, columns)
@@ -131,7 +131,7 @@ def _tiled(call: Call, exponents: Value) -> Any:
 
 
 def _sizes(x: Value) -> list[int]:
-    """Return the sizes for a view, -1 in place of a symbolic one: at most one is."""
+    """Return the sizes for a view, with -1 for the symbolic one, if any."""
     return [size if isinstance(size, int) else -1 for size in value_of(x).shape]
 
 

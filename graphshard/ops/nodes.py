@@ -1,7 +1,7 @@
 """Graph nodes: their values, views, sizes and uses, our keys in ``node.meta``, and new nodes.
 
-A ``Call`` runs an operator now or inserts it into a graph (``Emitter``): eager code and rewrites
-share functions.
+A ``Call`` runs an operator now or inserts it into a graph (``Emitter``), so eager code and graph
+rewrites can share functions.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Values: TypeAlias = Sequence[torch.Tensor] | fx.Node  # tensors, or the node of 
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default  # waits for a collective; returns its result
 
-# Our keys in ``node.meta``. PLANNED marks nodes that a rewrite has inserted for a plan.
+# Our keys in ``node.meta``. PLANNED marks nodes that lowering inserts to follow a plan.
 PLANNED = "graphshard_planned"
 
-# Reason why a parameter is not sent in a smaller dtype.
+# Reason for not sending a parameter in a smaller dtype.
 REASON = "graphshard_reason"
 
 # Marks an input that is a parameter's only shard.
 WHOLE_SHARD = "graphshard_whole_shard"
 
-# Bytes of an input that is a parameter gathered in forward, or a part of one, including padding.
-# Its memory is freed after its last use.
+# Bytes of a backward input that holds a full parameter, or a part of one, including padding. Unlike
+# a shard's, its memory is freed after its last use.
 HELD_BYTES = "graphshard_held_bytes"
 
 
@@ -59,7 +59,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor in bytes, by the hints of symbolic sizes."""
+    """Return the size of a tensor in bytes, using hints for symbolic sizes."""
     return size_hint(tensor.numel()) * tensor.element_size()
 
 
@@ -112,7 +112,8 @@ def replace_in_output(graph: fx.Graph, replacements: Mapping[fx.Node, fx.Node]) 
 
 def erase_unused(graph: fx.Graph) -> None:
     """Erase nodes that have neither users nor side effects."""
-    # ``Graph.eliminate_dead_code`` asks every node for side effects, and lints the graph.
+    # Unlike ``Graph.eliminate_dead_code``, check only unused nodes for side effects, and do not
+    # lint the graph.
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure():
             graph.erase_node(node)
@@ -126,8 +127,8 @@ def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
 # ``call(op, *args)`` runs ``op`` on tensors, or inserts it into a graph for nodes.
 Call: TypeAlias = Callable[..., Any]
 
-# Other entries of ``meta`` describe the replaced node's call, not its origin: its eager inputs,
-# for example, which Inductor reads.
+# Entries of ``meta`` that describe a node's origin. Others describe its call, such as the eager
+# inputs that Inductor reads, and do not fit the new nodes.
 _ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "custom")
 
 
@@ -137,9 +138,11 @@ def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class Emitter:
-    """A ``Call`` that inserts nodes with fake values, and with ``extra`` entries in their ``meta``.
+    """A ``Call`` that inserts nodes with fake values into a graph.
 
-    ``origin`` is the ``meta`` of the node that they replace.
+    Args:
+        origin: ``meta`` of the node to replace, from which new nodes copy the `_ORIGIN` entries.
+        extra: additional entries for the ``meta`` of new nodes.
     """
 
     def __init__(self, graph: fx.Graph, origin: Mapping[str, object], **extra: object) -> None:

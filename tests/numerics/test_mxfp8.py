@@ -170,7 +170,7 @@ def test_sizes_that_are_no_multiples_of_32_compute_in_bfloat16() -> None:
         if fp8 is not None:
             reasons = [why for _, why in backend.plans[0].reasons]
             assert len(reasons) == 2
-            assert all("takes rows of a multiple of 32 values, not 48" in why for why in reasons)
+            assert all("requires rows of a multiple of 32 values, not 48" in why for why in reasons)
     assert losses[0] == losses[1]
 
 
