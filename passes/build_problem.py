@@ -239,14 +239,14 @@ class _AliveBytes(NamedTuple):
 def _alive_bytes(
     graph: fx.Graph,
     kind: GraphKind,
-    position: Mapping[fx.Node, int],  # at which each node runs
+    position: Mapping[fx.Node, int],  # position at which each node runs
     unmaterialized: UnmaterializedValues,
-    written: Mapping[fx.Node, int],  # of each node in the graph
+    written: Mapping[fx.Node, int],  # position of each node in the graph
 ) -> _AliveBytes:
     """Return the bytes alive at each position, except those counted by transfers.
 
-    Transfers count gathered parameters and reloaded activations, and count full gradients and
-    offloaded activations once they are ready to be sent.
+    Transfers count gathered parameters and reloaded activations. They count full gradients and
+    offloaded activations only once these are ready to be sent.
     """
     end = len(position)
     holders: dict[fx.Node, set[fx.Node]] = {}  # nodes whose memory holds each value

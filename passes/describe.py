@@ -151,7 +151,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
 
 
 def _held_bytes(gradient: fx.Node) -> int:
-    # A vocabulary-parallel embedding sends a part of its gradient.
+    # A vocabulary-parallel embedding sends a view of its gradient, which holds all of the memory.
     root = root_of(gradient)
     is_tensor = isinstance(root.meta.get("val"), torch.Tensor)
     owns_memory = is_tensor and len(users_through_views(root)) == 1

@@ -47,7 +47,7 @@ _LINEAR = torch.nn.functional.linear
 
 
 def use_float8(gm: fx.GraphModule, context: PassContext) -> None:
-    """Make linears whose weight has an fp8 recipe fp8 linears, in place, including subgraphs."""
+    """Replace linears whose weight has an fp8 recipe with fp8 linears, in place and recursively."""
     for part in graph_modules(gm):
         for node in part.graph.find_nodes(op="call_function", target=_LINEAR):
             _use_float8(node)

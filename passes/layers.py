@@ -4,8 +4,8 @@
     shared     z = invoke_subgraph(layer, x, p)[0]   z_1 = invoke_subgraph(layer, z, q)[0]   ..
     joint      the nodes of the layer's own joint graph, copied to each of its calls
 
-AOTAutograd traces and differentiates ``layer`` once, and calls its forward and backward graphs.
-Inductor's joint-graph passes process the layer once; ``inline_layers`` then inlines its calls.
+AOTAutograd traces and differentiates ``layer`` once; the joint graph calls its forward and backward
+graphs. Inductor's joint-graph passes process them once, then ``inline_layers`` inlines the calls.
 
 [Note: equal layers] Layers share a trace only if plain tracing would record the same joint graph
 for each of them, which makes results bitwise equal. The conditions are:
@@ -285,10 +285,10 @@ class LayersDiffer(Exception):
 def keep_calls(gm: fx.GraphModule) -> bool:
     """Return whether all calls of subgraphs are calls of shared layers that can be inlined later.
 
-    Otherwise, inline the shared layers.
+    If not, inline the shared layers now.
 
     Raises:
-        LayersDiffer: as :func:`inline_layers`.
+        LayersDiffer: as raised by :func:`inline_layers`.
     """
     calls = _calls(gm)
     shared = list(filter(_is_shared, calls))

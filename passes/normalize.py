@@ -66,10 +66,7 @@ def _raise_view(node: fx.Node) -> None:
 
 
 def _sink_gathered(graph: fx.Graph) -> None:
-    """Move gathered parameters and reloaded activations right before their first use.
-
-    Their views move with them.
-    """
+    """Move gathered parameters, reloaded activations and their views right before first use."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     # The last node moved before each node.
     last_moved: dict[fx.Node, fx.Node] = {}

@@ -175,7 +175,7 @@ Input = tuple[fx.Node, int | None]
 
 
 class _Region:
-    """A set of nodes to replace with one call.
+    """Nodes of a graph to replace with one call.
 
     Attributes:
         nodes: nodes in graph order; no other node between them depends on any of them.
@@ -366,7 +366,7 @@ def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[
 
 
 class _Recomputation:
-    """Copies of nodes for users outside their region; those in other regions join ``home``."""
+    """Copies of nodes for users in other regions or in none; copies in regions join ``home``."""
 
     def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
         self._graph, self._home = graph, home
