@@ -196,7 +196,7 @@ def keep_subgraphs(keeps: Callable[[fx.GraphModule], bool]) -> None:
 def derive_schemas_once(prefix: str) -> None:
     """Derive the schema of a subgraph only once if its name contains ``prefix``.
 
-    All calls of such a subgraph must have the same schema: their arguments differ only in values.
+    All calls of such a subgraph must have the same schema: arguments may differ only in values.
     """
 
     def wrap(gen_schema: Any) -> Any:

@@ -1,4 +1,4 @@
-"""C++ kernels of a graph, compiled in a few files while the next graphs are lowered.
+"""Compile the C++ kernels of a graph in a few files, while the next graphs are lowered.
 
 On a CPU, Inductor writes each kernel to its own file, and waits for all files of a graph before it
 lowers the next graph. Of the 0.5 s that a file takes, torch's headers take 0.3 s, even precompiled.

@@ -75,7 +75,7 @@ def all_to_all(
 
     Args:
         group: name of the group.
-        received_sizes, sent_sizes: number of rows from and to each rank; equal parts if None.
+        received_sizes, sent_sizes: numbers of rows from and to each rank, or None for equal parts.
     """
     for size in (*(received_sizes or ()), *(sent_sizes or ())):
         torch._check(size >= 0)  # unknown to the compiler if sizes depend on data

@@ -3,7 +3,7 @@
 Relies on exc.py, output_graph.py, symbolic_convert.py, guards.py, callback.py, eval_frame.py,
 source.py, types.py, utils.py and backends/registry.py in torch/_dynamo and on torch/_guards.py,
 with the same names and arguments in torch 2.11 and 2.13. Errors in ``graphshard.errors`` derive
-from ``ShortenTraceback``, because ``OutputGraph.call_user_compiler`` passes these on unchanged.
+from ``ShortenTraceback``, because ``OutputGraph.call_user_compiler`` does not wrap such errors.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def run_as_python(function: Callable[..., object]) -> None:
 def run_with_callees_as_python(function: _F) -> _F:
     """Keep Dynamo from compiling ``function`` and its callees when Python calls ``function``.
 
-    For backward hooks: if a compiled function calls ``backward()``, that runs outside of any graph,
-    but with Dynamo enabled. Unlike ``torch.compiler.disable``, this adds no cost per call.
+    For backward hooks: if a compiled function calls ``backward()``, they run outside any graph, but
+    with Dynamo enabled. Unlike ``torch.compiler.disable``, this adds no cost per call.
     """
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, strategy)

@@ -17,8 +17,8 @@ compiled code, in the ``kwargs`` dictionary of torch's own frame. Alternatives f
 - A key that identifies the call, such as ``id(frame)``: nothing signals the end of the call, so
   full parameters would stay alive until the next one.
 
-It relies on three facts (lines of torch 2.13.0; 2.11.0), which ``tests/graph/test_call_scope.py``
-tests:
+``call_scope`` relies on three facts (lines of torch 2.13.0; 2.11.0), which
+``tests/graph/test_call_scope.py`` tests:
 
 - ``nn.Module._wrapped_call_impl(self, *args, **kwargs)`` calls ``self._call_impl(*args, **kwargs)``
   and does not use ``kwargs`` again; the callee gets a copy (torch/nn/modules/module.py:1774; 1775).
@@ -224,7 +224,7 @@ def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] 
     It is the call's own ``kwargs``: use keys that are not strings.
 
     Args:
-        is_part_of_model: returns whether a module's calls count.
+        is_part_of_model: function that returns whether a module's calls count.
 
     Returns:
         The ``kwargs`` of the innermost call of such a module or of compiled code. If a forward runs

@@ -153,15 +153,15 @@ def lower_as_collective(op: OpOverload) -> None:
     """Make Inductor treat an operator as an asynchronous launch, which ``wait_tensor`` completes.
 
     Args:
-        op: operator that takes a list of tensors first and returns a result for each.
+        op: operator with a list of tensors as first argument, which returns a result for each.
     """
 
     # Inductor reuses or overwrites a buffer after the last operator that reads it. The inputs of a
     # collective stay intact until its wait (``get_volatile_reads`` in torch/_inductor/ir.py,
     # ``register_comm_lowerings`` in torch/_inductor/comm_lowering.py).
     def lower(tensors: list[Any], *args: Any) -> list[Any]:
-        # Inductor passes ``wait_tensor`` the traced layout. From any other, it would insert a copy
-        # before the wait, and wait for the copy.
+        # Inductor passes ``wait_tensor`` the traced layout. It would convert any other layout with
+        # a copy before the wait, and wait for the copy.
         traced: Any = V.graph.current_node.args[0]
         ordered = list(map(_laid_out_as, tensors, traced))
         launched: Any = ir._CollectiveKernel.create_out_of_place(op, ordered, *args)

@@ -1,4 +1,4 @@
-"""A process group for CPUs: gloo, whose collectives take at least the time of a modelled wire.
+"""A process group for CPUs: gloo, with collectives that are no faster than a modelled wire.
 
 Each rank's wire carries one collective at a time, in ``latency_s`` plus the time of the bytes that
 a ring sends. The transfer needs no core, as on a GPU's interconnect, so compute can hide it: a wait

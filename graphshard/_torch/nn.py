@@ -32,7 +32,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def parameters_if_initialized(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return `parameters_of`, or an empty dictionary if ``nn.Module.__init__`` has not run."""
+    """Return ``parameters_of(module)``, or ``{}`` if ``nn.Module.__init__`` has not run."""
     return module.__dict__.get("_parameters", {})
 
 

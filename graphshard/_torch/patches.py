@@ -1,4 +1,4 @@
-"""What graphshard changes in torch for a whole process.
+"""Changes that graphshard makes to torch for the whole process.
 
 `PATCHES` are attributes of torch that `patch` replaces; `ENTRIES` are tables of torch to which we
 add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step.

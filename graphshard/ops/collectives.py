@@ -142,7 +142,7 @@ def _is_float8(inputs: BufferInputs) -> bool:
 
 
 def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> bool:
-    """Return whether a tensor alone in its buffer must be cast, padded or made contiguous."""
+    """Return whether a tensor with its own buffer must be cast, padded or made contiguous."""
     tensor = sent.tensor
     padded = kind == TransferKind.REDUCE_SCATTER and tensor.shape[0] != sent.rows * world
     casts = buffer_dtype(kind, [sent]) != tensor.dtype

@@ -120,7 +120,7 @@ def erase_unused(graph: fx.Graph) -> None:
 
 
 def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """Return a graph that Dynamo traced and all of its subgraphs, such as checkpointed parts."""
+    """Return Dynamo's graph module and all of its subgraphs, such as the bodies of checkpoints."""
     return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 

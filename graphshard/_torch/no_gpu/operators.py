@@ -1,4 +1,4 @@
-"""Operators, their kernels, and tensor storages, as generated code uses them.
+"""Operators called by generated code, the kernels that they launch, and tensor storages.
 
 Relies on its imports, on ``UntypedStorage._new_with_weak_ptr`` (torch/multiprocessing/reductions.py
 uses it), and on ForeachUtils.h, cuda/ForeachBinaryOpList.cu and cuda/TensorShape.cu in
@@ -69,7 +69,7 @@ def is_allocation(op: object) -> bool:
 
 
 def run_on_streams(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """Run an operator on streams and events for real; its fake implementation does nothing."""
+    """Run a stream or event operator for real, because its fake implementation does nothing."""
     # Stream operators on tensors (``streams.record_stream``, ``streams.sync_dealloc``) still have
     # no effect.
     assert isinstance(op, OpOverload)

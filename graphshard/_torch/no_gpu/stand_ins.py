@@ -1,9 +1,9 @@
 """Replacements for a CUDA device, its driver and its allocator in this process.
 
-With them, Inductor and Triton compile for the device, and the generated code runs over fake
-tensors. ``no_gpu.cpp``, which was loaded before torch, makes autograd, streams and events of
-``cuda`` work without effect. `install` replaces the rest permanently: the process cannot do
-anything else afterwards. All replacements are in this module.
+With them, Inductor and Triton compile for the device, and the generated code runs on fake tensors.
+``no_gpu.cpp``, which must be loaded before torch, makes autograd accept ``cuda``, with streams and
+events that have no effect. `install` replaces the rest permanently: the process cannot do anything
+else afterwards. All replacements in Python are in this module.
 
 Relies on torch 2.13 and Triton 3.7.
 """
@@ -87,7 +87,7 @@ StreamListener = Callable[[str, int, int], None]  # operation, ID of the event, 
 
 
 def listen(library: ctypes.CDLL, listener: StreamListener) -> object:
-    """Call ``listener`` for every stream or event operation, while the result is kept alive."""
+    """Call ``listener`` for every stream or event operation while the returned object lives."""
     kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)
     callback = kind(lambda what, event, stream: listener(what.decode(), event, stream))
     library.graphshard_listen(callback)
