@@ -7,7 +7,7 @@
     module_class, eager        let forward read full parameters, inside and outside of graphs
     graph_params, mixed_precision, first_forward, compare_traces
                                guards and checks of graphs, dtype casts, the first forward, a check
-                               that the plain model does the same
+                               that sharding does not change what forward computes
     grad_sync, clip_grad       ``no_sync`` and related functions; clipping by the total norm
     loading, full_tensor, state_dict
                                load full tensors; gather and scatter one; full state dicts

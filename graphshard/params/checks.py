@@ -62,7 +62,7 @@ def find_groups(
 def _groups_of_params(
     plain_params: Sequence[PlainParam], groups: MeshGroups, options: Options
 ) -> dict[PlainParam, MeshGroups]:
-    """Return the groups of each parameter; those on the same meshes share one object."""
+    """Return the groups of each parameter; parameters on the same meshes share one object."""
     shared: dict[MeshGroups, MeshGroups] = {}
     result = {}
     for plain in plain_params:
@@ -190,8 +190,8 @@ def _own_mesh_error(groups: MeshGroups) -> str | None:
     for own in filter(None, (mesh, groups.tp_mesh)):
         if not set(own.mesh.flatten().tolist()) <= ranks:
             return (
-                f"is on {own}, with ranks that do not train the model, because they are not in "
-                f"{default.whole_mesh}: pass {slices}, where dp has all ranks with different data"
+                f"is on {own}, but the model is trained only by the ranks of {default.whole_mesh}: "
+                f"pass {slices}, where dp has all ranks with different data"
             )
     return None
 

@@ -121,7 +121,7 @@ def _trace_of(gm: fx.GraphModule, fqns: Sequence[str | None]) -> tuple[_Step, ..
 def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
     results = itertools.count()
     for node in gm.graph.nodes:
-        # The plain graph has the parameter itself.
+        # In the plain graph, the value is the parameter itself.
         if node.target in UNSHARD_MARKERS or _is_of_accessor(node):
             labels[node] = labels[node.args[0]]
         elif node.op == "get_attr":
@@ -138,7 +138,7 @@ def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
 
 
 def _is_of_accessor(node: fx.Node) -> bool:
-    """Return whether an accessor calls the node: to move a dimension, or to make a DTensor."""
+    """Return whether an accessor added the node, to move a dimension or to make a DTensor."""
     return node.op not in ("placeholder", "output") and module_class.__file__ in _line(node)
 
 

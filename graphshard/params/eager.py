@@ -1,9 +1,9 @@
 """Full parameters for the parts of a forward that run outside of any graph.
 
-Which parameters these parts read may depend on a rank's data (mixture-of-experts routing, a loop
-over ``index.unique()``), so gathering at each read would differ between ranks. As with FSDP2's
-``fully_shard(module)``, the unit is the module: the first read gathers all of its parameters, later
-reads in the same call get the same tensors, and one backward reduces all their gradients:
+Eager code may read different parameters on each rank, depending on its data (mixture-of-experts
+routing, a loop over ``index.unique()``), so parameters cannot be gathered one by one. The unit is
+the module, as in FSDP2's ``fully_shard(module)``: the first read gathers all of its parameters,
+later reads in the same call get the same tensors, and one backward reduces all their gradients:
 
     call of the module    shards ──► _Unshard ──► full parameters ──► read, read, ...
     backward              their gradients ◄── _Unshard ◄── sum over all reads, None if not read
@@ -43,7 +43,7 @@ class _Read(NamedTuple):
 
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
-    """Return the full parameters ``names``, or None outside of any forward of the model.
+    """Return a module's full parameters by name, or None outside of any forward of the model.
 
     They are differentiable unless frozen. This is a collective if the call in progress has not
     gathered all of them yet.

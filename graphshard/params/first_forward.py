@@ -4,10 +4,10 @@ One hook shards a module when its first compiled forward begins; another raises 
 optimizer steps parameters that were never sharded.
 
 [Note: first forward] With a mixed-precision policy, sharding adds hooks that cast a model's inputs
-and outputs, as in FSDP2. A module only calls hooks that it has when its forward begins, but Dynamo
-calls the backend in the middle of the first forward, too late to cast its inputs, or never: if it
-is disabled, or leaves the whole call to Python, as it does after ``compile()`` of a torch.nn
-module. Therefore graphshard must find the module earlier.
+and outputs, as in FSDP2. A forward only calls hooks that are registered when it begins. Dynamo
+calls the backend in the middle of the first forward, which is too late to cast its inputs, or
+never: if Dynamo is disabled, or leaves the whole call to Python, as after ``compile()`` of a
+torch.nn module. Therefore graphshard must find the module earlier.
 
 ``torch.compile`` passes only graphs to a backend. But when it is given a module, it reads the
 backend's ``__name__`` (``_TorchCompileWrapper`` in torch/__init__.py, 2.11 and 2.13), and the

@@ -19,7 +19,7 @@ from .param_spec import ParamSpec
 
 
 def spec_of(dtensor: DTensor) -> ParamSpec | None:
-    """Return the spec of ``dtensor``, or None if no spec without tensor parallelism fits."""
+    """Return a spec without tensor parallelism that matches ``dtensor``, or None if none does."""
     if dtensor.device_mesh.ndim > 2:
         return None
     last = dtensor.placements[-1]

@@ -1,12 +1,12 @@
 """Sharded parameters as inputs of compiled graphs: find their module, guard and check them.
 
-A full parameter is a copy that was gathered for one forward. A graph that changes one in place, or
-bypasses its module, is refused when it is compiled: the change would be lost without an error.
+A full parameter is a copy that was gathered for one forward. Compiling raises an error for a graph
+that changes one in place, which would be lost silently, or that reads one without its module.
 
-Backward gathers again from the shard that forward saved, and raises if it has changed since.
-Autograd cannot tell: an in-place op on a DTensor increments only the version of the DTensor, not
-the one that its local tensor shares with the shard. Each run of a graph therefore records the
-versions of the DTensors whose shards it saves.
+Backward gathers again from the shard that forward saved, and raises if the shard has changed since.
+Autograd does not notice such a change: an in-place op on a DTensor increments only the version of
+the DTensor, not the one that its local tensor shares with the shard. Each run of a graph therefore
+records the versions of the DTensors whose shards it saves.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class _Saved(NamedTuple):
 
 
 def refusing_stale_forwards(compiled: Callable[..., _R]) -> Callable[..., _R]:
-    """Wrap a compiled graph: its backward raises if it gathers a parameter changed after forward.
+    """Wrap a compiled graph so that backward raises if it gathers a parameter that has changed.
 
     Forwards that run under saved-tensor hooks are not checked.
     """
@@ -238,7 +238,7 @@ def _record_versions(outputs: Sequence[object], args: Sequence[object], saved: _
 def _raise_if_stale(node: Any) -> None:
     recorded: list[tuple[ShardedParam, int]] = getattr(node, _VERSIONS, [])
     for sharded_param, version in recorded:
-        # A DTensor that replaced it starts at version 0, and has its own memory.
+        # If the DTensor was replaced, the new one starts at version 0, and has its own memory.
         if version_of(sharded_param.dtensor) > version:
             raise BackendError(
                 f"parameter {sharded_param.fqn!r} was modified by an inplace operation, such as "

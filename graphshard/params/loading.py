@@ -1,6 +1,6 @@
 """Convert tensors passed to ``load_state_dict`` to shards.
 
-    a full tensor              becomes this rank's rows of it, also if it is a replicated DTensor
+    a full tensor              becomes this rank's rows of it; so does a replicated DTensor
     a DTensor of this spec     is kept; if it was unpickled, it gets this model's mesh
     another rank's shard       raises an error: see [Note: shards of other ranks]
     an ``Incoming`` tensor     is received from the first rank, the only case that communicates

@@ -1,11 +1,10 @@
 """Process groups of a mesh, and the log of collectives that run on them outside of graphs.
 
-[Note: logged collectives] A rank may run code eagerly that its peers still run as a graph: past
-its recompile limit, Dynamo falls back to Python. Collectives outside of graphs therefore go to the
-mesh's call log, which makes diverging ranks raise a ``BackendError`` instead of hanging. In
-compiled code, a gather that is new to this rank first waits until all ranks have reached it.
-Gathers in plain calls of a model are only logged, as are reductions, whose order follows from the
-gathers.
+[Note: logged collectives] A rank may run code eagerly that its peers still run as a graph, because
+Dynamo falls back to Python at the recompile limit. Collectives outside of graphs therefore go to
+the mesh's call log, which makes diverging ranks raise a ``BackendError`` instead of hanging. In
+compiled code, a rank's first run of a gather waits until all ranks have reached it. Gathers in
+plain calls of a model are only logged, as are reductions, whose order follows from the gathers.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class MeshGroups:
 
     @property
     def of_model(self) -> MeshGroups:
-        """Groups of the backend's mesh, which are those of most parameters."""
+        """Groups of the backend's mesh, which most parameters use."""
         return self.default or self
 
     @cached_property
@@ -134,7 +133,7 @@ class MeshGroups:
 def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
     """Log the gather of one module's parameters that runs in this context.
 
-    In compiled code, a new one waits for all ranks: see [Note: logged collectives].
+    In compiled code, the first such gather waits for all ranks: see [Note: logged collectives].
     """
     call_log, call = call_log_of_mesh(groups), compiled_call()
     what = f"a gather of {fqns[0]!r} outside of a graph"
@@ -165,7 +164,7 @@ def agreed_exchange(groups: MeshGroups, text: str, *, is_new: bool = False) -> I
     Args:
         text: description that is equal on all ranks; its first line names the purpose.
         is_new: whether to wait even if this rank has logged ``text`` before. If every rank passes
-            True unless it repeats its last exchange of this kind, different exchanges never mix.
+            True except to repeat its last exchange of this kind, different exchanges never mix.
     """
     call_log, plan_id = call_log_of_mesh(groups), digest(text)
     if is_new:
@@ -179,7 +178,7 @@ def agreed_exchange(groups: MeshGroups, text: str, *, is_new: bool = False) -> I
 def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) -> None:
     """Wait until all ranks have reached ``what``, a function that gathers or saves ``name``.
 
-    The error of a call on one rank quotes ``remedy``, code to use instead.
+    If only some ranks call it, the error quotes ``remedy``, the code to use instead.
     """
     text = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
     with agreed_exchange(groups, text, is_new=True):

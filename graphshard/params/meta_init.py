@@ -60,8 +60,8 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
     Raises:
         ValueError: the model is not sharded, or has experts that are not DTensors; or ``init``
-            replaces a parameter, leaves one or a buffer unwritten, or reads one that is on the meta
-            device. The model then stays on the meta device.
+            replaces a parameter, does not write a parameter or buffer, or reads a parameter that is
+            on the meta device. The model then stays on the meta device.
     """
     root = checked_module(model, allow_meta=True)
     groups = mesh_groups_of(root)
@@ -141,7 +141,7 @@ class _Snapshot:
         return _Snapshot(module, type(module), dict(vars(module)), dict(parameters), dict(buffers))
 
     def make_plain(self, twins: Mapping[nn.Parameter, nn.Parameter], device: torch.device) -> None:
-        """Give the module its plain class, plain parameters, and real buffers for meta ones."""
+        """Switch the module to its plain class, plain parameters and, if on meta, real buffers."""
         self.restore_attributes()
         self.module.__class__ = plain_class(self.module)
         parameters_of(self.module).update(
@@ -253,7 +253,7 @@ def _marked(meta: torch.Tensor | None, device: torch.device) -> torch.Tensor | N
         return None
     buffer = torch.zeros_like(meta, device=device)
     values = values_on_rank(buffer)
-    # A bool has no value to spare for a mark; an integer is marked by its lowest value.
+    # Mark integers by their lowest value. Bools have no spare value for a mark.
     if (
         not mark_uninitialized(values)
         and not values.is_floating_point()
@@ -301,7 +301,7 @@ def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups
         for name, param in root.named_parameters():
             sharded = sharded_param_of(param)
             assert sharded is not None, f"{name} is not sharded"
-            # One parameter's rows at a time; a whole tensor if they cannot be read separately.
+            # Reads one parameter's rows at a time, or all of it if rows cannot be read separately.
             local_tensor(sharded.dtensor).copy_(_part_of(values[name], sharded.spec))
 
 

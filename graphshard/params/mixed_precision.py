@@ -72,11 +72,11 @@ def cast_at_boundary(boundary: CastBoundary) -> None:
 def check_cast_boundaries(
     root: nn.Module, options: Options, in_use: bool, will_cast: bool = False
 ) -> None:
-    """Raise BackendError if a forward that has begun has missed casts at a cast boundary.
+    """Raise BackendError if a forward has begun without the casts of a cast boundary.
 
     Args:
         in_use: whether a forward of ``root`` may be running.
-        will_cast: whether ``root`` itself is excepted, because its inputs are cast later.
+        will_cast: whether to skip ``root`` itself, because its inputs are cast later.
     """
     for module, policy in find_cast_boundaries(root, options)[will_cast:]:  # root's is first
         begun, runs = call_arguments(module), in_use and module is root

@@ -58,7 +58,7 @@ class Reading(NamedTuple):
     """Arguments of an accessor, the property that reads a parameter."""
 
     marker: Marker
-    dim: int  # its slices are the rows
+    dim: int  # dimension whose slices are the rows
     tensor_parallel: TensorParallel | None  # wraps the result in a DTensor
 
 
@@ -72,10 +72,9 @@ class ShardedModule(NoticesReplacement):
         if not _is_ours(cls):
             super().__init_subclass__(**kwargs)
 
-    # Slicing a ParameterList calls self.__class__(), which must make a plain module. __init__
-    # switches to the plain class, because copying and unpickling call cls.__new__(cls) and need an
-    # instance of cls. Dynamo cannot trace that switch: under tracing, __new__ makes the plain
-    # module.
+    # Slicing a ParameterList calls self.__class__(), which must make a plain module. The switch to
+    # the plain class is in __init__, because copying and unpickling call cls.__new__(cls) and need
+    # an instance of cls. Dynamo cannot trace the switch, so __new__ makes the plain module then.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         new: Any = super().__new__
@@ -152,7 +151,7 @@ def install(
     previous: Mapping[str, Reading] = {}
     if isinstance(module, ShardedModule):
         previous = type(module)._graphshard_readings
-    module.__dict__.pop(FLAT_WEIGHTS, None)  # of nn.RNNBase; the new class has a property for it
+    module.__dict__.pop(FLAT_WEIGHTS, None)  # the new class of an RNN has a property for it
     for name, sharded_param in sharded_params.items():
         sharded_param.add_owner(module, name)
     _set_class(module, plain_class(module), [*previous, *sharded_params], previous)
@@ -216,7 +215,7 @@ def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type
     namespace.update(_graphshard_plain_class=cls, _graphshard_readings=dict(readings))
     if issubclass(cls, nn.RNNBase):
         namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
-    if has_save_pretrained(cls):  # on the class, for copies of a model
+    if has_save_pretrained(cls):  # on the class, so that copies of a model have it
         namespace[METHOD] = save_in_full(getattr(cls, METHOD))
     # Bypass __new__ of a custom metaclass, which might register the class or need arguments.
     make = ABCMeta.__new__ if isinstance(cls, ABCMeta) else type.__new__
@@ -249,7 +248,7 @@ def _move(dim: int) -> Callable[[Any], Any]:
 def _wrap(dim: int, parallel: TensorParallel) -> Callable[[Any], Any]:
     mesh, placements, shape, stride = parallel
 
-    # The keyword arguments of ``TensorParallel.wrap``; its NamedTuple would cost Dynamo guards.
+    # Like ``TensorParallel.wrap``, but without the NamedTuple, which would cost Dynamo guards.
     def wrap(rows: Any) -> DTensor:
         value = rows.movedim(0, dim) if dim else rows
         return DTensor.from_local(

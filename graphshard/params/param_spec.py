@@ -3,7 +3,7 @@
     options, fp8 recipe, mesh ─► ParamSpec ─► the parameter's shard and DTensor
                                            ─► the arguments of its marker in every graph
 
-Rows are split like ``torch.chunk`` does, and padded to the same number on every rank: see
+Rows are split as by ``torch.chunk``, and padded to the same number on every rank: see
 [Note: padded shards] in ``graphshard.ops.markers``. If a dimension other than 0 is split, its
 slices are the rows: shards, markers and collectives have that dimension first. Users and forward
 see views with the dimensions in their original order.
@@ -54,7 +54,7 @@ class TensorParallel(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Sharding, gathering and use of a parameter, and reduction of its gradient.
+    """Description of how a parameter is sharded, gathered and used, and its gradient reduced.
 
     Attributes:
         shape: full shape, with dimensions in the model's order.
@@ -308,7 +308,7 @@ class Padding:
         names: parameters with fewer rows than shards, largest first.
         rows: number of rows of the largest one.
         held_bytes: bytes of all split parameters on a rank, including padding.
-        even_bytes: the same if they were split evenly.
+        even_bytes: bytes of all split parameters on a rank if they were split evenly.
     """
 
     names: tuple[str, ...]
@@ -339,7 +339,7 @@ def find_padding(
 
     Args:
         shapes: shapes of all split parameters, ``[rows, ...]``, keyed by name.
-        shards: number of shards of each.
+        shards: number of shards of each parameter.
         held_bytes: bytes of their shards on a rank, including padding.
         full_bytes: bytes of the full parameters.
     """

@@ -32,7 +32,7 @@ Reduced = tuple[Any, ...]
 
 
 def refuse_pickling(what: str) -> NoReturn:
-    """Raise the BackendError for pickling ``what``."""
+    """Raise a BackendError that says how to save ``what`` instead."""
     raise BackendError(
         f"{what} is sharded by graphshard and cannot be pickled: save "
         "graphshard.full_state_dict(model), or model.state_dict() and optimizer.state_dict() with "

@@ -125,9 +125,9 @@ def is_peft_model(model: object) -> TypeGuard[PeftModel]:
 def adapter_state_dict(model: nn.Module) -> StateDict:
     """Gather on the mesh's first rank the tensors that ``model.save_pretrained`` saves.
 
-    All ranks must call this. Parameters that require a gradient are always gathered. Of the rest of
-    the base model, only parts that peft saves are (``modules_to_save``, resized embeddings), unless
-    peft has to read values to choose what to save (AdaLoRA): then the whole model is gathered.
+    All ranks must call this. Parameters that require a gradient are always gathered, other tensors
+    only if peft saves them (``modules_to_save``, resized embeddings). If peft has to read values to
+    choose what to save (AdaLoRA), the whole model is gathered.
 
     Returns:
         Full tensors on the first rank's host, keyed by their names in ``model.state_dict()``; empty

@@ -83,7 +83,7 @@ class StaleParameter(_Stale, nn.Parameter):
 class StaleDTensor(_Stale, DTensor):
     """Class of a tensor-parallel parameter after another DTensor replaced it: any use raises."""
 
-    __slots__ = ()  # as many as DTensor has: Python switches only between equal layouts
+    __slots__ = ()  # as in DTensor: ``__class__`` can only change between equal layouts
 
 
 def shard_module(
@@ -98,7 +98,7 @@ def shard_module(
 
     Raises:
         BackendError: on every rank, if one cannot shard its module; if modules or options differ;
-            or if values differ that a forward may have used.
+            or if values that a forward may have used differ.
     """
     has_replacements = take_replacements(root)
     plain_params = find_plain_params(root, options.ignored_params)
@@ -166,7 +166,9 @@ def _advice(name: str, ours: str, theirs: str) -> str:
     if ours.removesuffix(WITH_GRADIENT) == theirs.removesuffix(WITH_GRADIENT):
         return "Call zero_grad() on all ranks first, or on none: has one run a backward alone?"
     if ours.removesuffix(REQUIRES_GRAD) == theirs.removesuffix(REQUIRES_GRAD):
-        return "Freeze the same parameters on all ranks: does one rank load or freeze alone?"
+        return (
+            "Freeze the same parameters on all ranks: is loading or freezing done on one rank only?"
+        )
     return "Build the same model on all ranks: does its code or config depend on the rank?"
 
 
@@ -390,8 +392,8 @@ def _shard_state(value: object, spec: ParamSpec) -> object:
 def sync_buffers(model: nn.Module) -> None:
     """Copy the buffers of the mesh's first rank to all ranks, in one broadcast.
 
-    If tensor parallelism has split buffers, another broadcast copies these DTensors: each rank gets
-    the values of the first rank with the same coordinate along the tensor parallel axis.
+    If tensor parallelism has split buffers, another broadcast copies them: each rank gets the
+    values of the first rank with the same coordinate along the tensor parallel axis.
 
     As under FSDP2, the forwards of each rank update only that rank's buffers. DDP broadcasts them
     at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.

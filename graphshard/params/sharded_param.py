@@ -21,7 +21,7 @@ which its backward uses to look up the total:
     last one     unshard(shard, unsynced=key)           shard.grad = reduce(gradient + total of key)
 
 A total is added once, by the first backward that takes it. It is put back if it never reaches the
-parameter (``torch.autograd.grad`` of an input runs all of a compiled backward).
+parameter: ``torch.autograd.grad`` of an input also runs the whole compiled backward.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ShardedParam:
         self._accumulators: dict[str, Accumulator] = {}
         self._local: torch.Tensor | None = None
         self._uninitialized = False
-        self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # with the name in each
+        self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # and parameter names
         model.sharded_params.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
@@ -504,15 +504,15 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
 # Memory from to_empty is filled with a reserved NaN. A DTensor must be initialized as a whole:
 # values written to some of its rows (p.data[i] = x) go to a copy and are lost, under FSDP2 too.
 
-# If repeated, a NaN in every floating-point dtype of 2 bytes or more, but not the NaN that
-# arithmetic produces.
+# These bytes, repeated, are a NaN in every floating-point dtype of 2 bytes or more, and differ from
+# the NaN that arithmetic produces.
 _HALF_WORD = 0x7FFB
 
 
 def mark_uninitialized(tensor: torch.Tensor) -> bool:
     """Fill a contiguous tensor with the reserved NaN; return False if it cannot be marked.
 
-    Only tensors of floating-point dtypes of at least 2 bytes can, and none on the meta device.
+    A tensor can be marked if its dtype is floating-point, of at least 2 bytes, and it is not meta.
     """
     half_words = _half_words(tensor)
     if half_words is not None:
@@ -613,7 +613,7 @@ class ShardedModel:
         ]
         if not self.reads_eagerly:
             return pending
-        # In eager parts, which parameters get a gradient may depend on a rank's data.
+        # Eager code may compute gradients of different parameters on each rank.
         groups = sharded_params[0].spec.groups
         flags = torch.tensor(pending, dtype=torch.int32, device=groups.device)
         dist.all_reduce(flags, group=process_group(groups.all_ranks))
@@ -631,7 +631,7 @@ class ShardedModel:
             )
 
     def warn_of_breaks(self) -> None:
-        # Called in backward: by then forward has met all its graph breaks.
+        # Called in backward, when forward has reached all its graph breaks.
         broken = bool(self.breaks or self.eager_classes)
         if self.warned or not (broken or (self.trains_eagerly and not self.compiled)):
             return

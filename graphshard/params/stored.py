@@ -1,4 +1,4 @@
-"""Tensors that are still in a file, with known shape and dtype, whose rows are read on demand.
+"""Tensors in a file whose shape and dtype are known, and whose rows are read on demand.
 
     StoredTensor.create(meta, read)    shape and dtype, and a function that reads rows
     c = torch.cat([a, b], 1)           computes nothing: c records the operator and its arguments
@@ -61,7 +61,7 @@ class StoredTensor(torch.Tensor):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """The operator call that computes a tensor as its output number ``output``."""
+    """An operator call, and the number of the output that a stored tensor stands for."""
 
     op: OpOverload
     args: Sequence[Any]
@@ -81,7 +81,7 @@ class _Call:
         return self.kwargs.get(name, default)
 
     def dim(self, position: int, name: str, ndim: int) -> int:
-        return int(self.argument(position, name, 0)) % ndim  # dims count from either end
+        return int(self.argument(position, name, 0)) % ndim  # dims may be negative
 
 
 def _stored(meta: torch.Tensor, origin: Read | _Call) -> StoredTensor:
@@ -119,7 +119,7 @@ def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor
 
 
 # --- operators whose rows can be computed from rows of the arguments -----------------------------
-# Each function returns rows of a call's result, or None if these depend on more than rows.
+# Each function returns rows of a call's result, or None if rows of the arguments do not suffice.
 
 
 def _same_rows(call: _Call, rows: slice) -> torch.Tensor:
