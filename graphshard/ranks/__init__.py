@@ -1,9 +1,9 @@
 """Agreement between ranks: on what to shard, on plans, and on the order of collectives.
 
 - ``agree``: compares values of all ranks in one reduction, for sharding, loading and saving.
-- ``plan_consensus``: all ranks follow the first rank's plans, in a form independent of traces.
+- ``plan_consensus``: makes all ranks follow the first rank's plans, even if their traces differ.
 - ``call_log``: numbers a rank's calls of compiled graphs, eager gathers and choices (``calls``),
-  and compares them with those of its peers: a rank that diverges is an error on all ranks.
+  and compares them with its peers' calls. If a rank diverges, all ranks raise.
   ``params.mesh`` logs collectives outside of graphs.
 - ``watcher``: threads that read what peers post, detect deadlocks and, after an error, release the
   rank from a blocked collective.
@@ -12,9 +12,9 @@
 
 May import ``planning``. This package uses process groups, not meshes.
 The ranks compare their first run of each graph through the store. A later call uses the store only
-if a rank has posted about it: in a stall, an audit or after an error. If a rank diverges, all ranks
-raise. Around graph breaks, ranks also agree on which parameters have gradients:
-``eager._used_on_any_rank`` and ``ShardedModel._pending_on_any_rank``.
+if a rank has posted about it: in a stall, an audit or after an error. Around graph breaks, ranks
+also agree on which parameters have gradients: ``eager._used_on_any_rank`` and
+``ShardedModel._pending_on_any_rank``.
 
 Global state, held weakly: ``call_log._call_logs`` has one log per process group, because all
 backends of a process share a group's order of calls; ``watcher._watchers`` has the watchers, whose

@@ -73,7 +73,7 @@ def raise_on_all_ranks(group: str) -> Iterator[None]:
     """Raise on all ranks if the body raises on one.
 
     Raises:
-        Exception: the body's, on this rank.
+        Exception: the body's error, on a rank where it raised.
         BackendError: the body raised on another rank; quotes the first such rank's error.
     """
     error = None
@@ -108,7 +108,7 @@ def max_over_ranks(values: Sequence[int], group: str) -> list[int]:
     members = process_group(group)
     if has_fake_ranks(members):
         return list(values)  # without a tensor, which has no values in a FakeTensorMode
-    # Use the group's device: that of the mesh may not exist.
+    # Use the group's device, because the mesh's may not exist.
     largest = torch.tensor(values, dtype=torch.int64, device=device_for(members))
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=members)
     return largest.tolist()
@@ -117,6 +117,6 @@ def max_over_ranks(values: Sequence[int], group: str) -> list[int]:
 def broadcast_from_rank(value: T, rank: int, group: str) -> T:
     """Return the value of one rank of the group, on all ranks."""
     box, members = [value], process_group(group)
-    if not has_fake_ranks(members):  # otherwise, this rank receives nothing
+    if not has_fake_ranks(members):  # fake ranks send nothing
         dist.broadcast_object_list(box, group=members, group_src=rank)
     return box[0]

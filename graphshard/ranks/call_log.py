@@ -9,8 +9,8 @@ store:
                 seconds (the first rank also posts periodically)
                 ─► posts "call 7 runs plan P"
     the others  compare with their own call 7, past or future ─► agree, or post an error
-    a rank      waits for a peer that is blocked in a collective which this rank only reaches
-                later (``watcher``) ─► posts an error
+    a rank      waits for a peer that is blocked in a collective, which the waiting rank would
+                only reach later (``watcher``) ─► posts an error
     an error    ends all ranks: a waiting rank raises, and a collective that blocks a rank is
                 aborted
 
@@ -61,7 +61,8 @@ class CallLog:
     def run(self, plan_id: str) -> None:
         """Log a run of a known graph, just before it starts."""
         call, watcher = self._history.append(plan_id), self._watcher
-        # The count is written by now; the watcher writes ``early_calls``, then reads the count.
+        # Without a lock: this thread writes the count, then reads ``early_calls``; the watcher
+        # writes ``early_calls``, then reads the count.
         if watcher is not None and (watcher.early_calls or watcher.error is not None):
             self._compare_early(watcher, call)
 

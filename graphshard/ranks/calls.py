@@ -32,7 +32,7 @@ MAX_SHOWN = 160  # characters of a line in an error, around its first difference
 
 SAME_GRAPHS = (
     "All ranks must run the same graphs in the same order; a guard on a value or a shape that "
-    "differs between ranks makes them compile, or choose, different ones"
+    "differs between ranks makes them compile or select different graphs"
 )
 CALL_TOGETHER = (
     "All ranks must call the model together and in the same mode: does one rank evaluate, or use "
@@ -73,7 +73,7 @@ class CallHistory:
         self.num_calls = 0  # also the number of the next call
         self._checksum = 0
         self._calls = [("", 0)] * NUM_LOGGED  # plain tuples: a LoggedCall takes longer to make
-        self.plan_texts: dict[str, str] = {}  # of the plans that this rank knows, keyed by id
+        self.plan_texts: dict[str, str] = {}  # texts of known plans, keyed by id
 
     def append(self, plan_id: str) -> int:
         """Log a call that runs the plan, and return its number; costs well under 1 us."""

@@ -70,11 +70,11 @@ class Members:
                 self._stores[group] = store_of(group)
 
     def abort(self) -> None:
-        """Make this rank's collectives raise, blocked or later ones; takes 1 to 6 s with gloo."""
+        """Make this rank's blocked and later collectives raise; takes 1 to 6 s with gloo."""
         with self._lock:
             stores = list(self._stores.items())
         # For gloo, abort() and shutdown() of a group or its backend do nothing: in torch 2.11 and
-        # 2.13 a blocked rank waits on until the timeout. It does raise when a connection ends.
+        # 2.13, a blocked rank waits until the timeout. But it raises when a connection ends.
         listeners = [address for pair in stores for address in _gloo_addresses(*pair)]
         with contextlib.ExitStack() as stack:
             connections = [stack.enter_context(c) for c in _connections(listeners)]
@@ -82,7 +82,7 @@ class Members:
             _end_reads(connections)
             for group, _ in stores:
                 group.abort()
-            stores.clear()  # lets a store end that another job on this port waits for
+            stores.clear()  # ends stores whose port another job may wait for
             time.sleep(LINGER_S if connections else 0)
 
 
@@ -121,7 +121,7 @@ def _wait_until_quiet(connections: Collection[socket.socket]) -> None:
 
 
 def _num_queued(connection: socket.socket) -> int:
-    """Return the bytes not yet received by the peer or read by this process; 0 if unknown."""
+    """Return how many bytes the peer has not received or this process not read; 0 if unknown."""
     queues = (termios.TIOCOUTQ, termios.FIONREAD)
     with contextlib.suppress(OSError):  # the platform has no such counts for sockets
         sizes = [fcntl.ioctl(connection, queue, bytes(4)) for queue in queues]

@@ -34,7 +34,7 @@ from .calls import CHOICE_AGAIN, INFERENCE, TRAINING
 
 R = TypeVar("R")
 
-# Fields omitted from the text of a transfer: it starts with them anyway, or they may differ between
+# Fields omitted from the text of a transfer: its start has them already, or they may differ between
 # ranks. The gradient of a batch of one sample, for example, may be an expanded tensor, which takes
 # less memory and must be copied in.
 _NOT_COMMON = {
@@ -68,12 +68,12 @@ class PlanConsensus:
 
         Args:
             about: subject of the choice; equal on all ranks.
-            choose: makes the choice, given the largest excess that any rank reported for its last
-                choice (0 at first). "" means no choice, ends the search and is not remembered.
+            choose: function that makes a choice, given the largest excess that any rank reported
+                for the last one (0 at first). "" is no choice: it ends the search and is not kept.
             groups: names of the process groups of all ranks that must agree.
-            serves: returns whether this rank can use an earlier choice.
-            excess: returns 0 if a new choice fits this rank, else a measure of how far it exceeds
-                the limit.
+            serves: function that returns whether this rank can use an earlier choice.
+            excess: function that returns 0 if a new choice fits this rank, else a measure of how
+                far it exceeds the limit.
         """
         known = self._choices.setdefault((about, tuple(groups)), [])
         if (earlier := next(filter(serves, known), None)) is not None:
@@ -252,7 +252,7 @@ def _with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Pl
 
     The groups of the user's collectives are also this rank's.
     """
-    # Graphs that differ only in such parameters share plans.
+    # Graphs that differ only in parameters that are not sent share plans.
     own, theirs = (
         _inputs_by_fqn([param for plan in some for param in _travelling(plan)])
         for some in (own_plans, plans)
@@ -303,7 +303,7 @@ def _communication_text(plans: Sequence[Plan]) -> str:
         transfers = without_host_copies(plan.problem).transfers
         described = {transfer: _transfer_text(plan, transfer) for transfer in transfers}
         lines += [f"{plan.graph} graph", *sorted([*described.values(), *kept])]
-        # In order: ranks follow one order of all launches, ours and those of the user.
+        # In order: all launches, ours and the user's, have one order on all ranks.
         if users := plan.problem.user_collectives:
             names = ", ".join(map(str, users))
             lines.append(f"user collectives of the {plan.graph} graph: {names}")

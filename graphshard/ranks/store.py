@@ -25,7 +25,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class CallEvent(Event):
-    """Request of a rank that all ranks compare the plan that they run in a call."""
+    """Request by a rank to compare the plans that all ranks run in a call."""
 
     call: int
     rank: int
@@ -59,7 +59,7 @@ class BlockedEvent(Event):
 
     rank: int
     call: int  # number of that rank's next call
-    what: str  # from here: fields of ``_torch.distributed.PendingCollective``
+    what: str  # this and the next fields: see ``_torch.distributed.PendingCollective``
     group: str
     number: int
 
@@ -88,7 +88,7 @@ class EventStore:
     ) -> None:
         self._rank, self._num_ranks = rank, num_ranks
         store = connect()
-        # The store may have served earlier groups of this name; every rank has counted them.
+        # Each rank counts the groups of this name, because the store may have served earlier ones.
         generation = dist.PrefixStore(prefix, store).add(f"generation/{rank}", 1)
         self._store = dist.PrefixStore(f"{prefix}/{generation}", store)
         self._reader = dist.PrefixStore(f"{prefix}/{generation}", connect())
@@ -159,7 +159,7 @@ class EventStore:
 
     def leave(self) -> None:
         self._store.set(f"left/{self._rank}", "")
-        if self._store.add("num_left", 1) == 1:  # one event is enough: then all poll
+        if self._store.add("num_left", 1) == 1:  # one event is enough: all ranks poll afterwards
             self.post(LeaveEvent())
 
     def has_left(self, rank: int) -> bool:

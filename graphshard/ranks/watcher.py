@@ -40,9 +40,9 @@ from .store import (
     LeaveEvent,
 )
 
-TICK_S = 0.25  # between checks of this rank's state, which do not touch the store
-POLL_S = 0.5  # between reads of the store once a rank has left; before that, reads block
-AUDIT_S = 30.0  # between audit posts of the first rank, which find differences that hang no rank
+TICK_S = 0.25  # interval of checks of this rank's state, which do not touch the store
+POLL_S = 0.5  # interval of reads of the store once a rank has left; before that, reads block
+AUDIT_S = 30.0  # interval of the first rank's audits, which find differences that hang no rank
 # Without a call for this long, a rank posts its last one: it may be blocked in a graph that its
 # peers do not run.
 STALL_S = 2.0
@@ -84,7 +84,7 @@ class Watcher:
         self._num_seen = 0  # calls of this rank at the last tick
         self._stalls_at = self._audit_at = time.monotonic() + AUDIT_S
         self._rank_thread = threading.get_ident()
-        self._pending: PendingCollective | None = None  # of the rank's thread, at the last tick
+        self._pending: PendingCollective | None = None  # seen at the last tick
         self._blocked_at = math.inf
         self._some_left = False
         self._stopped = threading.Event()
@@ -174,16 +174,16 @@ class Watcher:
             self._pending, self._blocked_at = pending, now + BLOCKED_S
         if pending is not None and now >= self._blocked_at:
             self._blocked_at = math.inf
-            # The collective may be of another group, from which an error must release this rank.
+            # An error must also release this rank if the collective belongs to another group.
             self._members.release_also(process_group(pending.group))
             call = self._history.num_calls
             self.events.post(BlockedEvent(rank=self._rank, call=call, **pending._asdict()))
 
     def _post_deadlock(self) -> None:
         """Post an error if this rank waits for a call that a blocked rank can never make."""
-        # Ranks begin the collectives of a group in the same order. These numbers therefore prove
-        # the deadlock, whatever the timing: a rank that is slow, or that waits for a slow third
-        # rank, has begun nothing that the others have not.
+        # Ranks start the collectives of a group in the same order. The blocked rank is in one that
+        # this rank has not started, and this rank waits for a later call of the blocked rank. That
+        # is a deadlock regardless of timing.
         for event in list(self.blocked.values()):
             if self.awaited is not None and self.awaited >= event.call:
                 number = num_started(event.group)
@@ -242,7 +242,7 @@ class Watcher:
         if (awaited := self.awaited) is None:
             return
         gone = [rank for rank in self.missing_ranks(awaited) if self.events.has_left(rank)]
-        # A rank that has left makes no further call, once all its posts are read.
+        # Once all posts have been read, a rank that has left can no longer agree.
         if gone and self.events.num_posted() == self.num_read:
             names = self._history.rank_names(*gone)
             self.events.post_error(
