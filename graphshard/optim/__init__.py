@@ -1,8 +1,8 @@
 """Optimizers that need more of a parameter than its shard.
 
 Most of torch's optimizers work element by element: each rank steps its rows. Muon orthogonalizes
-whole matrices: ``row_exchange`` sends their rows to one rank each, and the results back. May import
-``ranks``, ``ops`` and ``params``.
+whole matrices: ``row_exchange`` collects the rows of each matrix on one rank, and sends the results
+back. May import ``ranks``, ``ops`` and ``params``.
 """
 
 from .muon import Muon

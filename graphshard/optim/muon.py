@@ -54,7 +54,7 @@ class _MeshPlan(NamedTuple):
 
 class _Plan(NamedTuple):
     matrices: list[_Stepped]
-    alone: list[_Stepped]  # need no other rank
+    alone: list[_Stepped]  # matrices that need no other rank
     by_mesh: list[_MeshPlan]  # one for each mesh
 
 
@@ -72,7 +72,7 @@ class Muon(torch.optim.Muon):
         BackendError: in a step, on all ranks, if they do not step the same matrices.
     """
 
-    _plan: _Plan | None = None  # of the last step; a copied optimizer makes a new one
+    _plan: _Plan | None = None  # plan of the last step; a copied optimizer makes a new one
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
@@ -83,8 +83,8 @@ class Muon(torch.optim.Muon):
                 self.param_groups.pop()
                 raise ValueError(
                     f"Muon only updates 2D parameters, but {name} has shape {shape}: give it to "
-                    "another optimizer, such as torch.optim.AdamW, and give Muon the "
-                    "model.parameters() with p.ndim == 2, without embeddings and the output layer"
+                    "another optimizer, such as torch.optim.AdamW. Give Muon only parameters with "
+                    "p.ndim == 2, except embeddings and the output layer"
                 )
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from .._torch.distributed import process_group
 from ..ops.groups import rows_of_rank
 from ..params.mesh import MeshGroups
 
-# Dtype in which Muon orthogonalizes: sending rows in it loses nothing.
+# Dtype in which Muon orthogonalizes, so sending rows in it loses no precision.
 WIRE_DTYPE = torch.bfloat16
 Shape = tuple[int, int]
 
@@ -65,7 +65,7 @@ def assign_matrices(
 
 
 def cost(shape: Shape) -> int:
-    """Return a number about proportional to the multiplications of a Newton-Schulz step."""
+    """Return a number roughly proportional to the flops of a Newton-Schulz step."""
     rows, columns = shape
     return rows * columns * min(rows, columns)
 
@@ -75,7 +75,7 @@ class InFlight(NamedTuple):
 
     work: dist.Work
     received: torch.Tensor
-    shapes: list[torch.Size]  # of the received rows, in the order of the buffer
+    shapes: list[torch.Size]  # shapes of the received rows, in buffer order
     sent: torch.Tensor  # read until the wait, and kept alive until then
 
     def wait(self) -> list[torch.Tensor]:
@@ -105,7 +105,7 @@ class RowExchange:
 
     def to_owners(self, bucket: MatrixBatch, rows_of: Callable[[int], torch.Tensor]) -> InFlight:
         """Send this rank's rows of each matrix to its owner, if that is in the same replica."""
-        # Call rows_of once for each matrix: Muon's updates the momentum.
+        # Call ``rows_of`` exactly once per matrix, because Muon's updates the momentum.
         rows = [(owned.rank, rows_of(owned.matrix)) for owned in bucket]
         sends = [(owner, own) for owner, own in rows if owner in self._replica_ranks]
         receives = [
@@ -126,7 +126,7 @@ class RowExchange:
         return matrices
 
     def to_all(self, bucket: MatrixBatch, results: Sequence[torch.Tensor]) -> InFlight:
-        """Send each rank its rows of ``results``: those of ``owned(bucket)``, in order."""
+        """Send each rank its rows of ``results``, which are ordered like ``owned(bucket)``."""
         sends = [
             (rank, result[self._rows(owned, rank)])
             for rank in range(self.num_ranks)

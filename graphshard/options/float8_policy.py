@@ -29,7 +29,7 @@ def is_inner_linear(fqn: str, shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Float8Policy:
-    """Policy for linears that compute in fp8 and whose weights are gathered in fp8.
+    """Policy for linears that compute in fp8 and, except with "mxfp8", gather weights in fp8.
 
     Attributes:
         recipe_name: "tensorwise" (one scale per tensor), "rowwise" (one scale per row), which is

@@ -325,7 +325,7 @@ def _writable_folder(dump: object) -> Path | None:
 
 
 def check_mesh(mesh: object) -> None:
-    """Raise ValueError unless ``mesh`` is a ``DeviceMesh`` with one or two axes of data."""
+    """Raise ValueError unless ``mesh`` is a ``DeviceMesh`` with one or two data axes."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh={mesh!r}: must be a torch.distributed.device_mesh.DeviceMesh or None"

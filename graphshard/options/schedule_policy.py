@@ -44,10 +44,10 @@ class SchedulePolicy:
             there is none, a default entry, with a warning). Must be equal on all ranks.
         reduce: how gradients narrower than ``mp_policy.reduce_dtype`` are reduced, except by gloo,
             which always exchanges. "ring" casts them, and a reduce-scatter sums them. "exchange"
-            sends them as they are in an all-to-all, half the bytes for bf16 gradients summed in
+            sends them uncast in an all-to-all, which is half the bytes for bf16 gradients summed in
             float32; each rank sums its rows in ``reduce_dtype``, in a fixed order. "auto" exchanges
-            the buckets for which that is predicted to be faster: large ones within a node. Between
-            nodes with several GPUs, an exchange sends more through each network card than a ring.
+            buckets if that is predicted to be faster: large ones within a node. Between nodes with
+            several GPUs, an exchange sends more through each network card than a ring.
             Without ``overlap``, "auto" is "ring".
         regions: whether to compile repeated layers only once: their parts between launches and
             waits become calls of shared subgraphs. "auto" does so only if it saves Inductor more

@@ -116,7 +116,7 @@ def _acquire(lock: FileLock, wait_s: float) -> None:
     try:
         lock.acquire(0)
     except Timeout:
-        report("waiting for another process, which compiles this graph")
+        report("waiting for another process to compile this graph")
         lock.acquire(wait_s)
 
 
@@ -134,11 +134,11 @@ def save_compiled(path: str | Path) -> None:
     """Write the code that Inductor compiled for this process, or found in its caches, to a file.
 
     Call it after the first steps of training and evaluation. GPU code contains the index of the
-    device: each rank of a host saves its own file, unless each sees its GPU as cuda:0 (``torchrun
-    --virtual-local-rank``).
+    device, so each rank of a host must save its own file, unless each sees its GPU as cuda:0
+    (``torchrun --virtual-local-rank``).
 
     Raises:
-        RuntimeError: Inductor has compiled nothing for graphshard in this process that it caches.
+        RuntimeError: this process has compiled nothing for graphshard that Inductor caches.
         OSError: the file cannot be written.
     """
     saved = torch.compiler.save_cache_artifacts() if GRAPHS else None
@@ -159,8 +159,8 @@ def save_compiled(path: str | Path) -> None:
 def load_compiled(path: str | Path) -> None:
     """Fill the caches from a file that ``save_compiled`` wrote; call this before the first step.
 
-    The file contains code that later calls run: load only files that you trust. If a graph is
-    compiled later that the file does not contain, a warning names the differences.
+    The file contains code that later calls run: load only files that you trust. If a graph that the
+    file does not contain is compiled later, a warning names the differences.
 
     Raises:
         ValueError: the file is not from ``save_compiled``, or was written with a different torch,

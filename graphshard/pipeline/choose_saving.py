@@ -195,7 +195,7 @@ class _Chooser:
             if choice.inputs == self.traced.batch_sizes()[0] or self.fits_earlier_choice(text):
                 return FITS
         except Exception as error:
-            self.raised = error  # not now, because the other ranks wait for the answer
+            self.raised = error  # raised later, because the other ranks wait for the answer
             return FITS
         return MAY_FIT if choice.best.saving.all_params else NOTHING_FITS
 
@@ -336,7 +336,7 @@ def _partitioned(
     candidates: Sequence[CompileSettings],
     **kwargs: Any,
 ) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
-    # Cutting the joint graph takes longest, and does not depend on which parameters stay unsharded.
+    # Cut once per group: cutting takes longest, and does not depend on which parameters are kept.
     by_offload = itertools.groupby(
         candidates, key=lambda settings: settings.may_offload_activations
     )

@@ -66,12 +66,12 @@ class CompiledGraph:
     """A compiled graph with its plans."""
 
     run: Runnable
-    plans: tuple[Plan, ...]  # of its forward, backward or inference graphs, with parameter names
+    plans: tuple[Plan, ...]  # plans of forward and backward, or of inference, with parameter names
     settings: CompileSettings
     compile_id: str  # Dynamo's name for the compilation, such as "0/0", or ""
     tried: str = ""  # table of the candidates of ``SchedulePolicy.auto``
     seconds: float = 0.0  # wall time of the compile, including waits for other ranks
-    has_loaded: bool = False  # whether Inductor's cache had a graph of it
+    has_loaded: bool = False  # whether one of its graphs came from Inductor's cache
     num_shared_layers: int = 0  # number of layers that AOTAutograd traced as one
 
     def max_gathered_bytes(self) -> int:
@@ -207,7 +207,7 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
 
 
 def _half_timeout_s(groups: Sequence[str]) -> float:
-    # A rank that has stopped is noticed later, when the group times out.
+    # Give up before the group times out, which is when a stopped rank is noticed.
     timeouts = (group_timeout_s(process_group(name)) for name in groups)
     return min(timeouts, default=_WAIT_S) / 2
 
@@ -263,8 +263,8 @@ def _by_aten(traced: TracedGraph, lowering: Lowering) -> Runnable:
     def lower_and_run(gm: fx.GraphModule, _: Sequence[object]) -> Runnable:
         lowering(gm.graph)
         gm.recompile()
-        # Not ``gm`` itself: calling it drops the traceback of an error with all local variables,
-        # in which ``wait_in_flight_on_error`` finds collectives in flight.
+        # Not ``gm`` itself: calling it drops the traceback of an error, and with it the local
+        # variables in which ``wait_in_flight_on_error`` finds collectives in flight.
         return make_boxed_func(gm.forward)
 
     partition = Partitioner(lowering.settings, lowering.writer)
@@ -306,7 +306,7 @@ class Lowering(CustomGraphPass):
             buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
             report(f"{kind}: planned {len(plan.params)} parameters in {buckets}")
         # Do not wait for the end of the compile: as soon as the graph is in Inductor's cache,
-        # another process may load it and need its plan. If the compiler fails, the dump shows it.
+        # another process may load it and need its plan. If the compiler fails, the plan is dumped.
         self.cache.save(plan)
         self._dump(plan)
         donate_nothing()
@@ -324,7 +324,7 @@ class Lowering(CustomGraphPass):
                 self._plans[kind] = plan
                 self._dump(plan)
         if GraphKind.FORWARD in self._plans:
-            self._plans.pop(GraphKind.INFERENCE, None)  # of a subgraph: Inductor lowers those, too
+            self._plans.pop(GraphKind.INFERENCE, None)  # a subgraph's plan
         return [self._plans[kind] for kind in GraphKind if kind in self._plans]
 
     def _dump(self, plan: Plan) -> None:

@@ -18,8 +18,8 @@ from .._torch.distributed import replace_wait, restore_wait, wait_tensor
 from .traced_graph import Runnable
 
 # A timed wait costs a GPU's host two events, about 10 us: with 100 waits in a step of 10 ms, 0.1 %
-# of the step on average. The first runs are left out, because they warm up. A prime number, because
-# recomputations are runs, too: otherwise the timed runs could be the same layer's in each step.
+# of the step on average. The first runs are left out, because they warm up. The number is prime,
+# because recomputations count as runs: otherwise, every timed run could be of the same layer.
 EVERY, FIRST = 101, 3
 
 
@@ -63,7 +63,7 @@ class _TimedRun:
         self._start = self._end = None
 
     def begin(self, *_: object) -> None:
-        self._waits.clear()  # of an earlier backward through the same graph
+        self._waits.clear()  # times of an earlier backward through the same graph
         self._end, self._start = None, self._clock.now()
         replace_wait(self._wait)
         on_backward_end(restore_wait)  # ``end`` is not called if the graph raises
@@ -90,12 +90,12 @@ class _TimedRun:
 
 
 class Meter:
-    """Count the runs of a compiled graph, and time some of them.
+    """A counter of the runs of a compiled graph that times some of them.
 
-    Does not keep the graph alive: ``torch._dynamo.reset()`` frees it.
+    It does not keep the graph alive: ``torch._dynamo.reset()`` frees the graph.
 
     Args:
-        waits: whether the graph waits for anything.
+        waits: whether the graph waits for collectives or host copies.
 
     Attributes:
         num_runs: number of calls so far; a call runs forward, and later backward if it trains.
@@ -116,7 +116,7 @@ class Meter:
             return compiled(*args)
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             return compiled(*args)  # events of a CUDA graph cannot be read
-        self.measured()  # keeps the previous times until these are complete
+        self.measured()  # stores the last times before this run replaces them
         return self._run_timed(compiled, args)
 
     def _run_timed(self, compiled: Runnable, args: Sequence[object]) -> Any:
@@ -165,7 +165,7 @@ def measured_metrics(meters: Sequence[Meter]) -> dict[str, float]:
 class _Sample(NamedTuple):
     time_s: float
     compile_s: float
-    peak_us: float  # of all runs so far
+    peak_us: float  # time of all runs so far at peak rates
 
 
 class Interval:

@@ -85,6 +85,6 @@ def _check(gm: fx.GraphModule, stage: Stage, context: PassContext) -> None:
     if stage in (Stage.FINAL, Stage.LOWERED):  # the compiler lints it next
         return
     gm.graph.lint()
-    if stage == Stage.TRACED:  # AOTAutograd runs this graph; of all others, it copies the nodes
+    if stage == Stage.TRACED:  # AOTAutograd runs this graph's code; it copies other graphs' nodes
         for part in graph_modules(gm):
             part.recompile()

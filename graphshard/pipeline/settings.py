@@ -90,7 +90,7 @@ class CompileSettings:
 
     def fingerprint(self) -> str:
         """Return all fields but ``baked_in`` and ``regathered``, as text, with the rates in use."""
-        # Not the path of a hardware file: with equal rates, plans are equal.
+        # Leave out the path of a hardware file: plans only depend on the rates in it.
         schedule = dataclasses.replace(self.schedule, hardware="auto")
         hardware = self.cost_model().hardware.to_json()
         where = self.device.type

@@ -133,7 +133,7 @@ def _graph_events(graph: fx.Graph) -> list[Event]:
                 launches[buffer] = Wait(kind, num_launched)
             num_launched += 1
         elif node.target is WAIT and node.args[0] in launches:
-            # Our other waits, which plans do not list, make the host wait for copies to it.
+            # Our other waits, which plans do not list, make the host wait for copies to the host.
             events.append(launches[node.args[0]])
     return events
 
