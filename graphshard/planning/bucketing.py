@@ -25,8 +25,8 @@ from .plan import Bucket, Problem, Transfer, bucket_of, replica_bucket
 from .simulate import BucketCost, TransferCostModel, bucket_cost
 
 # An exchange must win even if its all-to-all takes this many times as long as predicted. Judgement
-# call: the rates of rings have been measured more often, and how long a small all-to-all takes to
-# start is assumed.
+# call: the rates of rings have been measured more often, and the latency of a small all-to-all is
+# assumed.
 EXCHANGE_MARGIN = 1.25
 
 
@@ -221,8 +221,8 @@ def compare_reductions(
 ) -> ReductionChoice:
     """Compare a ring with an exchange for gradients that ``may_exchange`` allows.
 
-    An exchange must win on the link, and take no more compute. Then it wins whether or not compute
-    hides it, and also if all links or all kernels are slower than predicted.
+    An exchange must take less time on the link and no more time on the compute lane. It then wins
+    whether or not compute hides it, even if all links or all kernels are slower than predicted.
     """
     ring, exchange = (
         packed_bucket(problem, members, cost_model, launch, wait, exchanges=exchanges)
@@ -302,7 +302,7 @@ def _key(problem: Problem, i: int, reduce: Reduce) -> tuple[str, ...]:
         return transfer.kind, transfer.group, str(transfer.host)
     if transfer.due < problem.num_steps:  # used in the graph: must not wait for other transfers
         return (f"{i}",)
-    # A reduction has one dtype, and an exchange too.
+    # All transfers of a reduction, or of an exchange, have the same dtype.
     exchange_dtype = "" if reduce == "ring" else transfer.exchange_dtype
     dtypes = transfer.dtype, transfer.summed_in, exchange_dtype
     return transfer.kind, transfer.group, transfer.replicas, *dtypes, str(transfer.host)

@@ -39,8 +39,8 @@ class FreeMemory:
     """Memory left at each point in time while buckets are placed one by one.
 
     Args:
-        alive: bytes alive at each point in time, with each bucket that is still to be placed waited
-            for at its launch, and other buckets as scheduled.
+        alive: bytes alive at each point in time if every bucket that is still to be placed is
+            waited for at its launch.
         in_flight: bytes already between launch and wait in each step; zero by default.
     """
 

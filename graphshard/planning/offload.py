@@ -167,8 +167,8 @@ HOST_COPY_MARGIN = 2.0
 # search), and neighboring fractions differ little in time. Fewer would miss a good one.
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 # Minimum fraction of the predicted time that offloading more than necessary must save. Judgement
-# call: predictions are not more accurate. A larger value leaves gathers exposed that could be
-# hidden; with 0, copies load the host link for a gain that may not be real.
+# call: predictions are no more accurate than that. A larger value leaves gathers exposed that could
+# be hidden; with 0, copies load the host link for a gain that may not be real.
 MIN_GAIN = 0.02
 
 
@@ -197,8 +197,8 @@ def choose_offloaded(
     """Return the positions in ``saved`` of the activations to offload; none without a peak limit.
 
     A graph may need offloading to fit ``limits.peak``. Offloading more can save time, because the
-    freed memory lets gathers launch earlier. Of a few amounts, the smallest is chosen whose
-    predicted time exceeds the best by at most ``MIN_GAIN``.
+    freed memory lets gathers launch earlier. This tries a few amounts, and chooses the smallest
+    whose predicted time exceeds the best by at most ``MIN_GAIN``.
 
         budget   ├──────────── least memory ──────────┤     all gathers exposed
                  ├─────── least memory ───┤ prefetch ─┤     hidden, if the copies are hidden
@@ -235,7 +235,7 @@ def _offload_enough(
 ) -> list[int]:
     """Return the positions in ``saved`` to offload, to fit both graphs into ``budget``.
 
-    The least memory of a graph may exceed ``budget`` even then.
+    If even offloading everything is not enough, a graph's least memory still exceeds ``budget``.
     """
     alive = [LiveBytes(least_by_point(problem)) for problem in (forward, backward)]
     chosen = []

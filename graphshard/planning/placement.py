@@ -54,7 +54,7 @@ SCENARIOS = (AS_PREDICTED, Scenario(2.0, 2.5), Scenario(5.0, 1.5))
 
 
 class BucketSizes(NamedTuple):
-    """Maximum sizes, in bytes: of a gather bucket, a reduction bucket, all gathers in flight."""
+    """Maximum bytes of a gather bucket, a reduction bucket and all gathers in flight."""
 
     gather: int
     reduction: int
@@ -158,7 +158,8 @@ class Placer:
         """Place and score ``splits``.
 
         Args:
-            room: without a budget, fraction of the memory of ``MODEST_BUCKETS`` for late waits.
+            room: fraction of the room for modest buckets that late waits may use; no effect with a
+                memory budget.
         """
         launches = self._place_gathers(splits.gathers, sizes.in_flight, self._free_memory(splits))
         max_alive = self._modest_peak - int((1 - room) * self._room)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
 _Record = TypeVar("_Record")
-VERSION = 8  # of the JSON format
+VERSION = 8  # version of the JSON format
 # JSON keys of fields that have been renamed since.
 _JSON_KEYS = {
     "buffers": "parcels",
@@ -93,9 +93,9 @@ class Transfer:
             in its buffer.
         summed_in: dtype in which each rank sums its rows after an all-to-all, or "" if the
             collective itself reduces.
-        exchange_dtype: smaller wire dtype if ranks exchange rows in an all-to-all instead, and each
-            sums its own in ``dtype``; "" if the gradient is not narrower, or if ranks always
-            exchange, as over gloo.
+        exchange_dtype: narrower wire dtype of an exchange: an all-to-all of rows, which each rank
+            then sums in ``dtype``. "" if the gradient is not narrower, or if ranks always exchange,
+            as over gloo.
     """
 
     param: int | None

@@ -110,7 +110,7 @@ class NothingFitsError(BackendError):
 
 
 def savings(activations: Sequence[float | None], *, may_offload: bool) -> list[Saving]:
-    """Return the strategies to try, grouped by the part of the activations that they save."""
+    """Return the strategies to try, grouped by the fraction of the activations that they save."""
     offload = (False, True) if may_offload else (False,)
     return [
         Saving(part, all_params, offloads)

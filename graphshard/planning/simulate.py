@@ -76,7 +76,7 @@ class TransferCostModel(Protocol):
         """Return the time that each buffer after the first adds to a collective."""
 
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
-        """Return whether a group uses the interconnect between nodes, not that within a node."""
+        """Return whether a group uses the interconnect between nodes instead of within one."""
 
     def slowdown_us(self, lane_us: float) -> float:
         """Return how long a concurrent collective of ``lane_us`` delays compute."""
@@ -90,7 +90,7 @@ class BucketCost(NamedTuple):
         lane_us: time on its own lane.
         copy_out_us: time on the compute lane after the wait.
         latency_us: part of ``lane_us`` that does not depend on the number of bytes.
-        shares: another lane that is busy at the same time, or "".
+        shares: other lane that it occupies as well, or "".
     """
 
     copy_in_us: float
