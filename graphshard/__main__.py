@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv``, or in ``sys.argv``, and return its exit status."""
     args, unknown = parser().parse_known_args(argv)
-    if unknown:  # ``parse_args`` would name the help of all commands
+    if unknown:  # ``parse_args`` would point to the help of all commands
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     module, _, function = args.run.partition(":")
     show_line("importing torch's compiler")  # seconds for some commands

@@ -1,7 +1,7 @@
 """Arguments of the commands of ``graphshard``.
 
-Modules that run a command import Dynamo, which takes seconds. This one does not, so that ``--help``
-and errors in arguments are quick.
+Modules that run a command import Dynamo, which takes seconds. This module does not, which keeps
+``--help`` and argument errors fast.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ attention and feed-forward by the configuration's base_model_tp_plan, embedding 
 vocabulary (the loss does not gather logits), norms and residual along the sequence
 (SequenceParallel). Models with experts, and models without a base_model_tp_plan, need --tp-plan.
 
---ep splits experts with graphshard.expert_parallel.parallelize: those of transformers models whose
-weights are stacked in gate_up_proj and down_proj, such as Mixtral and Qwen3-MoE.
+--ep splits experts with graphshard.expert_parallel.parallelize. It takes transformers models whose
+expert weights are stacked in gate_up_proj and down_proj, such as Mixtral and Qwen3-MoE.
 
 Exit status: 0 if the step fits, 1 if it does not, 2 after an error.
 """
@@ -49,18 +49,18 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--batch",
         default="1x4096",
-        help="samples x tokens per GPU (or --tp GPUs), or samples (%(default)s)",
+        help="samples x tokens, or samples, per GPU or per group of --tp GPUs (%(default)s)",
     )
     add(
         "--tp",
         type=int,
-        help="number of neighboring GPUs that tensor and sequence parallelism split the model over "
-        "(1; with --search, all powers of two within a node): see below; they share a batch",
+        help="number of neighboring GPUs that share a batch and split the model by tensor and "
+        "sequence parallelism, see below (1; with --search, all powers of two within a node)",
     )
     add(
         "--tp-plan",
         metavar="FILE.py:FUNCTION",
-        help="function FUNCTION(model, mesh) to split the model with instead",
+        help="split the model with FUNCTION(model, mesh) instead",
     )
     add(
         "--ep",
@@ -115,7 +115,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--formula",
         action="store_true",
-        help="print what forward saves for backward as a formula of samples and tokens",
+        help="print the size of what forward saves for backward as a formula in samples and tokens",
     )
     add("--html", type=Path, metavar="OUT", help="write an HTML page to this file")
     add("--json", type=Path, metavar="OUT", help="write all numbers to this JSON file")
@@ -258,10 +258,10 @@ _CALIBRATE = """Measure this machine, and write its rates to a file for ``schedu
 
 This measures matrix products by dtype and size; copies by size on the device, from the host, and
 within host memory; exponentials; an empty kernel; and, with several ranks, collectives by size,
-launched as graphs launch them. The file holds the medians of rank 0, measured while the other
-ranks measure the same. Operands rotate through more memory than caches hold, as in training. Rates
-of fp8, of interconnects that these ranks do not span, and the compute time lost to hidden
-collectives are taken from the device table.
+launched as in compiled graphs. All ranks measure at the same time, and the file holds the medians
+of rank 0. Operands rotate through more memory than the caches hold, as in training. The device
+table supplies the rates of fp8 and of interconnects that these ranks do not span, and the compute
+time lost to overlapped collectives.
 """
 
 

@@ -22,14 +22,14 @@ def with_stack_room(
 ) -> Callable[_Parameters, _Result]:
     """Decorate a long-running, deep function so that frames below it share one stack chunk.
 
-    CPython keeps frames in chunks of 16 KB. If a function whose frame is the last that fits into a
-    chunk calls others in a loop, every call maps and unmaps a new chunk (python/cpython#142183;
-    releases of 3.13 and later with pull request 145789, of March 2026, keep a spare chunk). Torch's
-    joint passes and its min-cut partitioner took three times as long when called at such a depth.
+    CPython keeps frames in chunks of 16 KB. If the last frame that fits into a chunk calls others
+    in a loop, every call maps and unmaps a new chunk (python/cpython#142183; pull request 145789,
+    of March 2026, keeps a spare chunk in 3.13 and later). Torch's joint passes and its min-cut
+    partitioner took three times as long when called at such a depth.
     """
     # Measured: 2,000 calls of an empty function in a loop, at depths of 10 to 330 frames. At the
-    # worst depth they take 188 times as long as at the best one on Python 3.11.7, 192 on 3.12.1 and
-    # 200 on 3.13.0; below this decorator 1.5, 1.3 and 1.6 times.
+    # worst depth, they take 188 times as long as at the best one on Python 3.11.7, 192 on 3.12.1
+    # and 200 on 3.13.0; with this decorator, 1.5, 1.3 and 1.6 times.
 
     def with_room(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         return function(*args, **kwargs)
@@ -40,7 +40,7 @@ def with_stack_room(
 
 @contextlib.contextmanager
 def without_full_collections() -> Iterator[None]:
-    """Turn off full garbage collections in this context; younger generations are collected."""
+    """Turn off full garbage collections in this context, but collect younger generations."""
     # CPython runs a full collection whenever the number of objects has grown by a quarter. torch
     # alone has 400,000 objects, and a compile makes and drops millions: 11 full collections took 7
     # of the 50 seconds of a first step of 48 layers.

@@ -107,9 +107,9 @@ class Backend:
     ) -> Runnable:
         """Compile a Dynamo graph, or have Dynamo trace its frame again.
 
-        It traces again if an input is a full parameter, whose model is then sharded first, or if a
-        sharded parameter or its ``requires_grad`` has changed. ``mode`` and ``options`` are those
-        of ``torch.compile``, and only Inductor uses them.
+        Dynamo traces again if an input is a full parameter, after its model has been sharded, or if
+        a sharded parameter or its ``requires_grad`` has changed. ``mode`` and ``options`` are the
+        arguments of ``torch.compile``; only Inductor uses them.
         """
         trace, call = Trace(), compiled_call()
         if self._shard_plain_inputs(trace, gm, inputs, call):
@@ -237,26 +237,26 @@ class Backend:
         return "\n\n\n".join([tables, *tried, *shared, *filter(None, self._padding)])
 
     def metrics(self, *, steps: int | None = None, tokens: int | None = None) -> dict[str, float]:
-        """Return numbers to log, as a flat dictionary; nothing waits for the device.
+        """Return numbers to log, as a flat dictionary, without waiting for the device.
 
-        ``compile_s`` is the wall time of all compiles so far, of ``num_compiles`` Dynamo graphs.
-        ``num_recompiles`` of these recompiled a frame because its guards failed, and
-        ``num_cache_hits`` came from Inductor's cache. The other numbers cover every forward and
-        backward graph compiled so far, once: times predicted for ``schedule.hardware`` in
-        microseconds, the largest planned live memory of a graph in bytes, and the bytes of each
+        ``compile_s`` is the wall time of all compiles so far, and ``num_compiles`` the number of
+        Dynamo graphs compiled. Of these graphs, ``num_recompiles`` were compiled because guards
+        failed, and ``num_cache_hits`` came from Inductor's cache. The other numbers count every
+        forward and backward graph compiled so far once: times predicted for ``schedule.hardware``
+        in microseconds, the largest planned live memory of a graph in bytes, and the bytes of each
         kind of collective and host copy.
 
-        ``measured_us``, ``measured_exposed_us`` and ``measured_exposure``, the fraction, cover the
-        training graphs that have been timed: in their third run, and then in one of 101. They are
-        missing until a graph has been timed. Exposed is the time that this rank's compute waits for
-        collectives and host copies. ``max_allocated_bytes`` is the peak of CUDA's caching
+        ``measured_us``, ``measured_exposed_us`` and their ratio ``measured_exposure`` cover the
+        training graphs that have been timed: in their third run, and then in every 101st. They are
+        missing until a graph has been timed. Exposed time is time that this rank's compute waits
+        for collectives and host copies. ``max_allocated_bytes`` is the peak of CUDA's caching
         allocator, and is missing without CUDA.
 
         Args:
             steps: number of optimizer steps since the last call with ``steps``. The first such call
                 only starts the clock; later ones add ``step_s``, without the time of compiles, and
-                ``mfu``: the flops of the graphs' products, without recomputation, as a fraction of
-                the peak of ``schedule.hardware`` in their dtypes.
+                ``mfu``: the flops of matrix products, attention and convolutions, without
+                recomputation, as a fraction of the peak of ``schedule.hardware`` in their dtypes.
             tokens: number of tokens in these steps; adds ``tokens_per_s`` when ``step_s`` is added.
 
         Raises:

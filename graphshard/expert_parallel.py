@@ -25,14 +25,15 @@ _IMPLEMENTATION = "graphshard_ep"
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return both ``AXES`` of a mesh as one, for parameters other than experts."""
+    """Return the mesh with its ``AXES`` flattened into one, for parameters other than experts."""
     return flattened(mesh[AXES], "dp")
 
 
 def overrides(model: nn.Module, mesh: DeviceMesh) -> dict[str, dict[str, Any]]:
     """Return ``overrides`` that shard, over "efsdp", the parameters that are split over "ep".
 
-    If the size of "efsdp" does not divide a rank's number of experts, dim 1 is sharded, not dim 0.
+    Dim 1 is sharded instead of dim 0 if the size of "efsdp" does not divide a rank's number of
+    experts.
     """
     efsdp = mesh["efsdp"]
     return {
@@ -45,16 +46,16 @@ def overrides(model: nn.Module, mesh: DeviceMesh) -> dict[str, dict[str, Any]]:
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, balanced: bool = False) -> None:
     """Split the experts of a transformers model over ``mesh``, in place.
 
-    Each rank keeps an equal part of the experts of every layer as DTensors. Tokens are sent to the
-    ranks of their experts, in numbers that depend on data, so compile with
+    Each rank keeps an equal part of the experts of every layer as DTensors. The number of
+    tokens sent from rank to rank depends on the data, so compile with
     ``torch._dynamo.config.capture_scalar_outputs = True``.
 
     Args:
         model: unsharded model whose experts are stacked in ``gate_up_proj`` and ``down_proj``, such
             as Mixtral or Qwen3-MoE.
         mesh: 1D mesh, such as ``init_device_mesh(..)["ep"]``.
-        balanced: whether every rank sends the same number of tokens to each rank, so that sizes do
-            not depend on data. For forecasts: wrong unless the router chooses so.
+        balanced: whether to assume that every rank sends the same number of tokens to each rank,
+            which makes sizes independent of data. For forecasts only: no router guarantees it.
 
     Raises:
         ValueError: the model has no such experts, its experts have other parameters, too, or the
@@ -76,7 +77,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, balanced: bool = False) -
     lm.set_experts_implementation(_IMPLEMENTATION)
 
 
-# For tensors without values, on which sizes cannot depend.
+# For fake tensors, which have no values that sizes could depend on.
 parallelize_balanced = functools.partial(parallelize, balanced=True)
 
 
@@ -84,9 +85,9 @@ def _check(model: nn.Module, modules: list[Any], size: int) -> None:
     known = [name for module in modules for name, _ in module.named_parameters(recurse=False)]
     if not modules or known != _WEIGHTS * len(modules):
         raise ValueError(
-            f"ep={size}: {type(model).__name__} has no experts whose parameters are stacked in "
-            f"{' and '.join(_WEIGHTS)} alone, as those of Mixtral and Qwen3-MoE are: do not split "
-            "its experts"
+            f"ep={size}: {type(model).__name__} has no experts whose parameters are just "
+            f"the stacked {' and '.join(_WEIGHTS)}, as in Mixtral and Qwen3-MoE: do not split its "
+            "experts"
         )
     for number in (module.num_experts for module in modules):
         if number % size:
@@ -96,7 +97,7 @@ def _check(model: nn.Module, modules: list[Any], size: int) -> None:
 
 
 class _LocalExperts:
-    """The experts of this rank, with the attributes of the module of all experts."""
+    """This rank's experts; other attributes are those of the module with all experts."""
 
     def __init__(self, experts: Any) -> None:
         self.experts = experts
@@ -139,6 +140,6 @@ def _forward(
 
 
 def _sizes(counts: Tensor) -> list[int]:
-    """Return each rank's number of tokens, given each expert's, ``[ranks, experts of a rank]``."""
+    """Sum numbers of tokens per expert, ``[ranks, experts of a rank]``, to numbers per rank."""
     sizes: list[int] = counts.sum(1).tolist()
     return sizes

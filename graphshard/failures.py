@@ -19,7 +19,7 @@ class Failure:
 
     Attributes:
         cause: type and message of the error, on one line.
-        where: file, number and text of the line that failed, in the user's code or in a library; ""
+        where: file, number and text of the failing line, in the user's code or in a library; ""
             if unknown.
         details: traceback, or the last lines that the process wrote.
     """

@@ -54,8 +54,8 @@ class TransferKind(_Kind):
     def is_fetch(self) -> bool:
         """Whether the transfer brings data to the device for use by the graph.
 
-        It is due at the first use, and its data is freed after the last use. Other kinds carry data
-        that the graph computes, from the step at which it is ready.
+        Such a transfer must finish before the first use of its data, which is freed after the last
+        use. Transfers of other kinds send data that the graph computes, once it is ready.
         """
         return self in _FETCHES
 

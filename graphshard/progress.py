@@ -55,7 +55,7 @@ def end() -> None:
 def show_line(text: str) -> None:
     """Replace the last line of stderr, if it is a terminal."""
     if _is_terminal():
-        width = shutil.get_terminal_size().columns - 1  # a longer line would wrap, and stay
+        width = shutil.get_terminal_size().columns - 1  # a wrapped line cannot be cleared
         print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
 
 

@@ -19,7 +19,7 @@ Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]  # positional or keyword a
 
 
 def load_named_function(option: str, name: str) -> Callable[..., object]:
-    """Return the function that the value ``name`` of an option names, as FILE.py:FUNCTION.
+    """Return the function that ``name``, the value of an option, gives as FILE.py:FUNCTION.
 
     Raises:
         ValueError: as ``load_function``, or ``name`` has another form.
@@ -55,7 +55,7 @@ def unpack(function: str, returned: object) -> tuple[nn.Module, Inputs, dict[str
     """Return the model, the inputs of a step and the options that ``function`` has returned.
 
     Raises:
-        ValueError: ``returned`` is not a tuple of these, or the model is compiled.
+        ValueError: ``returned`` is not such a tuple, or the model is compiled.
     """
     if not (isinstance(returned, tuple) and len(returned) in (2, 3)):
         raise ValueError(
@@ -110,5 +110,5 @@ def loss_of(outputs: object) -> torch.Tensor:
 
 
 def _kind(value: object) -> str:
-    # A fake tensor is a "Tensor", too.
+    # Call a fake tensor "Tensor", too.
     return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__

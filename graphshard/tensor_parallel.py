@@ -28,8 +28,8 @@ Parallelize = Callable[[nn.Module, DeviceMesh], object]  # splits a model over a
 
 _SEQUENCE, _WHOLE = Shard(1), Replicate()  # layouts of activations [batch, length, features]
 
-# Styles of transformers. The last one is for norms of each head. SequenceParallel accepts the
-# dimension of the heads as ``sequence_dim``, because it is not the normalized one.
+# Keyed by transformers' style names. The last style is for per-head norms: ``sequence_dim`` is the
+# dimension of the heads, which SequenceParallel can split because the norm is over another one.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": lambda: RowwiseParallel(output_layouts=_SEQUENCE),
@@ -37,7 +37,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
         sequence_dim=2, use_local_output=True
     ),
 }
-# Modules whose inputs are gathered along the sequence, and how layers call them.
+# Modules whose inputs are gathered along the sequence; styles match how layers call the modules.
 _GATHERS: dict[str, Callable[[], ParallelStyle]] = {
     "self_attn": lambda: PrepareModuleInput(
         input_kwarg_layouts={"hidden_states": _SEQUENCE},
@@ -87,7 +87,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(
         embedding, mesh, RowwiseParallel(input_layouts=_WHOLE, output_layouts=_SEQUENCE)
     )
-    # Local logits: a DTensor output without a gradient makes AOTAutograd's backward fail.
+    # Return local logits: AOTAutograd's backward fails if a DTensor output gets no gradient.
     parallelize_module(head, mesh, ColwiseParallel(input_layouts=_SEQUENCE))
     lm.loss_function = functools.partial(_causal_loss, mesh)
     lm.tie_weights()
@@ -140,8 +140,8 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
 def _with_positions(
     base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # Without ``position_ids``, models would number the embeddings of this rank's part of the
-    # sequence from 0.
+    # Without ``position_ids``, models would derive positions from the embeddings, which are only
+    # this rank's part of the sequence.
     if kwargs.get("position_ids") is None:
         ids: torch.Tensor = kwargs["input_ids"]
         kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -169,8 +169,8 @@ def _causal_loss(
     shift_labels, logits = shift_labels.to(logits.device), logits.float()
     shifted = logits - _reduce(mesh, logits.detach().amax(-1, keepdim=True), "max")
     total = _reduce(mesh, shifted.exp().sum(-1))
-    # A label's logit is on one rank; the others add 0. Unlike the backward of ``gather``, that of
-    # ``where`` fuses with the softmax and takes no memory.
+    # Each label's logit is on one rank; the others add 0. ``where`` is used instead of ``gather``,
+    # because its backward fuses with the softmax and takes no memory.
     columns = torch.arange(logits.shape[-1], device=logits.device)
     is_label = columns + mesh.get_local_rank() * len(columns) == shift_labels[..., None]
     losses = total.log() - _reduce(mesh, shifted.where(is_label, 0).sum(-1))
@@ -182,5 +182,5 @@ def _causal_loss(
 
 
 def _reduce(mesh: DeviceMesh, part: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    # The gradient of each part is that of the result: all ranks compute the same loss.
+    # All ranks compute the same loss, so each part gets the gradient of the result.
     return DTensor.from_local(part, mesh, [Partial(op)], run_check=False).full_tensor()
