@@ -355,12 +355,12 @@ def backend(
             parameters. If several globs match, the last one wins. A glob that matches a module
             applies to all parameters in it, and its ``mp_policy`` casts inputs and outputs of the
             outermost modules that it matches. ``"shard": False`` replicates a parameter and
-            all-reduces its gradient, as DDP does; it never travels in fp8. ``"dim": 1`` shards
+            all-reduces its gradient, as DDP does, without fp8. ``"dim": 1`` shards
             dim 1 instead of dim 0, as ``Shard(1)`` from FSDP2's ``shard_placement_fn`` does.
             ``"mesh"`` is another mesh to shard and reduce over, for experts that only its ranks
             share; both meshes must be slices of one mesh. Gradients of these parameters are still
             divided by the number of ranks of the argument ``mesh``.
-        fp8: policy for linears that compute and gather their weights in fp8. Defaults to no fp8.
+        fp8: policy for fp8 matmuls and fp8 weight gathers of linears. Defaults to no fp8.
         schedule: limits and options of the schedule. Defaults to ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
         dump: folder in which the mesh's first rank writes the plan, trace, table and FX code of
@@ -393,8 +393,8 @@ def shard(
 ) -> nn.Module:
     """Shard ``model`` in place now, before its first step, and return it.
 
-    The arguments are those of :func:`backend`; ``schedule``, ``compiler`` and ``dump`` have an
-    effect only there. A model on the meta device stays there, and nothing is broadcast: call
+    Takes the arguments of :func:`backend`; ``schedule``, ``compiler`` and ``dump`` have an effect
+    only there. A model on the meta device stays there, and nothing is broadcast: call
     ``model.to_empty(device=...)``, which allocates only shards, and initialize it.
 
     Raises:

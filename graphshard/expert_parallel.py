@@ -97,7 +97,7 @@ def _check(model: nn.Module, modules: list[Any], size: int) -> None:
 
 
 class _LocalExperts:
-    """This rank's experts; other attributes are those of the module with all experts."""
+    """This rank's experts, with all other attributes of the full experts module."""
 
     def __init__(self, experts: Any) -> None:
         self.experts = experts
@@ -140,6 +140,6 @@ def _forward(
 
 
 def _sizes(counts: Tensor) -> list[int]:
-    """Sum numbers of tokens per expert, ``[ranks, experts of a rank]``, to numbers per rank."""
+    """Sum token counts per expert, ``[ranks, experts of a rank]``, to counts per rank."""
     sizes: list[int] = counts.sum(1).tolist()
     return sizes

@@ -1,4 +1,4 @@
-"""Meshes in which only one rank exists, for steps that are forecast or checked."""
+"""Meshes in which only one rank exists, used to forecast and check steps."""
 
 from __future__ import annotations
 

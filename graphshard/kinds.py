@@ -41,7 +41,7 @@ class TransferKind(_Kind):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
-    ALL_REDUCE_MAX = "all_reduce_max"  # absolute maxima of weights that travel in fp8
+    ALL_REDUCE_MAX = "all_reduce_max"  # absolute maxima of weights that are gathered in fp8
     ALL_REDUCE_SHARDS = "all_reduce_shards"  # reduce-scattered shards, over replicas (HSDP)
     COPY_TO_DEVICE = "copy_to_device"  # shards before their gather, or offloaded activations
     COPY_TO_HOST = "copy_to_host"  # reduced shards, or activations

@@ -19,7 +19,7 @@ Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]  # positional or keyword a
 
 
 def load_named_function(option: str, name: str) -> Callable[..., object]:
-    """Return the function that ``name``, the value of an option, gives as FILE.py:FUNCTION.
+    """Load the function that an option's value ``name`` refers to, as FILE.py:FUNCTION.
 
     Raises:
         ValueError: as ``load_function``, or ``name`` has another form.

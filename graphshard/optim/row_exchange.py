@@ -76,7 +76,7 @@ class InFlight(NamedTuple):
     work: dist.Work
     received: torch.Tensor
     shapes: list[torch.Size]  # shapes of the received rows, in buffer order
-    sent: torch.Tensor  # read until the wait, and kept alive until then
+    sent: torch.Tensor  # kept alive, because it is read until the wait
 
     def wait(self) -> list[torch.Tensor]:
         self.work.wait()

@@ -44,7 +44,7 @@ class ParamOptions:
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     fp8: Float8Policy | None = None
     shard: bool = True
-    mesh: DeviceMesh | None = None  # None: the backend's
+    mesh: DeviceMesh | None = None  # None for the backend's mesh
     dim: int = 0
 
     def __post_init__(self) -> None:

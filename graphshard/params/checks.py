@@ -87,7 +87,7 @@ def find_error(
 ) -> str | None:
     """Return the first error that prevents this rank from sharding ``root``, or None.
 
-    If there is none, the ``spec`` of every parameter is set.
+    If there is no error, this sets the ``spec`` of every parameter.
     """
     own_groups = _groups_of_params(plain_params, groups, options)
     return (

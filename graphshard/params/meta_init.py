@@ -141,7 +141,7 @@ class _Snapshot:
         return _Snapshot(module, type(module), dict(vars(module)), dict(parameters), dict(buffers))
 
     def make_plain(self, twins: Mapping[nn.Parameter, nn.Parameter], device: torch.device) -> None:
-        """Switch the module to its plain class, plain parameters and, if on meta, real buffers."""
+        """Switch the module to its plain class and parameters, and allocate its meta buffers."""
         self.restore_attributes()
         self.module.__class__ = plain_class(self.module)
         parameters_of(self.module).update(

@@ -74,7 +74,7 @@ class ShardedModule(NoticesReplacement):
 
     # Slicing a ParameterList calls self.__class__(), which must make a plain module. The switch to
     # the plain class is in __init__, because copying and unpickling call cls.__new__(cls) and need
-    # an instance of cls. Dynamo cannot trace the switch, so __new__ makes the plain module then.
+    # an instance of cls. Dynamo cannot trace it, so under tracing __new__ makes the module.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         new: Any = super().__new__

@@ -306,7 +306,7 @@ class Padding:
 
     Attributes:
         names: parameters with fewer rows than shards, largest first.
-        rows: number of rows of the largest one.
+        rows: number of rows of the first parameter in ``names``.
         held_bytes: bytes of all split parameters on a rank, including padding.
         even_bytes: bytes of all split parameters on a rank if they were split evenly.
     """
@@ -340,7 +340,7 @@ def find_padding(
     Args:
         shapes: shapes of all split parameters, ``[rows, ...]``, keyed by name.
         shards: number of shards of each parameter.
-        held_bytes: bytes of their shards on a rank, including padding.
+        held_bytes: bytes of all shards on a rank, including padding.
         full_bytes: bytes of the full parameters.
     """
     padded = {name: shape for name, shape in shapes.items() if 0 < shape[0] < shards}

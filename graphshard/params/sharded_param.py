@@ -512,7 +512,7 @@ _HALF_WORD = 0x7FFB
 def mark_uninitialized(tensor: torch.Tensor) -> bool:
     """Fill a contiguous tensor with the reserved NaN; return False if it cannot be marked.
 
-    A tensor can be marked if its dtype is floating-point, of at least 2 bytes, and it is not meta.
+    Floating-point tensors with elements of 2 bytes or more can be marked, except on meta.
     """
     half_words = _half_words(tensor)
     if half_words is not None:
@@ -544,7 +544,7 @@ class ShardedModel:
     Attributes:
         name: class name of the root module.
         options: options passed when sharding.
-        warned_of_options: whether the user was warned about other options of a backend.
+        warned_of_options: whether the user was warned that a backend's options are ignored.
         breaks: graph breaks, as ``file:line: reason``, without the line if it is unknown.
         eager_classes: ordered names of module classes whose forward ran outside a graph while
             parts of the model were compiled.

@@ -10,7 +10,7 @@ broadcasts names, shapes and dtypes, and then the tensors of unsharded entries; 
 ``load_state_dict`` walks the modules on every rank, and a sharded parameter's tensor is sent when
 the walk reaches it. Strictness, messages and load hooks work as usual.
 
-[Note: not by torch's StateDictOptions] ``torch.distributed.checkpoint.state_dict`` also gathers and
+[Note: why not StateDictOptions] ``torch.distributed.checkpoint.state_dict`` also gathers and
 broadcasts full tensors. But it sends all of them to all ranks; copies tied weights; drops module
 versions; steps an optimizer that has no state yet; cannot load state that only some parameters
 have; leaves 8-bit optimizer states in torchao's classes; raises some errors on one rank only; turns

@@ -1,4 +1,4 @@
-"""Tensors in a file whose shape and dtype are known, and whose rows are read on demand.
+"""Lazy tensors: shape and dtype are known, and rows are read from a file on demand.
 
     StoredTensor.create(meta, read)    shape and dtype, and a function that reads rows
     c = torch.cat([a, b], 1)           computes nothing: c records the operator and its arguments

@@ -90,7 +90,7 @@ class PlanCache:
         lock = FileLock(compiled.with_suffix(".lock"))
         with contextlib.suppress(Timeout):
             _acquire(lock, wait_s)
-        if compiled.exists():  # if it was not cacheable after all, let all processes compile now
+        if compiled.exists():  # in case it was not cacheable, do not compile one by one
             lock.release()
         try:
             yield

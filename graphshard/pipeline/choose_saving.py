@@ -69,7 +69,7 @@ FITS, MAY_FIT, NOTHING_FITS = range(3)
 class ChosenSaving(NamedTuple):
     """This rank's choice of values to save for backward."""
 
-    settings: CompileSettings  # include the choice
+    settings: CompileSettings  # settings that include the choice
     tried: str  # table of all candidates, or ""
     context: str  # the choices of the ranks, on which their common plans depend
 

@@ -239,7 +239,7 @@ def _by_inductor(
         **options_of_plans(settings.device, lowering.report_code),
         **with_planned_order(inductor_options),
         **(KEEP_HOST_COPIES if settings.may_offload_activations else {}),
-        "post_grad_custom_post_pass": lowering,  # these two are a part of Inductor's cache keys
+        "post_grad_custom_post_pass": lowering,  # this and the next are in Inductor's cache keys
         "custom_partitioner_fn": Partitioner(settings, lowering.writer),
     }
     if settings.device.type == "cuda":

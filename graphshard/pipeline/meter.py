@@ -90,7 +90,7 @@ class _TimedRun:
 
 
 class Meter:
-    """A counter of the runs of a compiled graph that times some of them.
+    """Counter of a compiled graph's runs, which times some of them.
 
     It does not keep the graph alive: ``torch._dynamo.reset()`` frees the graph.
 

@@ -31,7 +31,7 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
 
     Args:
         plan: first rank's plan for the same transfers, possibly in a different order and with
-            different steps. ``PlanParam.input`` is already a number of this rank's graph input.
+            different steps. ``PlanParam.input`` already refers to this rank's graph inputs.
 
     Raises:
         BackendError: ``problem`` has different transfers or user collectives, or does not allow

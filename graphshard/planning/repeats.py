@@ -20,7 +20,7 @@ _MAX_LENGTHS = 16  # part lengths tried in one range
 # Microseconds to compile a node with Inductor, and to call a subgraph in a training step. Measured
 # with a 24-layer GPT on a CPU. An additional kernel costs as much as a call.
 _NODE_US, _CALL_US = 3000.0, 20.0
-_NUM_STEPS = 1000  # training steps over which sharing must still save time
+_NUM_STEPS = 1000  # training steps after which sharing must still have saved time
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ class TriedSaving:
 
     Attributes:
         step_us: predicted time of forward and backward, or None if ``refused``.
-        peak_bytes: the higher peak of the two graphs. A graph that no schedule fits into the budget
-            counts with the smallest peak of any schedule.
+        peak_bytes: higher peak of the two graphs; a graph that cannot fit the budget counts with
+            the smallest peak of any schedule.
         refused: reason why the strategy does not fit, or "".
     """
 

@@ -89,10 +89,10 @@ class Members:
 # [Note: sends that never end] At the end of a connection, gloo raises in operations that wait for
 # the peer, but forgets those in progress: queued sends, and a receive that has begun. They wait
 # until the group's timeout (``Pair::signalException`` in gloo/transport/tcp/pair.cc). Gloo also
-# queues a send that fails with EPIPE or ECONNRESET until its event loop reads the end. Therefore,
+# queues a send that fails with EPIPE or ECONNRESET until its event loop reads EOF. Therefore,
 # ``abort``
 # - waits for transfers in progress, which gloo's event loops finish by themselves;
-# - ends only this rank's reads, since a send may begin before the event loop reads the end;
+# - ends only this rank's reads, since a send may begin before the event loop reads EOF;
 # - keeps connections open for a while, for the sends of peers whose event loop is late.
 
 
@@ -130,7 +130,7 @@ def _num_queued(connection: socket.socket) -> int:
 
 
 def _end_reads(connections: Collection[socket.socket]) -> None:
-    """Make reads of the connections return the end of the data once all data is read."""
+    """Make reads of the connections return EOF once all data is read."""
     # SHUT_RDWR would make sends fail: see [Note: sends that never end].
     for connection in connections:
         with contextlib.suppress(OSError):  # the peer has reset it

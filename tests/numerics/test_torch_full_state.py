@@ -1,7 +1,7 @@
 """Limits of torch's `StateDictOptions(full_state_dict, cpu_offload, broadcast_from_rank0)`.
 
 Each test shows a limit of torch's functions that `graphshard.full_state_dict` and
-`load_full_state_dict` do not have: see [Note: not by torch's StateDictOptions]. If one of these
+`load_full_state_dict` do not have: see [Note: why not StateDictOptions]. If one of these
 tests fails, torch may be able to replace a part of `graphshard.params.state_dict`.
 """
 
