@@ -60,7 +60,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--tp-plan",
         metavar="FILE.py:FUNCTION",
-        help="split the model with FUNCTION(model, mesh) instead",
+        help="split the model with FUNCTION(model, mesh) instead of as described below",
     )
     add(
         "--ep",

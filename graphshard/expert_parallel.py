@@ -32,8 +32,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def overrides(model: nn.Module, mesh: DeviceMesh) -> dict[str, dict[str, Any]]:
     """Return ``overrides`` that shard, over "efsdp", the parameters that are split over "ep".
 
-    Dim 1 is sharded instead of dim 0 if the size of "efsdp" does not divide a rank's number of
-    experts.
+    Dim 1 is sharded if the size of "efsdp" does not divide a rank's number of experts, else dim 0.
     """
     efsdp = mesh["efsdp"]
     return {

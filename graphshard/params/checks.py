@@ -209,8 +209,8 @@ def _tensor_error(param: nn.Parameter, groups: MeshGroups, all_meta: bool) -> st
         )
     if param.is_meta and not all_meta:
         return (
-            "is on the meta device: shard a model that is all on meta with graphshard.shard, then "
-            "call to_empty() and initialize it before the first step"
+            "is on the meta device: shard a model that is entirely on meta with graphshard.shard, "
+            "then call to_empty() and initialize it before the first step"
         )
     return None
 

@@ -166,9 +166,7 @@ def _advice(name: str, ours: str, theirs: str) -> str:
     if ours.removesuffix(WITH_GRADIENT) == theirs.removesuffix(WITH_GRADIENT):
         return "Call zero_grad() on all ranks first, or on none: has one run a backward alone?"
     if ours.removesuffix(REQUIRES_GRAD) == theirs.removesuffix(REQUIRES_GRAD):
-        return (
-            "Freeze the same parameters on all ranks: is loading or freezing done on one rank only?"
-        )
+        return "Freeze the same parameters on all ranks: does only one rank load or freeze them?"
     return "Build the same model on all ranks: does its code or config depend on the rank?"
 
 

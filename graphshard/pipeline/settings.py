@@ -65,8 +65,7 @@ class CompileSettings:
         first_rank_plans: the first rank's plans, keyed by kind of graph, if they differ from this
             rank's; empty while this rank decides for itself.
         saving: choice of ``SchedulePolicy.auto``, or None if the schedule alone decides.
-        regathered: positions of graph inputs that ``saving`` leaves to the schedule; may differ
-            between ranks.
+        regathered: positions of inputs that ``saving`` leaves to the schedule; ranks may differ.
     """
 
     compiler: str

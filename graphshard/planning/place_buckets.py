@@ -89,8 +89,8 @@ def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> l
     }:
         raise BackendError(
             f"this rank's {problem.graph} graph does not gather and reduce the same parameters, in "
-            "the same dtypes and sizes, as that of the first rank: use the same model and options, "
-            "and similar batches, on all ranks"
+            "the same dtypes and sizes, as the first rank's: use the same model and options, and "
+            "similar batches, on all ranks"
         )
     moved = {i: j for t, positions in theirs.items() for i, j in zip(positions, ours[t])}
     return [

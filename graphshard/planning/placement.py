@@ -158,8 +158,7 @@ class Placer:
         """Place and score ``splits``.
 
         Args:
-            room: fraction of the room for modest buckets that late waits may use; no effect with a
-                memory budget.
+            room: without a budget, fraction of the room for modest buckets that late waits may use.
         """
         launches = self._place_gathers(splits.gathers, sizes.in_flight, self._free_memory(splits))
         max_alive = self._modest_peak - int((1 - room) * self._room)

@@ -61,8 +61,7 @@ class CallLog:
     def run(self, plan_id: str) -> None:
         """Log a run of a known graph, just before it starts."""
         call, watcher = self._history.append(plan_id), self._watcher
-        # Without a lock: this thread writes the count, then reads ``early_calls``; the watcher
-        # writes ``early_calls``, then reads the count.
+        # No race: the count is already written, and the watcher reads it after adding the event.
         if watcher is not None and (watcher.early_calls or watcher.error is not None):
             self._compare_early(watcher, call)
 

@@ -34,9 +34,9 @@ from .calls import CHOICE_AGAIN, INFERENCE, TRAINING
 
 R = TypeVar("R")
 
-# Fields omitted from the text of a transfer: its start has them already, or they may differ between
-# ranks. The gradient of a batch of one sample, for example, may be an expanded tensor, which takes
-# less memory and must be copied in.
+# Fields omitted from the text of a transfer: those that it starts with anyway, and those that may
+# differ between ranks. The gradient of a batch of one sample, for example, may be an expanded
+# tensor, which takes less memory and must be copied in.
 _NOT_COMMON = {
     *("param", "kind", "ready", "due", "last", "stride", "replica_stride", "grad_bytes"),
     "copied_in",

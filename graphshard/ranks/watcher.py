@@ -84,7 +84,7 @@ class Watcher:
         self._num_seen = 0  # calls of this rank at the last tick
         self._stalls_at = self._audit_at = time.monotonic() + AUDIT_S
         self._rank_thread = threading.get_ident()
-        self._pending: PendingCollective | None = None  # seen at the last tick
+        self._pending: PendingCollective | None = None  # the rank's at the last tick
         self._blocked_at = math.inf
         self._some_left = False
         self._stopped = threading.Event()
