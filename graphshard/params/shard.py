@@ -208,10 +208,11 @@ def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:
 def _warn_of_torchao(root: nn.Module) -> None:
     names = [name for name, module in root.named_modules() if is_of_torchao(module)]
     if names:
+        others = f" and {len(names) - 1} more" if names[1:] else ""
         warnings.warn(
-            f"graphshard: {names[0]!r} and {len(names) - 1} more modules are torchao's: they "
-            "compute in fp8, but gather their weights in a wider dtype. For fp8 all-gathers, pass "
-            "the plain module and fp8=graphshard.Float8Policy()",
+            f"graphshard: torchao has converted {names[0]!r}{others}: such modules compute in fp8, "
+            "but their weights are gathered in a wider dtype. For fp8 all-gathers, pass the plain "
+            "module and fp8=graphshard.Float8Policy()",
             stacklevel=2,
         )
 
