@@ -1,6 +1,7 @@
 """Predict the run times of a graph from the rates of a device and its interconnects.
 
 ``hardware`` defines rates and the JSON form in which ``calibrate`` writes them; ``devices`` is a
-table of common GPUs. ``flops`` counts the operations of a node, ``fusion`` guesses which nodes
-share a kernel, and ``model`` predicts times of nodes, collectives and copies. May import ``ops``.
+table of common GPUs. ``flops`` counts the operations of a node, ``fusion`` predicts which nodes
+share a kernel, and ``model`` predicts times of nodes, collectives and copies. This package may
+import ``ops``.
 """

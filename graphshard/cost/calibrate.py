@@ -17,7 +17,7 @@ from .measure import Effort, measure
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Run the command on one of the ranks, and return its exit status."""
+    """Run ``graphshard calibrate`` on this rank and return its exit status."""
     # All ranks measure; rank 0 writes the file.
     device = _pick_device(args.device)
     effort = Effort.for_device(device, quick=args.quick)
@@ -52,7 +52,7 @@ def _joined_ranks(device: torch.device) -> Iterator[None]:
 
 
 def summary(hardware: Hardware) -> str:
-    """Return the latencies, and the rates at the largest sizes, as text."""
+    """Format the latencies and the rates at the largest sizes."""
     flops = [f"{dtype} {rate.largest / 1e12:.3g}" for dtype, rate in hardware.flops.items()]
     lines = [
         hardware.name,
@@ -63,6 +63,6 @@ def summary(hardware: Hardware) -> str:
     ]
     for name, link in (("in a node", hardware.intra), ("between nodes", hardware.inter)):
         bus = [f"{kind} {rate.largest / 1e9:.3g}" for kind, rate in link.bus.items()]
-        latency = f"latency {link.latency_us:.3g} us, {link.buffer_us:.3g} per further tensor"
+        latency = f"latency {link.latency_us:.3g} us, {link.buffer_us:.3g} per additional tensor"
         lines.append(f"{name}: {latency}, bus GB/s: {', '.join(bus)}")
     return "\n".join(lines)

@@ -18,24 +18,24 @@ TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("devices.toml").r
 _MiB = float(1 << 20)
 _COLLECTIVES = TABLE["collectives"]
 
-# Fraction of device memory lost to fragmentation. Assumed: most allocations here are large, and the
-# allocator rounds these up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp).
+# Assumed fraction of device memory lost to fragmentation: most allocations are large, and the
+# allocator rounds large ones up to 2 MiB (c10/cuda/CUDACachingAllocator.cpp).
 FRAGMENTATION = 0.03
 
 
 def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
-    """Return ``hardware`` with a network of ``gbit_per_s`` (Gb/s) per rank and direction."""
+    """Return ``hardware`` with a network of ``gbit_per_s`` Gb/s per rank and direction."""
     assert gbit_per_s > 0
-    # A collective that spans nodes runs a ring over each rank's network card: the bandwidths of a
-    # node's cards add up, to at most the bandwidth within the node.
+    # A collective that spans nodes runs one ring per network card. The bandwidths of a node's cards
+    # add up, but cannot exceed the bandwidth within the node.
     line = hardware.ranks_per_node * gbit_per_s / 8 * 1e9
     bus: dict[str, Rate] = {}
     for kind in COLLECTIVE_KINDS:
         in_node_fraction = hardware.intra.bus[kind].largest / line
         fraction = min(_COLLECTIVES["network_efficiency"], in_node_fraction)
         bus[kind] = _bus_rate(line, fraction, _COLLECTIVES["between_nodes"])
-    # In an all-to-all, each rank sends through its own card alone. Assumed: a card achieves as much
-    # as in a ring that sends as many bytes through it.
+    # In an all-to-all, each rank sends only through its own card. Assumed: the card is as efficient
+    # as in a ring that sends the same number of bytes through it.
     cards = hardware.ranks_per_node
     fractions = [(mib / cards, share) for mib, share in _COLLECTIVES["between_nodes"]]
     bus[ALL_TO_ALL] = _bus_rate(line / cards, _COLLECTIVES["network_efficiency"], fractions)
@@ -124,7 +124,7 @@ MEMORY_BYTES: dict[str, int] = {
 
 DEFAULT = "A100-80GB"  # entry for GPUs that are not in the table: a mid-range GPU
 
-# Names of entries, keyed by a pattern of ``torch.cuda.get_device_name()``.
+# Table entries, keyed by a regular expression for ``torch.cuda.get_device_name()``.
 _ENTRY_BY_DEVICE = {
     r"\bH100\b": "H100",
     r"\bH100 PCIe\b": "H100-PCIe",
@@ -139,15 +139,15 @@ _ENTRY_BY_DEVICE = {
     r"\bMI300X\b": "MI300X",
 }
 
-# Words for slower variants: a device and its entry have the same ones.
+# Words that mark slower variants. A device matches an entry only if both contain the same words.
 _VARIANT = re.compile("PCIE|NVL|MIG|LAPTOP", re.IGNORECASE)
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the table's entry for an entry's name or a ``torch.cuda.get_device_name()``.
+    """Look up a device in the table, by entry name or by ``torch.cuda.get_device_name()``.
 
     Raises:
-        ValueError: the table has no such entry.
+        ValueError: the table has no entry for ``name``.
     """
     if name in HARDWARE:
         return HARDWARE[name]
@@ -156,7 +156,7 @@ def find_hardware(name: str) -> Hardware:
             return HARDWARE[entry]
     raise ValueError(
         f"hardware {name!r}: must be one of {sorted(HARDWARE)}, or a file written by `python -m "
-        "graphshard calibrate` on such a machine"
+        "graphshard calibrate` on that machine"
     )
 
 
@@ -165,23 +165,23 @@ def _variants(name: str) -> set[str]:
 
 
 def load_hardware(name: str) -> Hardware:
-    """Return the hardware in the calibration file ``name``, or else the table entry ``name``.
+    """Load the calibration file ``name`` if it exists; otherwise, look up ``name`` in the table.
 
     Raises:
-        ValueError: the file is malformed, or the table has no such entry.
+        ValueError: the file is malformed, or the table has no entry for ``name``.
         OSError: the file cannot be read.
     """
     return Hardware.load(Path(name)) if Path(name).is_file() else find_hardware(name)
 
 
 def find_hardware_or_default(name: str) -> Hardware:
-    """Return the table's entry for a device or, with a warning, that of ``DEFAULT``."""
+    """Look up a device in the table; if it is missing, warn and return the ``DEFAULT`` entry."""
     try:
         return find_hardware(name)
     except ValueError:
         warnings.warn(
-            f"graphshard: hardware {name!r} is not in the device table: rates that are not "
-            f"measured are those of {DEFAULT}",
+            f"graphshard: hardware {name!r} is not in the device table: using the rates of "
+            f"{DEFAULT} where none are measured",
             stacklevel=2,
         )
         return HARDWARE[DEFAULT]

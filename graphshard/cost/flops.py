@@ -50,7 +50,7 @@ def call_with_fallback(
     """Return ``predict(*args)`` or, if that raises, ``fallback``; warn once for each ``what``.
 
     Args:
-        what: failed prediction, for the warning (default: the time of the node ``args[0]``).
+        what: predicted quantity, for the warning (default: the time of the node ``args[0]``).
     """
     try:
         return predict(*args)
@@ -75,7 +75,7 @@ class Flops(NamedTuple):
 
 
 def flops(node: fx.Node) -> Flops:
-    """Count the operations of a matrix product, attention or convolution; 0 for other nodes."""
+    """Count the operations of a matrix product, attention or convolution; others count as 0."""
     name = aten_name(_called_op(node).op)
     if name in _LEFT_IS_FIRST or name in _LEFT_IS_SECOND:
         left = node.args[1 if name in _LEFT_IS_SECOND else 0]
@@ -95,7 +95,7 @@ def flops(node: fx.Node) -> Flops:
 def _matmul(node: fx.Node, left: torch.Tensor) -> Flops:
     out = shape_of(node.meta["val"])
     num_flops = 2.0 * math.prod(out) * shape_of(left)[-1]
-    if len(out) == 3 and left.dim() == 2:  # grouped: each group has its own inner range
+    if len(out) == 3 and left.dim() == 2:  # grouped: the groups split the inner dimension
         num_flops /= out[0]
     return Flops(num_flops, _dtype_name(left))
 
@@ -177,15 +177,15 @@ def _dtype_name(value: torch.Tensor) -> str:
 
 
 def shape_of(value: object) -> tuple[int, ...]:
-    """Return the shape of a tensor or of the first of several, or else (); hints if symbolic."""
+    """Return the shape of a tensor or the first in a list, or (); symbolic sizes become hints."""
     while isinstance(value, (list, tuple)):
         value = next((item for item in value if item is not None), None)
-    sizes = value.shape if isinstance(value, torch.Tensor) else ()  # (): a number or None
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()  # a number or None
     return tuple(size if type(size) is int else size_hint(size) for size in sizes)
 
 
 def aten_name(target: Target) -> str:
-    """Return the name of an ATen or prims op, as in ``add`` for ``aten.add.Tensor``, or ""."""
+    """Return the base name of an ATen or prims op, such as "add" for ``aten.add.Tensor``, or ""."""
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return ""
     return base_name(target)

@@ -1,4 +1,4 @@
-"""Guess which nodes Inductor fuses into one kernel, and which values never reach memory.
+"""Predict which nodes Inductor fuses into one kernel, and which values never reach memory.
 
     x ─► mm ─► add ─► var_mean ─► sub ─► mul ─► mm         add ... mul are one kernel: it reads
                 │                         │                values from outside and writes values
@@ -6,16 +6,16 @@
 
 [Note: fused kernels] Pointwise nodes, and reductions over the last dimensions, share a kernel with
 the nodes that they read or that read them, unless a path between the two passes through another
-kernel. Other reductions loop over columns: their kernel contains the pointwise nodes that only such
-reductions use, and other such reductions of the same inputs; users of the result are in another
-kernel. Users of an update, such as ``index_put``, are also in another kernel. An update shares a
-kernel with the values that it writes; that kernel also counts the bytes of the whole result.
+kernel. Other reductions loop over columns. Their kernel contains the pointwise nodes that only
+column reductions use, and other column reductions of the same inputs; users of the result are in
+another kernel. Users of an update, such as ``index_put``, are also in another kernel. An update
+shares a kernel with the values that it writes; the kernel's bytes include the whole result.
 
 [Note: unmaterialized values] A pointwise value is recomputed in every fused kernel that reads it,
-unless something else reads it, or it is expensive and read more than once
+unless an unfused node also reads it, or it is expensive and read more than once
 (``should_realize_on_reuse`` in torch/_inductor/ir.py). If it is large (``has_exceeded_max_reads``)
-and another node reads a part of it, such as a chunk, all of it is computed first, by another
-kernel. Any other value needs no memory if only its own kernel reads it.
+and another node reads a part of it, such as a chunk, a separate kernel computes all of it first.
+Any other value needs no memory if only its own kernel reads it.
 
     m = mm(..)   a = m + 1   b = exp(a)   c = b.sum(-1)   d = b / c      m, c and d are in memory
 """
@@ -65,7 +65,7 @@ _UPDATES = op_names(
     "_unsafe_index_put _unsafe_masked_index_put_accumulate embedding_dense_backward index_add "
     "index_put scatter scatter_add scatter_reduce"
 )
-# Ops that read only as many bytes of their first argument as they return.
+# Ops that read no more bytes of their first argument than they return.
 _INDEXING = op_names("_unsafe_index _unsafe_masked_index embedding gather index index_select")
 # Ops computed by special function units, or by polynomials.
 _SPECIAL = op_names(
@@ -113,7 +113,7 @@ def _op_kind(op: OpOverload[..., Any]) -> NodeKind:
 
 # --- sizes and reads -----------------------------------------------------------------------------
 
-# Bytes that a kernel reads, keyed by the node that computed the value, then by the view of it.
+# Bytes that a kernel reads, keyed by the node that computed the value, then by the view read.
 ReadBytes = dict[fx.Node, dict[fx.Node, float]]
 
 
@@ -125,7 +125,7 @@ class GraphValues:
 
     Attributes:
         kinds: kind of each node, in graph order.
-        num_bytes: size of each node's value, which may be several tensors, in bytes.
+        num_bytes: size in bytes of each node's value, which may be several tensors.
         roots: for each node, the node that computed its value, looking through views and tuples.
     """
 
@@ -143,7 +143,7 @@ class GraphValues:
 
     @functools.cached_property
     def expressions(self) -> dict[fx.Node, _Expression]:
-        return _expressions(self)  # of the pointwise values
+        return _expressions(self)  # keyed by pointwise node
 
     @functools.cached_property
     def fused_kernels(self) -> list[FusedKernel]:
@@ -167,7 +167,7 @@ class GraphValues:
             num_bytes = self.num_bytes[source]
             if position == 0 and aten_name(node.target) in _INDEXING:
                 num_bytes = min(num_bytes, self.num_bytes[node])
-            # Read at most the whole value: an expanded view repeats it, and views may overlap.
+            # Count at most the whole value: expanded views repeat it, and views may overlap.
             unread = self.num_bytes[root] - sum(views.values())
             views[source] = max(0.0, min(num_bytes, unread))
             added += views[source]
@@ -305,7 +305,7 @@ def _column_nodes(values: GraphValues) -> set[fx.Node]:
 def _reduces_last_dims(node: fx.Node) -> bool:
     """Return whether a reduction is over the last dimensions and keeps at least the first."""
     arguments = argument_values(node)
-    # Look up by name: ``linalg_vector_norm`` has ``ord`` in that position, and some ops lack dims.
+    # Look up by name: the position differs between ops, and some ops have no dims.
     dims = next((arguments[name] for name in ("dim", "dims") if name in arguments), None)
     if isinstance(dims, int):
         dims = [dims]
@@ -330,7 +330,7 @@ class _Expression:
 
     reads: frozenset[fx.Node]  # values read from memory
     ops: frozenset[object]  # nodes and constants
-    is_heavy: bool  # contains an op that Inductor does not repeat on a CPU
+    is_heavy: bool  # contains an op that Inductor does not recompute on a CPU
     is_inlined: bool = False
 
     @property
@@ -343,7 +343,7 @@ class _Expression:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether it is part of the expressions of its users."""
+        """Whether its users' expressions include it, instead of reading its value."""
         return self.is_inlined and not self.is_large
 
     @property

@@ -21,7 +21,7 @@ VERSION = 4  # version of the JSON form; files with another version are rejected
 # Sources of rates: published numbers, or measurements of the machine itself.
 DATASHEET, CALIBRATED = "datasheet", "calibrated"
 
-# Collectives for which an interconnect has a rate; others run at one of these rates.
+# Collectives for which an interconnect has a rate; others are priced at one of these rates.
 COLLECTIVE_KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE)
 ALL_TO_ALL = "all_to_all"  # a key of ``Interconnect.bus`` that may be missing
 
@@ -71,7 +71,7 @@ class Rate:
         return self.peak * self.achieved[-1][1]
 
     def us(self, amount: float) -> float:
-        """Return the time of ``amount`` in microseconds, which never decreases with the amount."""
+        """Return the time for ``amount`` in microseconds; larger amounts never take less."""
         points = self.achieved
         after = bisect_left(points, (amount,))
         if after == 0 or after == len(points):
@@ -133,9 +133,9 @@ class Hardware:
     launch_us: float  # time of an empty kernel
     issue_us: float  # compute time lost to the launch of each collective, even if hidden
     contention: float  # further compute time lost to a hidden collective, as a fraction of its time
-    ranks_per_node: int  # groups that span nodes also use ``inter``
+    ranks_per_node: int  # number of ranks in a node
     intra: Interconnect  # between the ranks of a node
-    inter: Interconnect  # between nodes
+    inter: Interconnect  # between nodes; used by groups that span several
     device_type: str = "cuda"  # or "cpu"
     source: str = DATASHEET  # or ``CALIBRATED``
     # Bytes that an optimizer reads and writes per second in host memory, per device.
@@ -180,12 +180,12 @@ class Hardware:
                 )
             hardware: Hardware = _decode(cls, raw, "")
             return hardware
-        except ValueError as error:  # JSONDecodeError is one
+        except ValueError as error:  # includes JSONDecodeError
             raise ValueError(f"{source}: {error}") from error
 
     @classmethod
     def load(cls, path: Path) -> Hardware:
-        """Read a file that ``calibrate`` wrote; raise as ``from_json``, or an OSError."""
+        """Read a file that ``calibrate`` wrote; raise a ValueError or OSError if that fails."""
         return cls.from_json(path.read_text(), str(path))
 
 

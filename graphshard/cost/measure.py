@@ -26,7 +26,7 @@ from .devices import find_hardware_or_default
 from .hardware import ALL_TO_ALL, CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 
 _KiB, _MiB = 1 << 10, 1 << 20
-_NUM_BUFFERS = 8  # buffers of a coalesced collective, which is compared with a single buffer
+_NUM_BUFFERS = 8  # in the coalesced collective that is compared with a single buffer
 _BUFFER_ELEMENTS = 1 << 14
 _CALLS_PER_SAMPLE = 4  # calls of a collective; fixed, because all ranks must make the same number
 
@@ -42,7 +42,7 @@ _MAX_OPERANDS = 256
 
 @dataclass(frozen=True)
 class Timer:
-    """Time work on ``device`` as the median of ``num_samples`` samples."""
+    """A timer of work on ``device``: the median of ``num_samples`` samples."""
 
     device: torch.device
     num_samples: int
@@ -85,7 +85,7 @@ class Timer:
 
 
 def num_cold(num_bytes: int) -> int:
-    """Return how many operands of ``num_bytes`` fit into ``COLD_BYTES``, 1 to ``_MAX_OPERANDS``."""
+    """Return how many operands fit into ``COLD_BYTES``, between 1 and ``_MAX_OPERANDS``."""
     return max(1, min(_MAX_OPERANDS, COLD_BYTES // num_bytes))
 
 
@@ -99,7 +99,7 @@ def rotating(work: Callable[[Tensor], object], operands: Sequence[Tensor]) -> Ca
 class Effort:
     """The sizes to measure, and the number of samples for each median."""
 
-    dtypes: tuple[str, ...]  # of the matrix products; "tf32" means float32 tensors in tf32 mode
+    dtypes: tuple[str, ...]  # dtypes of matrix products; "tf32" means float32 in tf32 mode
     matmul_sizes: tuple[int, ...]  # ``n`` of the matrix products, ``[n, n]`` by ``[n, n]``
     copy_bytes: tuple[int, ...]
     collective_bytes: tuple[int, ...]  # sizes of full buffers
@@ -107,7 +107,7 @@ class Effort:
 
     @classmethod
     def for_device(cls, device: torch.device, *, quick: bool) -> Effort:
-        if device.type == "cuda":  # minutes, or seconds if ``quick``
+        if device.type == "cuda":  # takes minutes, or seconds if ``quick``
             return cls(
                 dtypes=("float32", "tf32", "bfloat16", "float16"),
                 matmul_sizes=(512, 1024, 2048, 4096, 8192)[:: 2 if quick else 1],
@@ -129,8 +129,8 @@ class Effort:
 def measure(device: torch.device, effort: Effort) -> Hardware:
     """Measure ``device`` and, if there is a process group of several ranks, its interconnects.
 
-    Every rank of the default group must call this. Rates that cannot be measured are those of the
-    device's table entry or, with a warning, of the default entry.
+    Every rank of the default group must call this. Rates that cannot be measured come from the
+    device's table entry or, with a warning, from the default entry.
     """
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     table_entry = find_hardware_or_default(name)
@@ -140,7 +140,7 @@ def measure(device: torch.device, effort: Effort) -> Hardware:
         dtype: _matmul_rate(dtype, effort.matmul_sizes, timer, launch_us) for dtype in effort.dtypes
     }
     memory = host_memory = _copy_rate(effort.copy_bytes, timer, launch_us)
-    if device.type != "cpu":  # depends on the number of this rank's threads
+    if device.type != "cpu":  # CPU copies depend on this rank's number of threads
         host = Timer(torch.device("cpu"), effort.num_samples)
         host_memory = _copy_rate(effort.copy_bytes, host, launch_us=0.0)
     hardware = dataclasses.replace(
@@ -199,7 +199,7 @@ def _float32_precision(precision: str) -> Iterator[None]:
 
 
 def _products(out: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Return functions of two operands, ``[2, n, n]``: forward, gradients of input and weight."""
+    """Return a linear's forward, input gradient and weight gradient, as functions of [2, n, n]."""
     return (
         lambda pair: torch.mm(pair[0], pair[1].t(), out=out),
         lambda pair: torch.mm(pair[0], pair[1], out=out),
@@ -232,7 +232,7 @@ def _host_copy_rate(sizes: Sequence[int], timer: Timer, launch_us: float) -> Rat
 
 
 def _special_per_s(timer: Timer) -> float:
-    # Use the mean of exponentials and error functions.
+    # Average the times of exponentials and error functions.
     num_elements = _MiB // 4 if timer.device.type == "cpu" else 64 * _MiB
     x = torch.rand(num_elements, device=timer.device)
     out = torch.empty_like(x)
@@ -247,8 +247,8 @@ def _special_per_s(timer: Timer) -> float:
 def _with_interconnects(hardware: Hardware, sizes: Sequence[int], timer: Timer) -> Hardware:
     world = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    # All ranks together measure the interconnect of a single node, or the network between nodes. In
-    # the latter case, the ranks of each node then measure the interconnect within the node.
+    # All ranks together measure the interconnect of a single node, or the network between several
+    # nodes. With several nodes, the ranks of each node then measure the interconnect within it.
     assert dist.group.WORLD is not None
     everyone = _interconnect(dist.group.WORLD, sizes, timer, ranks_per_node)
     if ranks_per_node == world:
@@ -265,7 +265,7 @@ def _interconnect(
     group: dist.ProcessGroup, sizes: Sequence[int], timer: Timer, ranks_per_node: int
 ) -> Interconnect:
     kinds: list[str] = [*COLLECTIVE_KINDS]
-    if not uses_all_to_all(group.group_name, torch.float32):  # otherwise its reduce-scatter is one
+    if not uses_all_to_all(group.group_name, torch.float32):  # else measured as reduce-scatter
         kinds.append(ALL_TO_ALL)
     samples = {
         kind: [Sample(size, _collective_us(kind, size, group, timer)) for size in sizes]
@@ -337,12 +337,12 @@ def fit_interconnect(
 
     ``hop_us`` is 0: samples from a single world size cannot separate it from ``latency_us``.
     """
-    # Estimate the latency by the shortest time of all collectives.
+    # Estimate the latency as the shortest time of any collective.
     latency_us = min(us for points in samples.values() for _, us in points)
     bus: dict[str, Rate] = {}
     for kind, points in samples.items():
         rounds = (2 if kind == TransferKind.ALL_REDUCE else 1) * (world - 1) / world
-        if kind == ALL_TO_ALL and world > ranks_per_node:  # only what travels between nodes
+        if kind == ALL_TO_ALL and world > ranks_per_node:  # only bytes between nodes
             rounds = (world - ranks_per_node) / world
         # Attribute at least 2 % of the time to the bytes; otherwise their rate would be unbounded.
         bus[kind] = fit_rate(

@@ -37,15 +37,15 @@ _PREDICTED_AS = {
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predict times in microseconds."""
+    """A cost model that predicts times in microseconds."""
 
     hardware: Hardware  # machine that runs the graphs
-    node_cost: Callable[[fx.Node], float | None] | None = None  # returns None to have it predicted
+    node_cost: Callable[[fx.Node], float | None] | None = None  # may return None to predict
     # Whether float32 products run in tf32, as after ``set_float32_matmul_precision("high")``.
     tf32: bool = False
     # Whether values that fusion keeps out of memory count as 0 bytes; times always assume fusion.
     fuses: bool = True
-    device_type: str | None = None  # that kernels are compiled for (default: that of the tensors)
+    device_type: str | None = None  # target of the kernels (default: the tensors' device type)
 
     def unmaterialized(self, values: GraphValues) -> UnmaterializedValues:
         """Return the nodes whose values never reach memory; empty if unknown or not ``fuses``."""
@@ -70,8 +70,8 @@ class CostModel:
         Raises:
             ValueError: ``node_cost`` returned something other than a time or None.
         """
-        # Symbolic sizes have their value from tracing; data-dependent sizes have the fallback value
-        # of ``size_hint``.
+        # Symbolic sizes have their values from tracing; data-dependent sizes use the fallback of
+        # ``size_hint``.
         values = values or GraphValues(graph, self.device_type)
         times = dict.fromkeys(graph.nodes, 0.0)
         for node, kind in values.kinds.items():
@@ -192,12 +192,12 @@ class CostModel:
 
 def optimizer_passes(num_states: int) -> int:
     """Return the reads and writes per parameter element in a step of a fused optimizer."""
-    # All but the gradient are written, too.
+    # Parameters and states are read and written; gradients are only read.
     return 2 * (1 + num_states) + 1
 
 
 def _all_to_all_us(link: Interconnect, num_bytes: float, num_sharing: int) -> float:
-    """Return the time of an all-to-all; ``num_sharing`` ranks share the bandwidth of a ring."""
+    """Return the time of an all-to-all; ``num_sharing`` ranks share a ring's bandwidth."""
     if ALL_TO_ALL in link.bus:
         return link.bus[ALL_TO_ALL].us(num_bytes)
     return link.bus[TransferKind.REDUCE_SCATTER].us(num_bytes) * num_sharing
