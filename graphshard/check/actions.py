@@ -1,4 +1,4 @@
-"""Record of a training step on a device: actions in the order in which the host issues them.
+"""Actions of a training step on a device, in the order in which the host issues them.
 
 A *block* is one allocation. Work on one stream runs in order; work on two streams is unordered
 unless one stream waits for an event recorded on the other. The host's own reads and writes are work

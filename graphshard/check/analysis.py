@@ -21,14 +21,14 @@ _BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_siz
 class Counts:
     """Numbers of kernels, copies and waits in a step.
 
-    Waits and ``blocking`` are counted over the whole step, all else only within its graphs.
+    Waits and ``blocking`` are counted over the whole step, everything else only within graphs.
     """
 
     kernels: int  # including ``bucket_copies``
     bucket_copies: int  # kernels that copy into and out of packed buffers
     collectives: int  # launches
     host_copies: int  # tensors copied between host and device
-    host_waits: int  # times that the host waits for the device, including ``blocking``
+    host_waits: int  # waits of the host for the device, including ``blocking``
     blocking: tuple[str, ...]  # names of the copies and synchronizations that block the host
 
 
@@ -111,7 +111,7 @@ class _PlannedLaunch(NamedTuple):
 
 
 def find_plan(plans: Sequence[Plan], call: GraphCall) -> Plan | None:
-    """Return the plan most similar to a call, among plans with as many launches, or None."""
+    """Return the plan most similar to ``call`` that has as many launches, or None."""
     same = [plan for plan in plans if len(_planned(plan)[0]) == len(call.launches)]
     return min(same, key=lambda plan: len(_differences(plan, call)), default=None)
 

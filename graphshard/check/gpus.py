@@ -37,9 +37,9 @@ GPUS = {
 
 
 def has_float8(gpu: DeviceProperties, recipe: str = TENSORWISE) -> bool:
-    """Return whether tensor cores compute in fp8 by a recipe.
+    """Return whether the tensor cores of ``gpu`` support an fp8 recipe.
 
-    That takes compute capability 8.9, and 10.0 for "mxfp8".
+    "mxfp8" needs compute capability 10.0, other recipes 8.9.
     """
     return gpu.capability >= (100 if recipe == MXFP8 else 89)
 
@@ -49,7 +49,7 @@ class CompiledKernel:
     """A kernel compiled for a GPU."""
 
     name: str
-    error: str  # reason why it does not compile or cannot be loaded, or ""
+    error: str  # reason why it cannot be compiled or loaded, or ""
 
 
 def compile_kernels(
@@ -71,7 +71,7 @@ def _compile(name: str, source: str, device: DeviceProperties) -> CompiledKernel
 
 
 def _for_device(source: str, device: DeviceProperties) -> str:
-    # Inductor writes the properties of the device that it compiles for into the source.
+    # Inductor hard-codes properties of the target device in the source.
     values = {
         "cc": device.capability,
         "major": device.major,

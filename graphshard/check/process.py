@@ -53,7 +53,7 @@ class Result:
 
 
 class CheckError(RuntimeError):
-    """Error raised if the function fails in the child, or the child dies or takes too long."""
+    """Error raised if the function or its process fails, or takes too long."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.details}\n{failure.cause}".strip())
@@ -154,7 +154,7 @@ def _environment() -> dict[str, str]:
 def main(library: str, request: str, answer: str) -> None:
     """Call the function that ``request`` names and write its result or error to ``answer``."""
     sys.path[:], *request_args = pickle.loads(Path(request).read_bytes())
-    # These warnings are expected: fake tensors have no data, and caches are off.
+    # Both warnings are expected: caches are off, and fake tensors have no data.
     warnings.filterwarnings("ignore", "dynamo_pgo force disabled|Accessing the data pointer")
     try:
         written = pickle.dumps(Result(_call(library, *request_args)))
@@ -169,10 +169,10 @@ def _call(library: str, function: str, device: str, args: Sequence[Any]) -> Any:
     listener = listen(ctypes.CDLL(library), recorder.stream_asked)
     replace(host_copy, register_work=recorder.register)
     replace(checks, float8_error=_float8_error(GPUS[device]))
-    replace(meter, FIRST=None)  # time no run, since that would record events
+    replace(meter, FIRST=None)  # do not time runs, which would record events
     module, _, name = function.partition(":")
     result = getattr(import_module(module), name)(recorder, *args)
-    del listener  # C++ needs it until here
+    del listener  # kept alive until here, because C++ calls it
     return result
 
 

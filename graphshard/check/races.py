@@ -1,4 +1,4 @@
-"""Find unordered accesses to the same block.
+"""Find data races: unordered accesses to the same block.
 
 Each stream has a vector clock, which counts, for every stream, the work items that are done before
 this stream's next one begins (Lamport 1978; Fidge, Mattern 1988). Recording an event copies a
@@ -40,7 +40,7 @@ class Race:
         if self.second is None:
             return (
                 f"block {self.block} is freed while {self.first.name} on stream "
-                f"{self.first.stream} may still use it: stream {self.stream} does not wait for it"
+                f"{self.first.stream} may still use it: stream {self.stream} does not wait"
             )
         return (
             f"block {self.block}: {self.second.name} on stream {self.stream} does not wait for "
@@ -118,7 +118,7 @@ class _Checker:
 def find_races(actions: Iterable[Action]) -> list[Race]:
     """Return the races of a step, in the order in which they are found.
 
-    A freed block is assumed to be reused at once on its own stream, which an allocator may do.
+    A freed block is assumed to be reused at once on its own stream: the allocator may do that.
     """
     checker = _Checker()
     for action in actions:

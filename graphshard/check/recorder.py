@@ -1,9 +1,9 @@
-"""Record what generated code does while it runs over fake tensors, as a list of actions.
+"""Record the actions of generated code while it runs on fake tensors.
 
     generated code ──► operators, kernels, allocations ──► Recorder ──► Allocate, Work, Record, ..
                        streams, events (``no_gpu.cpp``) ──►
 
-A block is a tensor's storage. It ends when its last reference is gone or its size changes, which is
+A block is a tensor's storage. It ends when its last reference is gone or its size changes; both are
 checked before every action.
 
 [Note: lifetimes] How a collective's memory stays alive while it runs. Line numbers: comments of
@@ -81,7 +81,7 @@ class _InFlight(NamedTuple):
 
 
 class Recorder:
-    """Record kernels and graphs when they are compiled and, inside ``recording``, all actions."""
+    """A recorder of compiled kernels and graphs and, inside ``recording``, of all actions."""
 
     def __init__(self) -> None:
         self._is_recording = False
@@ -149,10 +149,10 @@ class Recorder:
             return
         pairs = [(t, a) for t, a in zip(types, arguments) if isinstance(a, torch.Tensor)]
         written = [tensor for kind, tensor in pairs if not kind.startswith("const")]
-        self.work("a kernel of the host", [tensor for _, tensor in pairs], written, HOST)
+        self.work("a host kernel", [tensor for _, tensor in pairs], written, HOST)
 
     def pinned(self, tensor: torch.Tensor) -> None:
-        """Note a new tensor in pinned host memory, which asynchronous copies require."""
+        """Remember a new tensor in pinned host memory: only its copies can be asynchronous."""
         storage = WeakStorage(tensor)
         self._pinned[storage.address] = storage
 
@@ -177,7 +177,7 @@ class Recorder:
             self._host_waits("synchronize_device", sorted(streams - {HOST}))
 
     def _host_waits(self, name: str, streams: Iterable[str]) -> None:
-        # Record one wait of the host, for all work issued so far.
+        # Record a single wait of the host, for all work issued so far.
         for stream in streams:
             self._order(stream, name)
         self._order(name, HOST)

@@ -39,7 +39,7 @@ from .step import Recording, record_steps
 
 GB = 1e9
 _READS = {
-    DataDependentOutputException: "the model reads a value of a tensor ({}), as .item() and `if "
+    DataDependentOutputException: "the model reads the value of a tensor ({}), as .item() and `if "
     "tensor:` do",
     DynamicOutputShapeException: "the size of a tensor depends on values ({}), as in x[mask] and "
     "x.nonzero()",
@@ -79,7 +79,7 @@ class Target:
 class Report:
     """Findings of a check."""
 
-    errors: tuple[str, ...]  # one sentence per problem on the device
+    errors: tuple[str, ...]  # one sentence per problem
     text: str  # full report, formatted for the user
 
 
@@ -91,8 +91,8 @@ def check(recorder: Recorder, target: Target) -> Report:
     optionally, a dictionary of options of ``graphshard.backend``.
 
     Raises:
-        ValueError: the function does not exist, returns something else or unknown options, or no
-            parameter requires a gradient.
+        ValueError: the function does not exist, its result has another form or unknown options, or
+            no parameter requires a gradient.
         RuntimeError: control flow or sizes depend on the values of tensors.
     """
     make = load_function(target.script, target.function)
@@ -140,8 +140,9 @@ def _errors(recording: Recording, device: str) -> Iterator[str]:
     peak = peak_bytes_of_step(recording.actions)
     if peak > memory:
         yield (
-            f"out of memory: a step needs {peak / GB:.1f} GB, {device} has {memory / GB:.1f} GB; "
-            "try a smaller batch, SchedulePolicy(activation_memory_budget=...) or more ranks"
+            f"out of memory: a step needs {peak / GB:.1f} GB, but {device} has only "
+            f"{memory / GB:.1f} GB; try a smaller batch, "
+            "SchedulePolicy(activation_memory_budget=...) or more ranks"
         )
 
 

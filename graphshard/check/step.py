@@ -1,7 +1,7 @@
 """Record a training step of one rank on a simulated GPU.
 
 The process group is fake: only this rank exists. Parameters and batches are fake tensors. The
-first step compiles, the last one is recorded.
+first step compiles; only the last one is recorded.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Recording:
     plans: tuple[Plan, ...]  # empty for an unsharded model
     codes: tuple[str, ...]  # source code that Inductor wrote for each graph
     kernels: tuple[tuple[str, str], ...]  # name and source of each Triton kernel
-    actions: tuple[Action, ...]  # including the optimizer's
-    calls: tuple[GraphCall, ...]  # of the last step
+    actions: tuple[Action, ...]  # actions of the last step, including the optimizer's
+    calls: tuple[GraphCall, ...]  # graph calls of the last step
     summary: str = ""  # ``Backend.summary()``
-    trained_bytes: int = 0  # trainable shards on the device
+    trained_bytes: int = 0  # size of the trainable shards on the device
 
 
 def record_steps(
