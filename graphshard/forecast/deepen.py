@@ -64,7 +64,7 @@ def deepen(short: TracedStep, longer: TracedStep, periods: int, layers: Layers) 
 def _deepened(short: StepGraph, longer: StepGraph, periods: int, layers: Layers) -> StepGraph:
     if short.problem.transfers or longer.problem.num_steps != short.problem.num_steps:
         return _Segment.find(short, longer, layers).deepened(periods)
-    # No transfers, as in a forward of replicated parameters: the whole graph is one step.
+    # No transfers, as in forward with replicated parameters: the whole graph is one step.
     a, b = short.problem, longer.problem
 
     def grown(short: Sequence[_Number], longer: Sequence[_Number]) -> tuple[_Number, ...]:
@@ -101,7 +101,7 @@ class _Segment:
     short: StepGraph
     longer: StepGraph
     layers: Layers
-    start: int  # its first step in the longer graph, and the step that follows it in the short one
+    start: int  # its first step in the longer graph; in the short one, the step after it
     length: int
     transfers: range  # positions of its transfers in the longer problem
     # Numbers of layers by which each inserted segment renumbers the parameters of transfers before
@@ -168,7 +168,7 @@ class _Segment:
         )
 
     def _user_collectives(self, periods: int) -> Iterator[UserCollective]:
-        """Yield the longer graph's user collectives, the segment's repeated ``periods`` times."""
+        """Yield the user collectives of the longer graph, with the segment repeated."""
         users, stop = self.longer.problem.user_collectives, self.start + self.length
         added = (periods - 1) * self.length
         for user in users:
@@ -233,11 +233,11 @@ class _Segment:
         param: int | None,
         copy: int | None = None,
     ) -> Transfer:
-        """Shift a transfer of the short graph, or the transfer for one copy of the segment.
+        """Move a transfer of the short graph, or of a copy of the segment, to its final steps.
 
         Args:
             other: the transfer's counterpart in the longer graph.
-            copy: number of the copy; None for a transfer of the short graph.
+            copy: index of the segment's copy; None for a transfer of the short graph.
         """
         if copy is None:
             stop, inside, after = self.start, 0, periods  # the short graph has no segment
@@ -296,8 +296,8 @@ def _likely_starts(short: Problem, longer: Problem, length: int) -> list[int]:
     starts = [
         start for start in range(1, len(a)) if length > 0 and _is_alike_around(a, b, start, length)
     ]
-    # If two kinds of layers take equally long, times alone match a segment among either kind. Among
-    # the wrong kind, live bytes grow by more distinct amounts.
+    # If two kinds of layers take equally long, times alone match a segment in either kind. In the
+    # wrong kind, live bytes grow by more distinct amounts.
     growths = list(map(add, *(_num_growths(*alive, length) for alive in _alive(short, longer))))
     return sorted(starts, key=lambda start: (growths[start], abs(start - len(a) / 2)))
 
@@ -340,7 +340,7 @@ def _is_alike_around(
 
 
 def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
-    # Rounding depends on the order in which times were added up.
+    # Rounding depends on the order in which times were summed.
     return len(a) == len(b) and all(abs(x - y) <= 1e-6 * (1 + abs(x)) for x, y in zip(a, b))
 
 

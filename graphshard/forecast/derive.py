@@ -34,7 +34,7 @@ LEAST_PERIODS = 3
 
 
 class Depth(NamedTuple):
-    """Number of leading layers that backward recomputes, and number of the other layers."""
+    """Numbers of recomputed layers, which come first, and of saved layers."""
 
     recomputed: int
     saved: int
@@ -45,9 +45,9 @@ class Depth(NamedTuple):
         return cls(first, num_layers - first)
 
     def shallow(self, period: int) -> Depth:
-        """Return the depth of the shallowest copy from which to derive this depth.
+        """Return the depth of the first shallow copy from which to derive this depth.
 
-        A number of layers that the second copy would reach anyway stays the same.
+        A kind of layers is not reduced if the second copy would have as many or more.
         """
         return Depth(*(_few(number, period) for number in self))
 
@@ -59,7 +59,7 @@ def _few(num_layers: int, period: int) -> int:
 
 
 class ShallowCopies(NamedTuple):
-    """The steps of copies of a model that have fewer of its repeating layers."""
+    """Traced steps of a model's shallow copies."""
 
     # The second column has one more period of recomputed layers, the second row one more period of
     # saved layers; each is absent if that kind does not grow.
@@ -91,7 +91,7 @@ class ShallowCopies(NamedTuple):
 def trace_step(
     workload: Workload, recipe: Recipe, cluster: Cluster, progress: Progress = lambda text: None
 ) -> TracedStep:
-    """Trace a step, or if many layers repeat, derive it from traces of copies with fewer layers.
+    """Trace a step or, if many layers repeat, derive it from traces of shallow copies.
 
     If the copies do not show that layers repeat, all layers are traced, and a note says why.
     """
@@ -275,7 +275,7 @@ def on_host(traced: TracedStep) -> TracedStep:
 
 
 def _with_shards_on_host(graph: StepGraph) -> StepGraph:
-    # Transfers with ``host=True`` count their shards while these are on the device.
+    # A transfer with ``host=True`` counts its shard only while the shard is on the device.
     transfers = tuple(dataclasses.replace(t, host=True) for t in graph.problem.transfers)
     problem = _with_inputs(graph.problem, -graph.input_bytes)
     problem = dataclasses.replace(problem, transfers=transfers)

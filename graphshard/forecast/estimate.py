@@ -51,12 +51,12 @@ ADDING = 3  # reads and writes per element to add one gradient to another on the
 
 @dataclass(frozen=True)
 class ErrorInterval:
-    """Ratios of measured to modelled values.
+    """Prediction interval for the ratio of measured to modelled values.
 
     Attributes:
-        low: lower end of the prediction interval.
+        low: lower end of the interval.
         likely: median of past ratios.
-        high: upper end of the prediction interval.
+        high: upper end of the interval.
     """
 
     low: float
@@ -70,7 +70,7 @@ class ErrorInterval:
 def error_interval(ratios: Iterable[float]) -> ErrorInterval:
     """Return the median of ``ratios``, and the interval in which most of them lie.
 
-    Of all intervals that cover ``COVERAGE`` of the ratios, it has the least ``high / low``.
+    The interval has the smallest ``high / low`` of all that cover ``COVERAGE`` of the ratios.
     """
     ordered = sorted(ratios)
     num_covered = math.ceil(COVERAGE * len(ordered))
@@ -99,11 +99,11 @@ class TimeForecast:
     """Predicted time of a training step, over all its microbatches.
 
     Attributes:
-        compute_us: time that a GPU computes or copies.
+        compute_us: time of computation and packing on a GPU.
         exposed_us: time that compute waits for communication and host copies.
         lost_us: slowdown of compute by hidden communication.
-        optimizer_us: time of the optimizer; with ``offload`` the time that the host takes to run it
-            and to accumulate the gradients of microbatches.
+        optimizer_us: time of the optimizer; with ``offload``, time of the host to run it and to
+            accumulate the gradients of microbatches.
         errors: ratios of measured step times to ``modelled_us``, from past measurements.
     """
 

@@ -96,7 +96,7 @@ class Forecast:
 
     @property
     def padding(self) -> str | None:
-        """Warning about padding of parameters with few rows; None if it is small or ``ep`` > 1."""
+        """Warning about padded parameters with few rows; None if padding is small or ``ep`` > 1."""
         if self.recipe.ep > 1:  # experts have their own shards
             return None
         params = [param for dump in self.dumps for param in dump.plan.params]
@@ -121,7 +121,7 @@ class Forecast:
     def to_json(self) -> str:
         """Return the main results as JSON.
 
-        Times are in microseconds and sizes in bytes, except those with another unit in their name.
+        Times are in microseconds and sizes in bytes, unless the key names another unit.
         """
         time = _with_properties(self.time, "step_us", "modelled_us", "low_us", "high_us")
         memory = _with_properties(self.memory, "allocated", "total", "low", "high", "fits")
@@ -216,7 +216,7 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
         f"{memory.total / GB:.1f} of {memory.device / GB:.1f} GB, in {memory.when}: {verdict}",
     )
     if memory.activations:
-        # With flash attention, activations are proportional to batch and sequence.
+        # With flash attention, activations are proportional to batch size and sequence length.
         tokens = forecast.tokens * recipe.tp // (recipe.accumulate * forecast.cluster.num_gpus)
         yield (
             "activations",
@@ -253,7 +253,7 @@ def _recipe_text(forecast: Forecast) -> str:
 
 
 def memory_rows(forecast: Forecast) -> list[tuple[str, float]]:
-    """Return the rows of the table of memory: each kind, the margin and the total, in GB."""
+    """Return the rows of the memory table: each kind, the margin and the total, in GB."""
     memory = forecast.memory
     kinds = {**memory.kinds, "margin": memory.margin, "total": memory.total}
     return [(name, num_bytes / GB) for name, num_bytes in kinds.items()]
@@ -263,7 +263,7 @@ CHANGE_HEADERS = ["saves", "GB"]
 
 
 def change_rows(forecast: Forecast) -> list[tuple[str, str, float]]:
-    """Return the rows of the table of changes: the change, then ``CHANGE_HEADERS``."""
+    """Return the rows of the table of changes: description, then ``CHANGE_HEADERS``."""
     return [
         (
             change.what if change.fits else f"{change.what}: does not fit",

@@ -23,8 +23,8 @@ def saved_bytes(
 ) -> sympy.Expr:
     """Return a formula for the bytes that a rank saves for backward, for any microbatch size.
 
-    It is that of ZeRO-3 with one microbatch, whatever ``recipe`` sets, so it counts no parameters
-    that are kept unsharded. One trace with symbolic sizes serves all microbatch sizes. If many
+    The formula is for ZeRO-3 with one microbatch, whatever ``recipe`` sets, so it excludes
+    parameters kept unsharded. A trace with symbolic sizes covers all microbatch sizes. If many
     layers repeat, models with fewer layers are traced, and the formula is extrapolated.
 
     Args:
@@ -32,7 +32,7 @@ def saved_bytes(
             equal length.
 
     Returns:
-        An expression of ``SAMPLES`` and ``TOKENS``, the length of a sample.
+        An expression in ``SAMPLES`` and ``TOKENS``, the length of a sample.
 
     Raises:
         ValueError: the recipe uses fp8, the inputs are not tokens, a graph is valid only for some
@@ -56,7 +56,7 @@ def saved_bytes(
         saved = sympy.expand(trace_step(workload, recipe, cluster, progress).saved)
     except Exception as error:  # torch may fail in any way with symbolic sizes
         raise ValueError(
-            f"{workload.name}: the trace with symbolic sizes, for --formula, failed; omit it: "
+            f"{workload.name}: tracing with symbolic sizes failed; omit --formula: "
             f"{str(error).strip().splitlines()[0]}"
         ) from error
     if saved.free_symbols != {SAMPLES, TOKENS}:

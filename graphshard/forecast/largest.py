@@ -190,7 +190,7 @@ class _Grower:
                 yield self._fit(strategy, "samples", f"{size} samples", step_at(size))
 
     def _widest(self) -> dict[str, float]:
-        """Return the largest factor that fits, by strategy; below 1 only if none fits at 1."""
+        """Return the largest factor that fits, by strategy; below 1 only if nothing fits at 1."""
         best: dict[str, float] = {}
         factor = 1.0
         while fitting := self._fitting(factor):

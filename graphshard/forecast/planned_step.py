@@ -70,7 +70,7 @@ def plan_step(
     """Plan the graphs of a step, and predict its time and memory.
 
     Args:
-        prices: key of ``StepGraph.compute_us``: the machine whose compute times to use. All other
+        prices: machine whose compute times to use, as a key of ``StepGraph.compute_us``. All other
             rates are those of ``cluster``.
         keep_all: whether to keep all gathered parameters unsharded for backward, as ZeRO-2 does.
         refine: see ``planning.search.find_schedule``.
@@ -153,7 +153,7 @@ def _keep_for_backward(
 def keep_unsharded(
     forward: Problem, backward: Problem, gathered: Mapping[int, Transfer]
 ) -> tuple[Problem, Problem]:
-    """Return both problems with the memory of kept parameters, and backward without their gathers.
+    """Add the memory of kept parameters to both problems, and remove their gathers from backward.
 
     Args:
         gathered: gathers of the kept parameters in ``forward``, keyed by the position of the same
@@ -227,7 +227,7 @@ _BOTTLENECKS = {
 def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[Change]:
     """Plan the step with each change, and compare with the unchanged step.
 
-    Changes for which no schedule stays within the budget are left out.
+    Changes that exceed the budget are left out.
     """
     # The unchanged step uses the quick search, too: otherwise its time would not be comparable.
     quick = functools.partial(plan_step, traced, refine=False)

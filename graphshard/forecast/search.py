@@ -1,10 +1,10 @@
 """Plan and compare recipes for training a model on a cluster.
 
-For each precision and microbatch size, with all layers or none recomputed, one trace serves ZeRO-3,
-ZeRO-2, HSDP and offload, which differ only in where shards are held, unless rows are padded.
-hpZ on several nodes takes another trace, and so does DDP if replicas could fit. Offload and partial
-recomputation cost time: they are planned only where ZeRO-3 does not fit without them. Each degree
-of tensor parallelism takes its own traces, but only a few: microbatches are planned from the
+One trace per precision and microbatch size, with all layers or none recomputed, serves ZeRO-3,
+ZeRO-2, HSDP and offload: unless rows are padded, they differ only in where shards are held. hpZ on
+several nodes needs another trace, and so does DDP if replicas could fit. Offload and partial
+recomputation cost time, so they are planned only where ZeRO-3 does not fit without them. Each
+degree of tensor parallelism needs its own traces, but only a few: microbatches are planned from the
 largest to the first that fits.
 """
 
@@ -77,7 +77,7 @@ class PlannedRecipe:
 class SearchResult:
     """The result of a search; ``print`` shows the Pareto front of time and memory."""
 
-    candidates: tuple[PlannedRecipe, ...]  # those that fit, fastest first, then the others
+    candidates: tuple[PlannedRecipe, ...]  # those that fit, then the others; fastest first
     refused: tuple[str, ...]  # recipes that were not planned, and the reasons
     num_traces: int
 
@@ -145,8 +145,8 @@ def search(
             microbatches.
         recipe: recipe with the optimizer, ``budget_gb``, ``tp`` and ``reduce``; ``ep`` must be 1,
             and its other fields are ignored.
-        split: whether to plan tensor parallelism over several ranks of a node, too, with as many
-            samples for each rank in a step.
+        split: whether to also plan tensor parallelism within a node, with the same number of
+            samples per rank in a step.
         dtypes: precisions to try (default: bf16, and fp8 if the device has it and ``recipe.tp`` is
             1).
     """
@@ -261,7 +261,7 @@ class _Search:
         try:
             for recompute in (0.0, 1.0):
                 if self._add_largest(self._base(dtype, recompute, tp), size) == size:
-                    return  # recomputation would save no microbatch
+                    return  # a single microbatch: recomputation cannot save one
         except ValueError as error:
             self.refused.append(f"tensor parallelism: {error}")
 
@@ -370,7 +370,7 @@ class _Search:
         plan = functools.partial(plan_step, traced, cluster=self.cluster, refine=False)
         try:
             planned, within_budget = plan(recipe), True
-        except ValueError:  # exceeds the budget: find out what the recipe needs
+        except ValueError:  # exceeds the budget: plan without it to report the memory
             planned, within_budget = plan(dataclasses.replace(recipe, budget_gb=None)), False
         time, memory = planned.time, planned.memory
         fits = within_budget and memory.fits
@@ -381,7 +381,7 @@ _NO_FP8 = "fp8 with tensor parallelism: split parameters cannot use fp8"
 
 
 def _fit_if_recomputed(candidates: Sequence[PlannedRecipe]) -> list[PlannedRecipe]:
-    """Return the ZeRO and HSDP candidates that do not fit, but do with all layers recomputed."""
+    """Return the ZeRO and HSDP candidates that fit only with all layers recomputed."""
     recomputed = [c for c in candidates if c.recipe.recompute == 1 and c.fits]
     fits = {(c.recipe.strategy, c.recipe.offload) for c in recomputed}
     return [

@@ -59,8 +59,8 @@ class StepGraph:
     """One graph of a step."""
 
     params: tuple[PlanParam, ...]  # indexed by ``Transfer.param``
-    problem: Problem  # with the compute times of the machine
-    compute_us: Mapping[str, tuple[float, ...]]  # of each step, keyed by machine (see ``BASELINE``)
+    problem: Problem  # with compute times of the ``BASELINE`` machine
+    compute_us: Mapping[str, tuple[float, ...]]  # per step; keys: see ``BASELINE``
     input_bytes: int  # shards and replicated parameters among the graph's inputs
 
     @property
@@ -97,7 +97,7 @@ class TracedStep:
     graphs: tuple[StepGraph, ...]  # in compilation order
     held: HeldMemory
     saved: sympy.Expr = sympy.S.Zero  # bytes saved for backward, in the ``symbols`` of ``trace``
-    notes: tuple[str, ...] = ()  # on how the step was traced
+    notes: tuple[str, ...] = ()  # remarks on how the step was traced
 
 
 def trace(
@@ -185,7 +185,7 @@ def _without_values(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs
 def _empty_like(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    # On the CPU attention is a single operator, as on a GPU.
+    # On the CPU, attention is a single operator, as on a GPU.
     empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
     return empty.requires_grad_(value.requires_grad)
 
@@ -240,9 +240,9 @@ def _held(model: nn.Module) -> HeldMemory:
 
 
 class _TracingBackend(Backend):
-    """Backend that passes graphs to a reader instead of compiling them."""
+    """A backend that passes graphs to a reader instead of compiling them."""
 
-    reports_progress = False  # forecasts show their own
+    reports_progress = False  # forecasts report their own progress
 
     def __init__(self, options: Mapping[str, Any], reader: _GraphReader) -> None:
         super().__init__(backend(**options).options)
@@ -257,7 +257,7 @@ class _TracingBackend(Backend):
 
 
 class _GraphReader:
-    """Collect the graphs of a step, priced for the machine and for faster ones."""
+    """A reader that collects the graphs of a step, priced for each of ``faster_machines``."""
 
     def __init__(self, hardware: Hardware, symbols: Mapping[int, sympy.Symbol]) -> None:
         self._machines = faster_machines(hardware)
@@ -285,7 +285,7 @@ class _GraphReader:
             self.saved += saved.subs(dict.fromkeys(others, 0))
 
     def _names_in(self, graph: fx.Graph) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
-        # Dynamo's own symbols are recognized by the sizes that they have in this trace.
+        # Match Dynamo's symbols to ours by their sizes in this trace.
         for node in graph.find_nodes(op="placeholder"):
             value = node.meta.get("val")
             sizes = value.shape if isinstance(value, torch.Tensor) else (value,)

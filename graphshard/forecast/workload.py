@@ -1,4 +1,4 @@
-"""Workloads: a model, with any number of layers if it has a configuration, and its inputs."""
+"""Workloads: a model and its inputs; with a configuration, the number of layers can vary."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Workload:
 
     name: str
     make: Callable[[int | None], tuple[nn.Module, Inputs]]  # takes the number of layers, or None
-    tokens: int  # in the microbatch
+    tokens: int  # number of tokens or samples in the microbatch
     unit: str = "tokens"  # unit of ``tokens``: "tokens" or "samples"
     num_layers: int | None = None  # None: ``make`` cannot change it
     period: int = 1  # number of layers in the repeating pattern
-    notes: tuple[str, ...] = ()  # assumptions for forecasts
-    parallelize: Parallelize | None = None  # for tensor parallelism
+    notes: tuple[str, ...] = ()  # assumptions of a forecast
+    parallelize: Parallelize | None = None  # applies tensor parallelism
     split_experts: Parallelize = parallelize_balanced
     symbols: Mapping[int, sympy.Symbol] = field(default_factory=dict)  # see ``trace``
 
@@ -75,7 +75,7 @@ def find_workload(model: str, batch: BatchShape) -> Workload:
 
 
 def _unknown(model: str) -> str:
-    """Return the error message for a model that is neither a script's nor a configuration."""
+    """Return the error message for a model that is neither a function nor a configuration."""
     if Path(model).exists():
         return f"{model}: must be a folder with a config.json, or FILE.py:FUNCTION"
     name = model.lower().rpartition("/")[2]  # without the owner of a name on the Hub
@@ -118,8 +118,8 @@ def module_workload(
 def count_tokens(inputs: Inputs) -> tuple[int, str]:
     """Return the number of tokens or samples in a microbatch, and its unit.
 
-    The first tensor with a dimension decides: integers of two or more dimensions are tokens;
-    otherwise its first dimension is that of samples.
+    The first tensor that is not 0-dim decides. An integer tensor of two or more dimensions holds
+    tokens; otherwise, the size of the first dimension is the number of samples.
 
     Raises:
         ValueError: no input is a tensor with a batch dimension.
@@ -187,7 +187,7 @@ def recomputed_layers(model: nn.Module, part: float) -> tuple[str, ...]:
 
 # --- transformers configurations -----------------------------------------------------------------
 
-# Causal attention without a mask tensor, as a flash kernel computes it. In compiled graphs
+# Causal attention without a mask tensor, as a flash kernel computes it. In compiled graphs,
 # transformers materializes a mask of all pairs of tokens, unless its attention is
 # ``flash_attention_2`` or similar.
 _ATTENTION = "graphshard_forecast"
