@@ -4,7 +4,7 @@
 ``table``, ``trace``, ``page`` and ``diff`` present dumps.
 """
 
-# May import ``cost`` and ``planning``.
+# This package may import ``cost`` and ``planning``.
 
 from .diff import diff
 from .dump import Dump

@@ -1,12 +1,12 @@
 """Report the changes between two plans of a graph, as text or as a page.
 
-Buckets of one kind that share a parameter are related. A set of related buckets makes one line if
+Buckets of one kind that share a parameter are related. A set of related buckets yields one line if
 their number or their parameters changed:
 
     merged     2 all_gather -> 1: norm.weight, up.weight -> norm.weight .. up.weight (2)
     split, regrouped, changed, added, removed
 
-Otherwise it makes a line for each change of its bucket: moved, resized, packed differently.
+Otherwise, each change of the bucket yields a line: moved, resized, packed differently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADERS = ["", "before", "after", ""]
 
 
 def diff(before: Dump, after: Dump) -> str:
-    """Return a report of the changes, or "" if it finds none."""
+    """Return a report of the changes, or "" if there are none."""
     rows = _total_rows(before, after)
     table = [tabulate(rows, _HEADERS, floatfmt=".3f")] if rows else []
     return "\n".join([*_changes(before, after), *table])
@@ -162,7 +162,7 @@ def _moves(before: Dump, old: Bucket, after: Dump, new: Bucket) -> Iterator[str]
         ("wait", old.wait, new.wait),
     ):
         old_label, new_label = before.step_label(old_step), after.step_label(new_step)
-        # If the graph's steps changed, steps with equal numbers or equal first nodes are the same.
+        # If the graph's steps changed, treat steps with equal numbers or first nodes as equal.
         if old_step != new_step and old_label.split()[-1] != new_label.split()[-1]:
             yield f"moved: {name}: {what} before {old_label} -> before {new_label}"
     if old.num_bytes != new.num_bytes or old.world != new.world:

@@ -54,7 +54,7 @@ class Totals:
     slow_exposed_us: float  # ``exposed_us`` if transfers take ``TRANSFER_SLOWDOWN`` times as long
     lost_us: float  # slowdown of compute by hidden collectives; not part of ``total_us``
     peak_bytes: int  # largest live memory of a step
-    in_flight_bytes: int  # largest memory of a step between launches and waits
+    in_flight_bytes: int  # largest size of the transfers in flight, between launch and wait
     user_collectives_us: float = 0.0  # busy time of the lane of user collectives
     user_exposed_us: float = 0.0  # time that compute spends waiting for user collectives
 
@@ -139,7 +139,7 @@ class Dump:
     def step_modules(self) -> list[str]:
         """Return, for each step, the module whose parameter it uses or whose gradient it computes.
 
-        A step without either belongs to the module of the step before; the first may have none.
+        A step that does neither belongs to the previous step's module; "" before the first module.
         """
         used: dict[int, int] = {}
         reduced: dict[int, int] = {}
@@ -183,7 +183,7 @@ class Dump:
 
     @classmethod
     def from_json(cls, text: str, source: str = "dump") -> Dump:
-        """Parse a dump; raise a ValueError that names ``source`` unless it has this version."""
+        """Parse a dump; raise a ValueError that names ``source`` if it is not one of this version."""
         try:
             return cls._from_raw(json.loads(text))
         except (KeyError, TypeError, AttributeError) as error:  # valid JSON, but not a dump
@@ -213,7 +213,7 @@ class Dump:
         """Read a dump file.
 
         Raises:
-            ValueError: the file cannot be read or is not a dump of this version; names the file.
+            ValueError: the file cannot be read or is not a dump of this version.
         """
         try:
             text = path.read_text()

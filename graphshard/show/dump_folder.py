@@ -1,7 +1,7 @@
 """Write dumps to the user's folder and to torch's trace log.
 
-``dump="folder"`` writes these files for the NN-th Dynamo graph (from 00), on the first rank that
-has it, as far as the passes run:
+``dump="folder"`` writes these files for Dynamo graph NN (from 00), on the first rank that has it.
+Files of passes that do not run are left out:
 
     NN-forward.json, NN-forward.trace.json, NN-forward.txt      the dump, its trace and its table
     NN-forward.before.py, NN-forward.after.py                   FX code around lowering
@@ -107,7 +107,7 @@ def _load(path: Path, mtime_ns: int) -> Dump:
 def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Json | None]:
     """Return, for each dump, the runs of its graph in the last profile of each rank."""
     by_rank: list[dict[int, list[GraphRun]]] = [{} for _ in dumps]
-    for recorded in _profiles(folder):  # oldest first: later profiles of a graph replace earlier
+    for recorded in _profiles(folder):  # oldest first, so that newer profiles win
         rank = recorded.get("distributedInfo", {}).get("rank", 0)
         for found, runs in zip(by_rank, measured_runs(recorded, dumps)):
             if runs:
@@ -122,7 +122,7 @@ def _measured_graph(by_rank: Mapping[int, Sequence[GraphRun]]) -> Json:
         "runs": len(first),
         "median_us": statistics.median(run.us for run in first),
         "us": max(run.us for run in shown.values()),
-        "lanes": {str(rank): run.lanes for rank, run in shown.items()},  # of each median run
+        "lanes": {str(rank): run.lanes for rank, run in shown.items()},  # of each rank's median run
     }
 
 
@@ -133,7 +133,7 @@ def _profiles(folder: Path) -> Iterator[Trace]:
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
         text = path.read_text(errors="replace")
         if f'"{MEASURED}: ' in text:  # avoids parsing other, possibly large files
-            with contextlib.suppress(ValueError):  # the file may still be being written
+            with contextlib.suppress(ValueError):  # the file may be incomplete
                 yield json.loads(text)
 
 
@@ -146,7 +146,7 @@ def write_page(folder: Path) -> None:
 
 
 class DumpWriter:
-    """Write the plans and the code of one Dynamo graph.
+    """A writer of the plans and the code of one Dynamo graph.
 
     Args:
         folder: existing folder, or None to write no files.
@@ -182,7 +182,7 @@ class DumpWriter:
     def write_plan(self, dump: Dump) -> None:
         """Write the dump, trace, table and page; log the dump and the table to ``TORCH_TRACE``."""
         kind = dump.plan.graph
-        if self._logged.get(kind) != dump:  # equal if the graph was only recompiled for its code
+        if self._logged.get(kind) != dump:  # equal if recompiled with the same plan
             self._logged[kind] = dump
             trace_artifact(f"graphshard_{kind}_plan", "json", dump.to_json)
             trace_artifact(f"graphshard_{kind}_table", "string", lambda: table(dump))
@@ -215,16 +215,16 @@ def profile(
         with graphshard.show.profile("dump/step.trace.json"):  # dump: the backend's folder
             compiled(batch).backward()
 
-    Each predicted timeline starts where the measured run of its graph started. All ranks may enter;
-    by default, only the first one writes. On entry it deletes files that other ranks wrote for the
-    same ``path`` before. HolisticTraceAnalysis reads the measured part. If the trace is in the
-    backend's dump folder, the page there also shows measured times.
+    Each predicted timeline starts with the measured run of its graph, but not before the previous
+    timeline ends. All ranks may enter; by default, only rank 0 writes. On entry, rank 0 deletes old
+    files of other ranks for the same ``path``. HolisticTraceAnalysis reads the measured part. If
+    the trace is in the backend's dump folder, the page there also shows measured times.
 
     Args:
         path: path of the trace, ``.json``; its folder must exist.
         dump: the backend's ``dump`` folder (default: the folder of ``path``).
         all_ranks: whether all ranks enter and write, to a folder that they share: rank 3 to
-            "step.rank3.trace.json" for "step.trace.json". The page shows them above each other.
+            "step.rank3.trace.json" for "step.trace.json". The page stacks them.
 
     Raises:
         ValueError: a folder does not exist, or a dump cannot be read.

@@ -1,4 +1,4 @@
-"""Numbers of compiled graphs, for a logger."""
+"""Metrics of compiled graphs, for a logger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .dump import Dump
 
 
 def metrics(dumps: Sequence[Dump]) -> dict[str, float]:
-    """Return numbers of the training graphs in ``dumps``; each graph counts once.
+    """Return metrics of the training graphs in ``dumps``; each graph counts once.
 
     Times are predicted, in microseconds. Sizes are in bytes: the largest planned live memory of a
     graph, and for each kind of transfer the full buffers, as in the tables.

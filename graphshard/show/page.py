@@ -1,4 +1,4 @@
-"""An HTML page of a training step and its graphs: one self-contained file that draws JSON.
+"""A self-contained HTML page that draws a training step and its graphs from embedded JSON.
 
     dumps ─► graph_data, steps_data ─► page: JSON in the page ─► page.html draws it
 
@@ -111,7 +111,7 @@ def steps_data(
 
 
 def step_data(name: str, phases: Sequence[Phase], graphs: Sequence[Json], note: str = "") -> Json:
-    """Return a step that runs ``phases``: sums of their times, and their highest peaks."""
+    """Return a step that runs ``phases``: the sum of their times, the maximum of their peaks."""
     run = [(graphs[phase.graph], phase.runs) for phase in phases]
     measured = [count * m["median_us"] for graph, count in run if (m := graph["measured"])]
     predicted = {
@@ -182,7 +182,7 @@ def _params(dump: Dump) -> list[Json]:
 def _steps(dump: Dump) -> Json:
     names = dump.plan.problem.steps
     slots = [dump.slots[STEP, i] for i in range(len(names))]
-    return {  # by column, because there may be thousands
+    return {  # by column: there may be thousands of steps
         "name": list(names),
         "module": dump.step_modules(),
         "start_us": [_rounded(slot.start_us) for slot in slots],
@@ -206,7 +206,7 @@ def _bucket(dump: Dump, i: int) -> Json:
         "copy_out": _copy(dump, COPY_OUT, i),
         "exposed_us": _rounded(dump.timeline.exposed_us[i]),
         "reason": exposed_reason(dump, i) if is_notable(dump.timeline.exposed_us[i]) else None,
-        "launch": bucket.launch,  # before this step; the number of steps is the graph's end
+        "launch": bucket.launch,  # before this step; the number of steps means the end
         "wait": bucket.wait,
     }
 

@@ -29,8 +29,8 @@ class _Pair(NamedTuple):
 def graph_names(dumps: Sequence[Dump]) -> list[str]:
     """Return a name for each graph, as in "forward", "backward, no_sync" and "evaluation".
 
-    Names that several graphs share end in Dynamo's name of the compilation, as in "forward (0/1)",
-    or in the graph's position if that name is unknown.
+    Duplicate names are followed by Dynamo's name for the compilation, as in "forward (0/1)", or by
+    the graph's position if there is none.
     """
     names = [_kind(dump) for dump in dumps]
     for pair in _split(_pairs(dumps))[1]:
@@ -104,7 +104,7 @@ def _pair(dumps: Sequence[Dump], graphs: tuple[int, ...]) -> _Pair:
     kinds = {bucket.kind for plan in plans for bucket in plan.buckets}
     return _Pair(
         graphs=graphs,
-        # Graphs without parameters have nothing in common.
+        # Graphs without parameters are unrelated: use unique keys.
         params=names or frozenset({f"graph {graphs[0]}"}),
         reduces=any(kind.is_reduction and kind != TransferKind.ALL_REDUCE_MAX for kind in kinds),
     )
@@ -113,7 +113,7 @@ def _pair(dumps: Sequence[Dump], graphs: tuple[int, ...]) -> _Pair:
 def _split(pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
     """Return the pairs that end a step, and those under ``no_sync``.
 
-    The latter reduce nothing, unlike another pair with the same parameters.
+    A pair is under ``no_sync`` if it reduces nothing, but another with the same parameters does.
     """
     reduced = {pair.params for pair in pairs if pair.reduces}
     local = [pair for pair in pairs if pair.params in reduced and not pair.reduces]

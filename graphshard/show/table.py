@@ -28,7 +28,7 @@ _Row = Mapping[str, object]  # keyed by header
 def summary(dumps: Sequence[Dump], *, all_buckets: bool = False) -> str:
     """Return the tables of several graphs; ``all_buckets`` as in ``table``."""
     if not dumps:
-        return "no graph with collectives was compiled yet"
+        return "no graph with collectives has been compiled yet"
     return "\n\n\n".join(table(dump, all_buckets=all_buckets) for dump in dumps)
 
 
@@ -143,7 +143,7 @@ def _exposed(totals: Totals) -> str:
 
 
 def _hidden(dump: Dump, busy_us: float, counts: Sequence[bool]) -> str:
-    """Return as text ``busy_us`` of the buckets marked in ``counts``, and the hidden part of it."""
+    """Format the busy time of the buckets marked in ``counts``, and its hidden fraction."""
     if not busy_us:
         return f"{busy_us:.3f}"
     exposed_us = sum(us for us, counted in zip(dump.timeline.exposed_us, counts) if counted)
@@ -168,7 +168,7 @@ def _regions(dump: Dump) -> str:
     return (
         f"repeated layers: {regions.num_compiled_regions} compiled regions, called "
         f"{regions.num_calls} times; {regions.num_compiled} of {regions.num_nodes} nodes compiled; "
-        f"{regions.num_lost_fusions} fusions lost at borders of regions"
+        f"{regions.num_lost_fusions} fusions lost at region boundaries"
     )
 
 
@@ -257,9 +257,9 @@ def _collective_ms(dump: Dump, i: int) -> float:
 
 
 def exposed_reason(dump: Dump, i: int) -> str:
-    """Return the reason why compute waits for bucket ``i``, from the timeline and the limits."""
+    """Return why compute waits for bucket ``i``, from the timeline and the limits."""
     bucket, problem = dump.plan.buckets[i], dump.plan.problem
-    fetches = bucket.kind.is_fetch  # hidden by an earlier launch; other kinds by a later wait
+    fetches = bucket.kind.is_fetch  # launch earlier to hide it; for other kinds, wait later
     if fetches and not sum(problem.compute_us[: bucket.wait]):
         return "first: no compute before it"
     if not fetches and not sum(problem.compute_us[bucket.launch :]):

@@ -35,9 +35,9 @@ from .dump import Dump, param_name
 
 PREDICTED, MEASURED = "predicted", "measured"
 PID = 1 << 30  # process of the predicted events; measured traces never use this number
-# Thread ID of each lane in the process, and also the number of its stream.
+# Thread ID of each lane in the process, which is also its stream number.
 THREADS = {lane: number for number, lane in enumerate(LANES, 1)}
-_MAX_BUCKETS = 1 << 20  # per graph; arrow ids combine the number of a run and of a bucket
+_MAX_BUCKETS = 1 << 20  # per graph; arrow IDs combine the numbers of a run and a bucket
 
 _KERNEL_NAMES = {
     TransferKind.ALL_GATHER: "ncclDevKernel_AllGather",
@@ -137,7 +137,7 @@ def _slice_name(dump: Dump, slot: Slot) -> str:
 
 
 def _slice_args(dump: Dump, slot: Slot) -> dict[str, object]:
-    plan = dump.plan  # a viewer shows these details of a selected slice
+    plan = dump.plan  # viewers show these arguments for a selected slice
     if slot.kind == STEP:
         params = [
             transfer.param
@@ -211,7 +211,7 @@ _FORWARD, _BACKWARD = "CompiledFunction", "CompiledFunctionBackward"
 _SEQUENCE = "Sequence number"
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 _WAIT, _GLOO = "_c10d_functional::wait_tensor", "gloo:"
-_MAX_SPANS = 2000  # per lane of a run: shorter gaps cannot be seen
+_MAX_SPANS = 2000  # per lane of a run; shorter gaps would be invisible
 BusyUs: TypeAlias = list[tuple[float, float]]
 
 
@@ -302,10 +302,10 @@ def _device_lane(name: str) -> str:
 def _host_work(
     call: TraceEvent, within: Sequence[TraceEvent]
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield the lane, the start and the end of the work of a call that launched no kernels."""
+    """Yield (lane, start, end) of the work of a call that launched no kernels."""
     free_us = call["ts"]  # end of the last wait
     for event in sorted(within, key=lambda event: event["ts"]):
-        if event["name"].startswith(_GLOO):  # runs in a thread of its own
+        if event["name"].startswith(_GLOO):  # runs in its own thread
             yield COMMUNICATION, event["ts"], event["ts"] + event["dur"]
         elif event["name"] == _WAIT and event["tid"] == call["tid"]:
             yield COMPUTE, free_us, event["ts"]
@@ -325,7 +325,7 @@ def _merged(spans: Sequence[tuple[float, float]], gap_us: float) -> BusyUs:
 
 
 def with_predictions(measured: Trace, dumps: Sequence[Dump]) -> Trace:
-    """Return ``measured``, labelled, with another process: the predicted timeline of each run."""
+    """Label ``measured``, and add a process with the predicted timeline of each run."""
     events = [_with_label(event) for event in measured["traceEvents"]]
     predicted: list[TraceEvent] = []
     free_us = 0.0
