@@ -4,4 +4,4 @@
 to one file, or back.
 """
 
-# May import anything but ``__main__``.
+# This package may import anything but ``__main__``.

@@ -119,11 +119,11 @@ class Checkpoint:
         """Return a flat name without the key and the prefix."""
         short = name.removeprefix(f"{self._key}.") if self._key else name
         first = str(self._paths[name][0])
-        # In an untrusted checkpoint, a flat name may not start with the first part of its path.
+        # In an untrusted checkpoint, a flat name need not start with the first part of its path.
         return self._new_names[first] + short[len(first) :] if short.startswith(first) else short
 
     def nested(self, flat: Mapping[str, object]) -> object:
-        """Rebuild what is saved under the key, without the prefix, from values by flat name."""
+        """Rebuild the value saved under the key, without the prefix, from values by flat name."""
         if self._key and self._key in flat:  # the value of the key is not a dictionary
             return flat[self._key]
         with reading(self._folder):
@@ -168,7 +168,7 @@ class Checkpoint:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reader of a checkpoint whose metadata was already read and checked."""
+    """A reader of a checkpoint whose metadata was already read and checked."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)

@@ -5,7 +5,7 @@
 
 All three are compiled, and train a byte-level GPT on the sources of Python's standard library,
 from the same parameters and on the same batches. Losses, speeds and the memory between steps are
-measured in that run; the collectives and the gathered memory are those of graphshard's plans. On
+measured in that run; the collectives and the gathered memory come from graphshard's plans. On
 several CPU ranks, the last steps run on a modelled wire, whose time can be hidden because it needs
 no cores.
 """
@@ -119,7 +119,7 @@ def _train(trainings: Sequence[Training], settings: Settings, device: torch.devi
         for training in trainings:
             training.step(batch)
             if training is ours and step == 1:
-                _print(f"compiled, and ran the first step, in {ours.seconds[0]:.0f} s")
+                _print(f"compiled and ran the first step in {ours.seconds[0]:.0f} s")
         rate = _rate(settings, ours.seconds[1:][-FINAL_STEPS:])
         text = f"step {step}/{steps}  loss {ours.losses[-1]:.4f}  {rate} bytes/s"
         if is_terminal:  # one line, rewritten
@@ -261,8 +261,8 @@ A GPU sends while it computes. The modelled wire imitates that: a collective end
 has carried its bytes, but gloo still uses the cores to copy them."""
 _ON_GPU = "A model this small has little compute to hide communication."
 _INDUCTOR = """\
-Inductor fuses operations into kernels, others in each run, whose rounding differs: that explains
-the loss differences. It compiles once, in the first step."""
+Losses differ because Inductor fuses different operations in each run, which changes rounding. It
+compiles once, in the first step."""
 _AOT_EAGER = "aot_eager runs the eager kernels, between the same kinds of collectives."
 
 
@@ -278,7 +278,7 @@ _WORDS = (
     ("bytes/s", "bytes of text per second, over all ranks"),
     ("MB per rank", "between steps, on the rank with the most; 1 MB is a million bytes"),
     ("AdamW state", "the optimizer's two averages for each parameter"),
-    ("all_gather", "ranks send each other their shards; each has the full parameters for a while"),
+    ("all_gather", "ranks exchange shards; each holds the full parameters temporarily"),
     ("reduce_scatter", "gradients are averaged over the ranks, and each rank keeps its shard"),
     ("unsharded", "memory of a rank if nothing were sharded"),
     ("sums", "accumulated gradients that are not reduced yet: graphshard.no_sync"),
@@ -294,8 +294,8 @@ def _next_steps(settings: Settings) -> list[tuple[str, str]]:
     rows = [
         ("train your own model", "examples/train.py"),
         ("see graphshard's step", f"{command} --html demo.html"),
-        ("compare losses without different rounding", f"{command} --compiler aot_eager"),
-        ("check a step for a GPU without one", f"{python} -m graphshard check --help"),
+        ("compare losses without rounding differences", f"{command} --compiler aot_eager"),
+        ("check a step for a GPU you do not have", f"{python} -m graphshard check --help"),
     ]
     if settings.device == "cpu":
         rows.append(("see shards get smaller", f"{command} --ranks {2 * settings.num_ranks}"))
@@ -303,5 +303,5 @@ def _next_steps(settings: Settings) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun forwards Ctrl-C: end without traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun forwards Ctrl-C: exit without traceback
     run_rank(Settings(**json.loads(sys.argv[1])))

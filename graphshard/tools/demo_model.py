@@ -20,7 +20,7 @@ TEXT_BYTES = 4_000_000
 
 
 class Size(NamedTuple):
-    """Sizes of the model and its training."""
+    """Sizes of the model and its training run."""
 
     layers: int
     heads: int

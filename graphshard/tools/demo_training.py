@@ -28,7 +28,7 @@ UNTIMED_STEPS = 5  # first steps excluded from medians; at most half of all step
 
 @dataclass(frozen=True)
 class Settings:
-    """The validated arguments of the command; equal on all ranks."""
+    """The validated arguments of the command, equal on all ranks."""
 
     device: str
     num_ranks: int
@@ -54,7 +54,7 @@ class Settings:
 
     @property
     def wired(self) -> slice:
-        """Steps on the modelled wire, without the first, from which speeds are computed."""
+        """Steps on the modelled wire from which speeds are computed: all but the first."""
         return slice(self.num_steps + 1, None)
 
     def rate(self, seconds: Sequence[float]) -> float:
@@ -65,13 +65,14 @@ class Settings:
 
 @dataclass(eq=False)
 class Training:
-    """One of the training runs, with its measurements."""
+    """A training run with its measurements."""
 
     name: str
     model: nn.Module
-    losses: list[float] = field(default_factory=list)  # of each step, averaged over ranks
-    seconds: list[float] = field(default_factory=list)  # of each step on the slowest rank
-    # Parameters, gradients and AdamW state, each on the rank with the most; by ``count_memory``.
+    losses: list[float] = field(default_factory=list)  # per step, averaged over ranks
+    seconds: list[float] = field(default_factory=list)  # per step, on the slowest rank
+    # Bytes of parameters, gradients and AdamW state, each on the rank with the most; set by
+    # ``count_memory``.
     held_bytes: Sequence[float] = ()
 
     def __post_init__(self) -> None:
@@ -142,7 +143,7 @@ def new_trainings(
         DistributedDataParallel(models[1], device_ids=ids), backend=settings.compiler
     )
     assert isinstance(replicated, nn.Module)
-    # FSDP2 at its best: blocks are compiled, and each is gathered during the one before.
+    # FSDP2 at its best: compile the blocks, and prefetch each during the previous one.
     for block in models[2].blocks:
         block.compile(backend=settings.compiler)
     sharded = [fully_shard(block, mesh=mesh) for block in models[2].blocks]
