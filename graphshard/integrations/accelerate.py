@@ -6,8 +6,8 @@
     accelerator.log(metrics(model, steps=10), step)      # times, memory, bytes, for any tracker
 
 Accelerate wraps a model in DDP, or rejects one with DTensors, unless the model is marked as
-prepared. ``Accelerator.prepare_model`` first prepares the model for evaluation (device, autocast of
-``mixed_precision``), which marks it; then the model is sharded and compiled in place. The
+prepared. So ``Accelerator.prepare_model`` first prepares the model for evaluation (device, autocast
+for ``mixed_precision``), which marks it; then the model is sharded and compiled in place. The
 accelerator's class is replaced by a subclass, because the original would save only the first
 rank's shards. Based on Accelerate 1.15: ``accelerator.py``, ``checkpointing.py``.
 """
@@ -70,8 +70,8 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
 
     Raises:
         ValueError: the accelerator uses a sharding strategy, ``parallelism_config``, compiler or
-            fp8, ``model`` is not a module or tensor parallelism has split it, one of ``others`` is
-            a module, or :func:`graphshard.backend` rejects an option.
+            fp8; ``model`` is not a module, or tensor parallelism has split it; one of ``others`` is
+            a module; or :func:`graphshard.backend` rejects an option.
     """
     _check(accelerator, model, others)
     dynamo_backend = backend(**options)
@@ -127,17 +127,17 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
 
 
 class ShardedAccelerator(Accelerator):
-    """Accelerator for sharded models; :func:`prepare` changes the user's accelerator to it."""
+    """Base class that :func:`prepare` adds to the user's accelerator, for sharded models."""
 
     _models: list[Any]
     _optimizers: list[Any]
-    # Sharded models with their optimizers, while a state is saved or loaded.
+    # Sharded models and their optimizers, while ``save_state`` or ``load_state`` runs.
     _sharded: dict[nn.Module, list[Optimizer]] | None = None
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return a state dict; for a sharded model, full on the first rank and empty on others.
 
-        During ``save_state``, which saves the shards, a sharded model's is empty on all ranks.
+        During ``save_state``, which saves shards, a sharded model's dict is empty on all ranks.
         """
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)

@@ -80,7 +80,7 @@ def shard_and_compile(
 def metrics(
     model: nn.Module, *, steps: int | None = None, tokens: int | None = None
 ) -> dict[str, float]:
-    """Return :meth:`graphshard.Backend.metrics` of a model, for the logger of a framework.
+    """Return :meth:`graphshard.Backend.metrics` of a model, for a framework's logger.
 
     Args:
         model: module that an integration has sharded, or one that contains such modules.
@@ -88,8 +88,8 @@ def metrics(
         tokens: number of tokens of all ranks in these steps.
 
     Returns:
-        The numbers, keyed as in ``graphshard/step_s``. If ``model`` contains several sharded
-        modules, their names come second, as in ``graphshard/student/step_s``.
+        The metrics, with keys such as ``graphshard/step_s``. If ``model`` contains several sharded
+        modules, keys include their names, as in ``graphshard/student/step_s``.
 
     Raises:
         ValueError: no module of ``model`` has been sharded by an integration; otherwise as
@@ -98,8 +98,8 @@ def metrics(
     sharded = {name: _backends[m] for name, m in model.named_modules() if m in _backends}
     if not sharded:
         raise ValueError(
-            f"{type(model).__name__} has no module that an integration has sharded: call metrics "
-            "of the backend that compiles it"
+            f"{type(model).__name__} has no module that an integration has sharded: call the "
+            "metrics method of its backend instead"
         )
     return {
         "/".join(["graphshard", *([name] if len(sharded) > 1 else []), key]): value
@@ -114,7 +114,7 @@ def save_sharded(
     """Save the state of ``model`` and its optimizers; all ranks must call this.
 
     Args:
-        weights: whether to save the model's parameters and buffers, too.
+        weights: whether to also save the model's parameters and buffers.
     """
     dcp.save(_state(model, optimizers, weights), checkpoint_id=folder)
 
@@ -125,7 +125,7 @@ def load_sharded(
     """Load a checkpoint that :func:`save_sharded` wrote, in place; all ranks must call this.
 
     Args:
-        weights: whether to load the model's parameters and buffers, too.
+        weights: whether to also load the model's parameters and buffers.
 
     Raises:
         ValueError: ``folder`` has no checkpoint written by :func:`save_sharded`.

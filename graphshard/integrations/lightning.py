@@ -11,7 +11,7 @@
     fabric.log_dict(metrics(model, steps=10))
 
 Both strategies are Lightning's ``ModelParallelStrategy``, which saves DTensors (one folder written
-by all ranks, or one file) and leaves sharding to the user. They change three things:
+by all ranks, or one file) and leaves sharding to the user, with three changes:
 
 - Data parallel size "auto" is the number of ranks divided by ``tensor_parallel_size`` (1 by
   default). Lightning's "auto" sizes would shard nothing on one node.
@@ -61,8 +61,8 @@ def configure(
 ) -> None:
     """Shard and compile a module of ``owner``; call it in ``configure_model``.
 
-    Lightning calls ``configure_model`` again for validation and for every further ``fit``; a module
-    that is already sharded is not changed.
+    Lightning calls ``configure_model`` again for validation and for each further ``fit``; modules
+    that are already sharded do not change.
 
     Args:
         owner: LightningModule attached to a Trainer.
@@ -93,9 +93,9 @@ def configure(
 
 
 class _DataParallel:
-    """Mixin that sets a strategy's "auto" data parallel size so that all ranks are used.
+    """Mixin that makes a strategy's "auto" data parallel size use all ranks.
 
-    List it before the strategy.
+    List it before the strategy among the base classes.
     """
 
     _data_parallel_size: Any
@@ -133,7 +133,7 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Reduce no gradients; entered for all microbatches of a step but the last."""
+        """Defer gradient reduction; Lightning enters this for all microbatches but the last."""
         assert self.model is not None
         with no_sync(self.model):
             yield

@@ -6,8 +6,8 @@
     graphshard.shard      on the meta device
     fill                  each rank reads its rows, one parameter at a time
 
-transformers' own code transforms the tensors of a checkpoint. Here it receives tensors whose data
-is still in the files; they record the operations on them (``graphshard.params.stored``).
+transformers' own code transforms the tensors of a checkpoint. Here, it receives stored tensors:
+their data is still in the files, and they record operations (``graphshard.params.stored``).
 Based on transformers 5.23: ``modeling_utils.py``, ``core_model_loading.py``.
 """
 
@@ -92,8 +92,8 @@ def from_pretrained(
     All ranks of the mesh must call this. Each rank reads only its rows of the parameters in
     safetensors files, and holds its shards, all buffers and its rows of one parameter. Exceptions:
     tensors that transformers rebuilds by mixing rows are read in full, one at a time; parameters
-    sharded by another dimension than the first are read with all columns, then sliced; tied
-    parameters that a file stores twice are read in pieces, to compare them. Parameters that are in
+    sharded along another dimension than the first are read with all columns, then sliced; tied
+    parameters that a file stores twice are compared, in pieces. Parameters that are in
     no file are initialized by the model, in full, with the values of the mesh's first rank unless
     ``sync_module_states=False``.
 
@@ -186,7 +186,7 @@ def _first_ten(texts: Iterable[str], separator: str = ", ") -> str:
 
 
 class _Outline:
-    """Build a pretrained model on the meta device; initialize only parameters in no file."""
+    """A builder of a pretrained model on meta; initializes only parameters that are in no file."""
 
     def __init__(self) -> None:
         self.stored: dict[nn.Parameter, StoredTensor] = {}  # source of each parameter
@@ -317,7 +317,7 @@ def _from_tensor(tensor: torch.Tensor) -> StoredTensor:
 
 
 def _settle_ties(model: Any, stored: Mapping[str, StoredTensor], info: Any) -> None:
-    """Have parameters tied as in the config, except those whose stored values differ."""
+    """Tie parameters as in the config, except those whose stored values differ."""
     # transformers does the same, but cannot compare values on the meta device.
     ties = getattr(model, "all_tied_weights_keys", {})
     for target, source in list(ties.items()):
@@ -327,8 +327,8 @@ def _settle_ties(model: Any, stored: Mapping[str, StoredTensor], info: Any) -> N
             info.missing_keys.add(target)  # makes transformers tie it
             continue
         logger.warning(
-            "%s: the config ties %r to %r, but they have different values in the checkpoint: they "
-            "stay untied. Set tie_word_embeddings=False in the config to avoid this warning",
+            "%s: the config ties %r to %r, but their values differ in the checkpoint, so they stay "
+            "untied. Set tie_word_embeddings=False in the config to avoid this warning",
             *(type(model).__name__, target, source),
         )
         del ties[target]
@@ -358,7 +358,7 @@ def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) 
 
 
 def _check_ties(model: nn.Module, values: Values) -> None:
-    """Raise ValueError if ``parallelize`` untied a parameter, so no file has a value for it."""
+    """Raise a ValueError if ``parallelize`` untied a parameter, leaving it without a value."""
     for name, _ in model.named_parameters():
         if name not in values:
             raise ValueError(

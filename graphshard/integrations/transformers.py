@@ -66,11 +66,11 @@ class ShardedTrainerMixin(Trainer):
                 f"sharding={sharding!r}: must be a dict of arguments of graphshard.backend, or None"
             )
         self.sharding, self._backend_metrics = sharding or {}, backend_metrics
-        self._logged_step = self._logged_tokens = 0  # when metrics were logged last
+        self._logged_step = self._logged_tokens = 0  # at the last log of metrics
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Reject FSDP before the accelerator is created, which would set it up process-wide."""
+        """Reject FSDP before the accelerator is created, because that sets FSDP up process-wide."""
         for name in ("fsdp", "fsdp_config"):
             if value := getattr(self.args, name, None):
                 raise ValueError(
@@ -98,7 +98,7 @@ class ShardedTrainerMixin(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._backend_metrics and "loss" in logs:
             step, tokens = self.state.global_step, int(self.state.num_input_tokens_seen)
-            steps = step - self._logged_step  # less than 1 if training has begun again
+            steps = step - self._logged_step  # less than 1 if training has restarted
             counted = {"tokens": tokens - self._logged_tokens} if tokens else {}
             numbers = metrics(self.model, steps=max(1, steps), **counted)
             logs |= numbers if steps > 0 else {}

@@ -78,7 +78,7 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
 
 def configs_of(registry: ModuleType) -> dict[str, Callable[[], Trainer.Config]]:
-    """Return a torchtitan ``config_registry``'s functions by name, their results configured."""
+    """Return the functions of a torchtitan ``config_registry``, wrapped in :func:`configure`."""
 
     def configured(make: Callable[[], Trainer.Config]) -> Callable[[], Trainer.Config]:
         return lambda: configure(make())
