@@ -39,7 +39,7 @@ from .step import Recording, record_steps
 
 GB = 1e9
 _READS = {
-    DataDependentOutputException: "the model reads the value of a tensor ({}), as .item() and `if "
+    DataDependentOutputException: "the model reads a value of a tensor ({}), as .item() and `if "
     "tensor:` do",
     DynamicOutputShapeException: "the size of a tensor depends on values ({}), as in x[mask] and "
     "x.nonzero()",

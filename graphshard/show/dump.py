@@ -183,7 +183,7 @@ class Dump:
 
     @classmethod
     def from_json(cls, text: str, source: str = "dump") -> Dump:
-        """Parse a dump; raise a ValueError that names ``source`` if it is not one of this version."""
+        """Parse a dump; raise a ValueError that names ``source`` unless it is a valid dump."""
         try:
             return cls._from_raw(json.loads(text))
         except (KeyError, TypeError, AttributeError) as error:  # valid JSON, but not a dump
