@@ -140,8 +140,8 @@ def _errors(recording: Recording, device: str) -> Iterator[str]:
     peak = peak_bytes_of_step(recording.actions)
     if peak > memory:
         yield (
-            f"out of memory: a step needs {peak / GB:.1f} of {memory / GB:.1f} GB on {device}; "
-            "try a smaller batch, SchedulePolicy(activation_memory_budget=...) or more ranks"
+            f"out of memory: a step needs {peak / GB:.1f} GB, but {device} has {memory / GB:.1f} GB"
+            "; try a smaller batch, SchedulePolicy(activation_memory_budget=...) or more ranks"
         )
 
 
