@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard.kinds import TransferKind
@@ -26,6 +27,7 @@ from tests.numerics.compare import (
     compile_sharded,
     generator,
     train_steps,
+    whole,
     world_mesh,
 )
 from tests.ranks import on_ranks
@@ -174,6 +176,32 @@ def test_sizes_that_are_no_multiples_of_32_compute_in_bfloat16() -> None:
     assert losses[0] == losses[1]
 
 
+class Recomputed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def _loss_and_gradients(model: Net, **options: Any) -> list[Tensor]:
+    model.down.weight.requires_grad_(False)
+    compiled = compile_sharded(model, compiler="aot_eager", mp_policy=BF16, fp8=FP8, **options)
+    (x, *_) = _batches(40)
+    loss = compiled(x)
+    loss.backward()
+    with torch.no_grad():
+        assert torch.equal(compiled(x), loss)
+    gradients = [whole(param.grad) for param in model.parameters() if param.requires_grad]
+    return [loss.detach(), *gradients]
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["zero3", "zero2"])
+@on_ranks(2)
+def test_recomputation_and_kept_weights_do_not_change_gradients(options: dict[str, Any]) -> None:
+    expected = _loss_and_gradients(Net())
+    for model in (Net(), Recomputed()):
+        actual = _loss_and_gradients(model, **options)
+        assert all(map(torch.equal, actual, expected)) and len(actual) == len(expected)
+
+
 def _losses(dynamic: bool) -> list[float]:
     torch._dynamo.reset()
     model = Net()
@@ -185,7 +213,7 @@ def _losses(dynamic: bool) -> list[float]:
         loss.backward()
         losses += [
             float(loss.detach()),
-            *(float(p.grad.full_tensor().sum()) for p in model.parameters()),
+            *(float(whole(p.grad).sum()) for p in model.parameters()),
         ]
     return losses
 
