@@ -25,7 +25,7 @@ _IMPLEMENTATION = "graphshard_ep"
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh with its ``AXES`` flattened into one, for parameters other than experts."""
+    """Return a 1D mesh "dp" over the axes "efsdp" and "ep", for parameters other than experts."""
     return flattened(mesh[AXES], "dp")
 
 

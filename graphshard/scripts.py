@@ -46,8 +46,10 @@ def load_function(script: str, function: str) -> Callable[..., object]:
     spec.loader.exec_module(module)
     value = getattr(module, function, None)
     if not callable(value):
-        names = sorted(name for name, value in vars(module).items() if callable(value))
-        raise ValueError(f"{script} has no function {function!r}; it has {', '.join(names)}")
+        own = (v for v in vars(module).values() if getattr(v, "__module__", "") == path.stem)
+        names = sorted(value.__name__ for value in own if callable(value))
+        choices = f"choose one of {', '.join(names)}" if names else "it defines none"
+        raise ValueError(f"{script} has no function {function!r}: {choices}")
     return value
 
 

@@ -126,12 +126,14 @@ def largest(
     size: int,
     progress: Progress = lambda text: None,
 ) -> LargestResult:
-    """Find the largest model, scaled in depth or in depth and width, and the largest batch.
+    """Find, for each strategy, the largest models and the largest batch that fit the cluster.
+
+    Models are scaled in depth alone, and in width and depth together.
 
     Args:
-        make_workload: function that takes a scale factor for width and depth and a microbatch
-            size, and returns a workload, named by its width.
-        recipe: settings of the training run; its strategy is ignored.
+        make_workload: function of a scale factor for width and depth and of a microbatch size; it
+            returns a workload whose name states its width.
+        recipe: settings of the training run, except for the strategy.
         size: number of samples in a microbatch while the model is scaled.
 
     Raises:

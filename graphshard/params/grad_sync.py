@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
+from .._torch.nn import uncompiled
 from .sharded_param import refresh_accessors, sharded_model_of
 
 # Flags of a module: whether to reduce its gradients; whether to average them over replicas.
@@ -84,16 +86,18 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     total over all ranks, such as the number of tokens.
 
     Args:
-        model: module that graphshard has sharded, or a submodule of one.
+        model: module that graphshard has sharded, a submodule of one, or either of them compiled.
 
     Raises:
         ValueError: ``model`` is not sharded, or ``factor`` is not a positive, finite number.
     """
-    sharded = sharded_model_of(model) if isinstance(model, nn.Module) else None
+    _check(model)
+    module: Any = uncompiled(model)
+    sharded = sharded_model_of(module)
     if sharded is None:
         raise ValueError(
-            f"{type(model).__name__} is not sharded yet: pass a module that "
-            "graphshard.shard(model, mesh) has sharded"
+            f"{type(module).__name__} is not sharded yet: call graphshard.shard(model, mesh) first, "
+            "even if the model's first compiled call would shard it"
         )
     is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
     if not is_number or not 0 < factor < math.inf:

@@ -254,7 +254,10 @@ class _Chooser:
 
 
 def _parts_to_try(settings: CompileSettings) -> tuple[Sequence[float | None], list[str]]:
-    """Return the fractions of activations to try saving, and a note if the user has set one."""
+    """Return the fractions of activations to try saving, and notes for the table.
+
+    If the user has set a fraction, only that is tried; None stands for torch's own setting.
+    """
     budget = settings.schedule.activation_memory_budget
     if budget is not None:
         return [budget], [f"Tried only the given activation_memory_budget, {budget:g}."]

@@ -60,12 +60,13 @@ class CompileSettings:
 
     Attributes:
         compiler: "inductor" or "aot_eager".
-        baked_in: result of :func:`baked_in`: other facts that graphs and plans depend on, which may
-            differ between ranks.
+        baked_in: other facts that graphs and plans depend on, as returned by :func:`baked_in`; they
+            may differ between ranks.
         first_rank_plans: the first rank's plans, keyed by kind of graph, if they differ from this
             rank's; empty while this rank decides for itself.
         saving: choice of ``SchedulePolicy.auto``, or None if the schedule alone decides.
-        regathered: positions of inputs that ``saving`` leaves to the schedule; ranks may differ.
+        regathered: positions of the inputs that ``saving`` does not keep, because overrides set
+            ``reshard_after_forward`` for them; ranks may differ.
     """
 
     compiler: str

@@ -123,7 +123,7 @@ def _launch_early(
     memory: FreeMemory,
     step_us: Sequence[float],
 ) -> list[Bucket]:
-    """Launch copies early enough to be done when they are waited for, if memory allows."""
+    """Return ``copies``, each launched early enough to be done at its wait, if memory allows."""
     # With time reversed, from the last copy to the first: a copy begins at its wait, once later
     # copies have left the lane, and ends at its launch.
     lane = Lane(-math.inf)
@@ -144,7 +144,10 @@ def _wait_late(
     memory: FreeMemory,
     step_us: Sequence[float],
 ) -> list[Bucket]:
-    """Wait for copies when they are done, or earlier if they are due or memory runs out."""
+    """Return ``copies``, each waited for where it is predicted to be done.
+
+    The wait is earlier if the data is needed earlier, or memory requires it.
+    """
     # These waits block the device's stream; the host itself waits only at the graph's end.
     lane = Lane()
     placed = []

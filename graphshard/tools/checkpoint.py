@@ -144,8 +144,9 @@ class Checkpoint:
         except Exception as error:
             raise ValueError(
                 f"{self._folder}: {name!r} is damaged, or holds objects other than tensors, "
-                "numbers, strings and containers, which could run code when loaded: exclude it "
-                "with --key, or load it with torch.distributed.checkpoint if you trust it"
+                "numbers, strings and containers, which could run code when loaded: convert "
+                "another top-level key (--key model, for example), or load the checkpoint with "
+                "torch.distributed.checkpoint if you trust it"
             ) from error
 
     def load_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -237,7 +237,7 @@ ERRORS = {
     "inputs_are_elsewhere": "found at least two devices, cpu and cuda:0",
     "nothing_is_trained": "the loss depends on no parameter that requires a gradient",
     "returns_nothing": "the model returned NoneType without a tensor",
-    "nothing": "has no function 'nothing'; it has ",
+    "nothing": "has no function 'nothing': choose one of ",
     "shapes_do_not_fit": "RuntimeError: a and b must have same reduction dim",
     "looks_at_type": "calls sigmoid where the plain model calls relu",
     "options_are_wrong": "ValueError: reshard_after_forward",

@@ -28,11 +28,11 @@ def _against_fsdp2(shape: tuple[int, ...], factor: float) -> None:
     theirs.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     theirs.set_gradient_divide_factor(factor)
     graphshard.shard(model, mesh)
-    graphshard.set_gradient_divide_factor(model, factor)
+    compiled = compile_sharded(model)
+    graphshard.set_gradient_divide_factor(compiled, factor)
     ours = copy.deepcopy(model)
     rng = torch.Generator().manual_seed(dist.get_rank())
     batches = [MLP.batch(rng) for _ in range(2)]
-    compiled = compile_sharded(model)
     for called in (compiled, theirs):
         called(batches[0]).backward()
     for name, param in theirs.named_parameters():
@@ -57,8 +57,11 @@ def test_gradients_match_fsdp2(shape: tuple[int, ...], factor: float) -> None:
 @on_ranks(1)
 def test_invalid_factors_are_refused() -> None:
     model = MLP()
-    with pytest.raises(ValueError, match="MLP is not sharded yet"):
-        graphshard.set_gradient_divide_factor(model, 1.0)
+    for unsharded in (model, torch.compile(model)):
+        with pytest.raises(ValueError, match="MLP is not sharded yet"):
+            graphshard.set_gradient_divide_factor(unsharded, 1.0)
+    with pytest.raises(ValueError, match="model is a str: pass the module"):
+        graphshard.set_gradient_divide_factor("model", 1.0)  # type: ignore[arg-type]
     graphshard.shard(model, world_mesh())
     for factor in (0, -1.0, math.inf, math.nan, True, "1"):
         with pytest.raises(ValueError, match="must be a positive, finite number"):
