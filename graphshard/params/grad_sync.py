@@ -96,8 +96,8 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     sharded = sharded_model_of(module)
     if sharded is None:
         raise ValueError(
-            f"{type(module).__name__} is not sharded yet: call graphshard.shard(model, mesh) first, "
-            "even if the model's first compiled call would shard it"
+            f"{type(module).__name__} is not sharded yet: call graphshard.shard(model, mesh) "
+            "first, even if the first compiled call would shard the model"
         )
     is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
     if not is_number or not 0 < factor < math.inf:

@@ -65,7 +65,7 @@ def add_host_copies(
     Args:
         buckets: schedule of ``without_host_copies(problem)``, whose transfers have the same
             positions in ``problem``.
-        cost_model: cost model of copies. If None, each copy is waited for at its launch.
+        cost_model: cost model of all transfers. If None, each copy is waited for at its launch.
     """
     to_device = _copies_to_device(problem, buckets)
     to_host = _copies_to_host(problem, buckets)
