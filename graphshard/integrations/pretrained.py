@@ -345,7 +345,7 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) -> Values:
-    """Return the values of all parameters, keyed by the first name of each; move the parameters to meta."""
+    """Return the value of each parameter by its first name; move the parameters to meta."""
     values: Values = {}
     for name, param in model.named_parameters():
         values[name] = stored[param] if param in stored else param.detach()

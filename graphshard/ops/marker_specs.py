@@ -185,7 +185,7 @@ class UnshardSpec(MarkerSpec):
         )
 
     def partial_reduction(self, grad: torch.Tensor, padded_shape: torch.Size) -> ReduceGradSpec:
-        """Return the marker of a reduction over the shard group, with its result not cast."""
+        """Return the marker of a reduction over the shard group, kept in the reduction dtype."""
         whole = self.reduction(grad, padded_shape, used_dtype(grad, self.reduce_dtype))
         return dataclasses.replace(whole, replica_group=None, host_memory=None)
 
