@@ -448,7 +448,7 @@ def _after_compile_error(error: BaseException) -> None:
     advise(error)
     call = compiled_call()
     by_name = call.backend is from_string
-    failed = _named.get(hashable(call.options)) if by_name else call.backend
+    failed = _named.get(_key(call.options)) if by_name else call.backend
     if isinstance(failed, Backend):
         stop_watching(failed)  # suppresses the warning that it has sharded nothing
 
@@ -475,6 +475,10 @@ on_lookup("graphshard", _given_by_name)  # torch.compile(..., backend="graphshar
 _named: dict[Hashable, Backend] = {}
 
 
+def _key(options: Mapping[str, Any]) -> Hashable:
+    return frozenset((name, hashable(value)) for name, value in options.items())
+
+
 def _backend_for(options: Mapping[str, Any]) -> Backend:
     known = inspect.signature(backend).parameters
     if unknown := [name for name in options if name not in known]:
@@ -482,7 +486,7 @@ def _backend_for(options: Mapping[str, Any]) -> Backend:
             f"options has {unknown[0]!r}, which is not an argument of graphshard.backend: choose "
             f"from {list(known)}"
         )
-    key = hashable(options)
+    key = _key(options)
     if key not in _named:
         _named[key] = backend(**options)
     return _named[key]

@@ -135,14 +135,20 @@ def on_compile_start(act: Callable[[object], None]) -> None:
 
 
 def on_compile_end(act: Callable[[object], None]) -> None:
-    """Call ``act`` after every compilation, even a failed one; register like `on_compile_start`."""
+    """Call ``act`` after every compilation, even a failed one.
+
+    A reset clears it, as with `on_compile_start`.
+    """
     handler = torch._dynamo.callback_handler
     if act not in handler.end_callbacks:
         handler.register_end_callback(act)
 
 
 def on_compile_error(act: Callable[[BaseException], None]) -> None:
-    """Call ``act`` with the error that ends a compilation; register it like `on_compile_start`."""
+    """Call ``act`` with the error that ends a compilation.
+
+    A reset clears it, as with `on_compile_start`.
+    """
     on_compile_end(_on_error(act))
 
 

@@ -31,8 +31,9 @@ def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
     line = hardware.ranks_per_node * gbit_per_s / 8 * 1e9
     bus: dict[str, Rate] = {}
     for kind in COLLECTIVE_KINDS:
-        in_node_fraction = hardware.intra.bus[kind].largest / line
-        fraction = min(_COLLECTIVES["network_efficiency"], in_node_fraction)
+        fraction = _COLLECTIVES["network_efficiency"]
+        if hardware.ranks_per_node > 1:
+            fraction = min(fraction, hardware.intra.bus[kind].largest / line)
         bus[kind] = _bus_rate(line, fraction, _COLLECTIVES["between_nodes"])
     # In an all-to-all, each rank sends only through its own card. Assumed: the card is as efficient
     # as in a ring that sends the same number of bytes through it.
@@ -40,6 +41,20 @@ def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
     fractions = [(mib / cards, share) for mib, share in _COLLECTIVES["between_nodes"]]
     bus[ALL_TO_ALL] = _bus_rate(line / cards, _COLLECTIVES["network_efficiency"], fractions)
     return dataclasses.replace(hardware, inter=dataclasses.replace(hardware.inter, bus=bus))
+
+
+def with_node_size(hardware: Hardware, num_ranks: int) -> Hardware:
+    """Return ``hardware`` with ``num_ranks`` per node and the same network bandwidth per rank."""
+    resized = dataclasses.replace(hardware, ranks_per_node=num_ranks)
+    if hardware.name in TABLE["gpus"] and hardware == HARDWARE[hardware.name]:
+        return with_network(resized, TABLE["gpus"][hardware.name]["network_gbit_per_s"])
+    ratio = num_ranks / hardware.ranks_per_node
+    bus = dict(hardware.inter.bus)
+    for kind in COLLECTIVE_KINDS:  # these peaks are per node
+        in_node = hardware.intra.bus[kind].largest / bus[kind].largest
+        factor = min(ratio, in_node) if ratio > 1 else ratio
+        bus[kind] = dataclasses.replace(bus[kind], peak=bus[kind].peak * factor)
+    return dataclasses.replace(resized, inter=dataclasses.replace(hardware.inter, bus=bus))
 
 
 def _bus_rate(line: float, full_fraction: float, fractions: Sequence[Sequence[float]]) -> Rate:

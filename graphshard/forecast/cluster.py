@@ -6,8 +6,8 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
-from ..cost.devices import MEMORY_BYTES, load_hardware, with_network
-from ..cost.hardware import ALL_TO_ALL, Hardware
+from ..cost.devices import MEMORY_BYTES, load_hardware, with_network, with_node_size
+from ..cost.hardware import Hardware
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,10 @@ def cluster(
     if nodes is not None:
         if not (isinstance(nodes, int) and nodes > 0 and gpus % nodes == 0):
             raise ValueError(f"nodes={nodes!r}: must be a positive integer that divides {gpus=}")
-        hardware = _with_node_size(hardware, gpus // nodes)
+        hardware = with_node_size(hardware, gpus // nodes)
     if link is not None:
         hardware = _with_link(hardware, link)
     return Cluster(hardware, gpus, _memory_bytes(hardware, memory_gb))
-
-
-def _with_node_size(hardware: Hardware, num_gpus: int) -> Hardware:
-    # Peaks are per node: scale them so that the network bandwidth per GPU stays the same.
-    ratio = num_gpus / hardware.ranks_per_node
-    bus = {
-        kind: rate if kind == ALL_TO_ALL else dataclasses.replace(rate, peak=rate.peak * ratio)
-        for kind, rate in hardware.inter.bus.items()
-    }
-    inter = dataclasses.replace(hardware.inter, bus=bus)
-    return dataclasses.replace(hardware, ranks_per_node=num_gpus, inter=inter)
 
 
 def _memory_bytes(hardware: Hardware, memory_gb: float | None) -> int:
@@ -87,7 +76,8 @@ def _memory_bytes(hardware: Hardware, memory_gb: float | None) -> int:
         return int(memory_gb * 1e9)
     if hardware.name not in MEMORY_BYTES:
         raise ValueError(
-            f"the memory of {hardware.name!r} is not known: set --memory 80GB or memory_gb=80"
+            f"the memory of {hardware.name!r} is not known: pass it, as in --memory 80GB or "
+            "memory_gb=80"
         )
     return MEMORY_BYTES[hardware.name]
 

@@ -163,8 +163,18 @@ class Muon(torch.optim.Muon):
 
 def _are_same(ours: Sequence[_Stepped], theirs: Sequence[_Stepped]) -> bool:
     return len(ours) == len(theirs) and all(
-        a.param is b.param and a.group is b.group for a, b in zip(ours, theirs)
+        a.param is b.param and a.group is b.group and _has_fitting_gradient(b.param)
+        for a, b in zip(ours, theirs)
     )
+
+
+def _has_fitting_gradient(param: Tensor) -> bool:
+    """Return whether the gradient is dense, and placed like ``param``."""
+    grad = param.grad
+    assert grad is not None
+    if isinstance(param, DTensor):
+        return isinstance(grad, DTensor) and grad.placements == param.placements
+    return not grad.is_sparse
 
 
 def _make_plan(matrices: list[_Stepped], param_groups: Sequence[Group]) -> _Plan:
@@ -210,8 +220,7 @@ def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
     if not isinstance(param, DTensor):
         return None
     mesh, spec = param.device_mesh, spec_of(param) if param.device_mesh.ndim <= 2 else None
-    same = isinstance(param.grad, DTensor) and param.grad.placements == param.placements
-    if spec is None or spec.dim or not same:
+    if spec is None or spec.dim or not _has_fitting_gradient(param):
         of_grad = param.grad.placements if isinstance(param.grad, DTensor) else "not a DTensor"
         raise ValueError(
             f"Muon cannot step {name}, placed as {param.placements} (its gradient: {of_grad}) over "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,8 @@ class Options:
         return [
             f"{name}={getattr(self, name)!r}"
             for name, default in left_out.items()
-            if getattr(self, name) not in (default, getattr(other, name))
+            if hashable(getattr(self, name))
+            not in (hashable(default), hashable(getattr(other, name)))
         ]
 
     def policy_glob(self, fqn: str) -> str | None:
@@ -373,7 +374,7 @@ def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
 
 
 def hashable(value: object) -> Hashable:
-    """Return a hashable value that is equal for equal options, including containers."""
+    """Return a hashable value that is equal for equal options; mappings need the same order."""
     if isinstance(value, Mapping):
         # Order matters: if several overrides match, the last one wins.
         return tuple((key, hashable(item)) for key, item in value.items())
@@ -381,4 +382,8 @@ def hashable(value: object) -> Hashable:
         return tuple(map(hashable, value))
     if isinstance(value, (set, frozenset)):
         return frozenset(map(hashable, value))
-    return value if isinstance(value, Hashable) else id(value)  # equal only to itself
+    if is_dataclass(value) and not isinstance(value, type):
+        # Not the value itself: torch's policies are not all hashable.
+        return type(value), *(hashable(getattr(value, part.name)) for part in fields(value))
+    # With the type: 1 equals True, but reshard_after_forward=1 is not True.
+    return type(value), value if isinstance(value, Hashable) else id(value)

@@ -59,9 +59,10 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
             every module that has one of them.
 
     Raises:
-        ValueError: the model is not sharded, or has experts that are not DTensors; or ``init``
-            replaces a parameter, does not write a parameter or buffer, or reads a parameter that is
-            on the meta device. The model then stays on the meta device.
+        ValueError: the model is not sharded; a parameter differs between ranks (experts that were
+            not DTensors before sharding); or ``init`` replaces a parameter, does not write a
+            parameter or buffer, or reads a parameter that is on the meta device. The model then
+            stays on the meta device.
     """
     root = checked_module(model, allow_meta=True)
     groups = mesh_groups_of(root)

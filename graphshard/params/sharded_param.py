@@ -341,7 +341,14 @@ class ShardedParam:
             accumulator.drop_taken()
 
     def reduce_accumulated(self, *, unsynced: bool) -> None:
-        """Reduce the unsynced or the partial total (zero if missing) without a new gradient."""
+        """Reduce accumulated gradients of a parameter that got none in the last backward.
+
+        All ranks call this; one without a total contributes zeros.
+
+        Args:
+            unsynced: whether to reduce the unsynced total, and any partial total with it, instead
+                of averaging only the partial total over replicas.
+        """
         spec, dtype = self.spec, self.shard.dtype
         accumulator = self.accumulator(UNSYNCED if unsynced else PARTIAL)
         total = accumulator.take()

@@ -105,7 +105,7 @@ def _load(path: Path, mtime_ns: int) -> Dump:
 
 
 def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Json | None]:
-    """Return, for each dump, the runs of its graph in the last profile of each rank."""
+    """Summarize each dump's graph from each rank's last profile that has it; None if none has."""
     by_rank: list[dict[int, list[GraphRun]]] = [{} for _ in dumps]
     for recorded in _profiles(folder):  # oldest first, so that newer profiles win
         rank = recorded.get("distributedInfo", {}).get("rank", 0)

@@ -111,7 +111,7 @@ def _pair(dumps: Sequence[Dump], graphs: tuple[int, ...]) -> _Pair:
 
 
 def _split(pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
-    """Return the pairs that end a step, and those under ``no_sync``.
+    """Return the pairs that are not under ``no_sync``, and those that are.
 
     A pair is under ``no_sync`` if it reduces nothing, but another with the same parameters does.
     """

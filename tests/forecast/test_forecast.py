@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.cost.devices import HARDWARE
+from graphshard.cost.devices import HARDWARE, TABLE
 from graphshard.fake_mesh import Ranks
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.command import gigabytes
@@ -88,12 +88,30 @@ def test_cluster_sets_bandwidth_and_latency_of_its_network() -> None:
     halves = cluster("H100", 64, nodes=16)
     kind = TransferKind.ALL_GATHER
     assert halves.hardware.inter.bus[kind].peak == h100.hardware.inter.bus[kind].peak / 2
+    wide = cluster("H100", 64, nodes=2).hardware  # more network cards than a node can use
+    assert wide.inter.bus[kind].largest <= wide.intra.bus[kind].largest
     linked = cluster("H100", 16, link="100Gb/s,5us").hardware
     assert linked.inter.bus[kind].peak == pytest.approx(8 * 100e9 / 8)
     assert linked.inter.hop_us == 5
     assert cluster("H100", 16, link="0.1Tb/s").hardware.inter.bus == linked.inter.bus
     mine = dataclasses.replace(HARDWARE["H100"], name="mine")
     assert cluster(mine, 8, memory_gb=3).memory_bytes == 3e9
+
+
+@pytest.mark.parametrize("device", TABLE["gpus"])
+@pytest.mark.parametrize("gpus", [1, 4, 32])
+def test_link_of_device_is_the_default(device: str, gpus: int) -> None:
+    link = f"{TABLE['gpus'][device]['network_gbit_per_s']}Gb/s"
+    assert cluster(device, 2 * gpus, 2) == cluster(device, 2 * gpus, 2, link=link)
+
+
+def test_measured_network_scales_with_node_size() -> None:
+    kind, measured = TransferKind.ALL_GATHER, dataclasses.replace(HARDWARE["H100"], name="mine")
+    peaks = [
+        cluster(measured, 8 * gpus, 8, memory_gb=1).hardware.inter.bus[kind].peak
+        for gpus in (1, 8, 64)
+    ]
+    assert 8 * peaks[0] == peaks[1] <= peaks[2] < 2 * peaks[1]
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import graphshard
+from graphshard.dynamo_backend import _backend_for
 from tests import ranks
 from tests.models import GPT, MLP, ConvNet, Trainable
 from tests.numerics.compare import (
@@ -290,6 +292,13 @@ def _by_name(options: dict[str, Any]) -> None:
     twins = Twins(model)
     twins.compiled = torch.compile(model, backend="graphshard", fullgraph=True, options=options)
     twins.train(MLP.batch)
+
+
+def test_backends_by_name_are_shared_if_their_options_are_equal() -> None:
+    shared = _backend_for({"offload_policy": CPUOffloadPolicy(), "mesh": None})
+    assert _backend_for({"mesh": None, "offload_policy": CPUOffloadPolicy()}) is shared
+    zero3, zero2 = (_backend_for({"reshard_after_forward": value}) for value in (True, 1))
+    assert zero3 is not zero2 and repr(zero3) != repr(zero2)
 
 
 def test_backend_by_name_trains() -> None:
