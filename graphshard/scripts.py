@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,8 +47,12 @@ def load_function(script: str, function: str) -> Callable[..., object]:
     spec.loader.exec_module(module)
     value = getattr(module, function, None)
     if not callable(value):
-        own = (v for v in vars(module).values() if getattr(v, "__module__", "") == path.stem)
-        names = sorted(value.__name__ for value in own if callable(value))
+        names = [
+            name
+            for name, value in vars(module).items()
+            if (inspect.isfunction(value) or inspect.isclass(value))
+            and value.__module__ == path.stem
+        ]
         choices = f"choose one of {', '.join(names)}" if names else "it defines none"
         raise ValueError(f"{script} has no function {function!r}: {choices}")
     return value

@@ -30,7 +30,7 @@ from graphshard._torch.tensors import fake_mode_of, quiet_fake_tensors
 from graphshard.ops import float8_math, float8_ops, markers
 from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.marker_specs import MaxOverRanksSpec, UnshardSpec
-from graphshard.ops.mx_math import MXFP8
+from graphshard.ops.mx_math import BLOCK, MXFP8
 from graphshard.ops.nodes import REASON, Call, Emitter, graph_modules, run, value_of
 from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import source_of
@@ -38,12 +38,13 @@ from graphshard.passes.describe import source_of
 _CallKey: TypeAlias = tuple[Hashable, ...]  # an op and its arguments
 
 _aten = torch.ops.aten
-# Key in ``node.meta`` of a weight of fp8 products: the node with the inverse scales of the weight's
-# `_Scaling`, or None if the weight is cast after the gather.
+# Key in ``node.meta`` of a weight that is gathered in fp8: the node with the inverse scales of the
+# weight's `_Scaling`.
 _INVERSES = "graphshard_inverses"
 # Keys in ``node.meta`` with which activation checkpointing instructs the partitioner.
 _REGION = ("recompute", REGION)
 _LINEAR = torch.nn.functional.linear
+_OF_DTYPES = f"linears in fp8 compute in {' or '.join(map(str, float8_math.DTYPES))}"
 
 
 def use_float8(gm: fx.GraphModule, context: PassContext) -> None:
@@ -68,7 +69,8 @@ def _use_float8(node: fx.Node) -> None:
 def gather_float8(gm: fx.GraphModule, context: PassContext) -> None:
     """Gather weights in fp8 where possible, and lower all fp8 products, in place."""
     graph = gm.graph
-    chosen = _choose_weights(graph)
+    refused: dict[str, str | None] = {}  # torch's error or None, keyed by product
+    chosen = _choose_weights(graph, refused)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for scaling, weights in chosen.items():
         with graph.inserting_before(first):
@@ -77,7 +79,8 @@ def gather_float8(gm: fx.GraphModule, context: PassContext) -> None:
     for node in list(graph.nodes):
         if node.target in float8_ops.PRODUCTS:
             with graph.inserting_before(node):
-                _lower_product(node, _once(Emitter(graph, node.meta, **_region(node)), emitted))
+                emit = _once(Emitter(graph, node.meta, **_region(node)), emitted)
+                _lower_product(node, emit, refused)
     for node in graph.find_nodes(op="call_function", target=float8_math.transposed_copy):
         # Save the source of the copy instead, as for an op that Inductor can fuse.
         node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
@@ -92,20 +95,21 @@ class _Scaling(NamedTuple):
     device: torch.device | None  # device to which host shards are copied, or None
 
 
-def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
+def _choose_weights(
+    graph: fx.Graph, refused: dict[str, str | None]
+) -> dict[_Scaling, list[fx.Node]]:
     """Return the weights to gather in fp8, by scaling; record the reason on each refused weight."""
     chosen: dict[_Scaling, list[fx.Node]] = {}
-    refused: dict[str, str | None] = {}  # torch's error or None, keyed by product
     for node in graph.find_nodes(op="call_function", target=markers.unshard):
         spec, dtype = UnshardSpec.of_node(node), value_of(node).dtype
         if spec.float8_recipe is None or not node.users:
             continue
-        refusal = _refusal(node, refused)
-        if refusal is not None:
-            node.meta[REASON] = f"travels as {dtype} instead of fp8: {refusal}"
-            continue
         if spec.float8_recipe == MXFP8:
-            node.meta[_INVERSES] = None
+            if refusal := _mx_refusal(value_of(node)):
+                node.meta[REASON] = f"computes in {dtype} instead of mxfp8: {refusal}"
+            continue
+        if refusal := _refusal(node, refused):
+            node.meta[REASON] = f"travels as {dtype} instead of fp8: {refusal}"
             continue
         scaling = _Scaling(spec.float8_recipe, dtype, spec.group, spec.device)
         chosen.setdefault(scaling, []).append(node)
@@ -113,20 +117,22 @@ def _choose_weights(graph: fx.Graph) -> dict[_Scaling, list[fx.Node]]:
 
 
 def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
-    dtype = value_of(weight).dtype
-    if dtype not in float8_math.DTYPES:
-        return f"linears in fp8 compute in {' or '.join(map(str, float8_math.DTYPES))}"
-    products = [user for user in weight.users if _is_weight_of(weight, user)]
-    others = [user for user in weight.users if user not in products]
-    if others and UnshardSpec.of_node(weight).float8_recipe != MXFP8:
-        return f"{others[0].target} uses it"
-    return next(filter(None, (_device_refusal(user, refused) for user in products)), None)
+    if value_of(weight).dtype not in float8_math.DTYPES:
+        return _OF_DTYPES
+    for user in weight.users:
+        if user.target not in float8_ops.PRODUCTS or weight in (user.args[0], user.args[2]):
+            return f"{user.target} uses it"
+    return next(filter(None, (_device_refusal(user, refused) for user in weight.users)), None)
 
 
-def _is_weight_of(node: fx.Node, product: fx.Node) -> bool:
-    """Return whether ``node`` is the weight, and only the weight, of an fp8 product."""
-    args = product.args
-    return product.target in float8_ops.PRODUCTS and node not in (args[0], args[2])
+def _mx_refusal(weight: torch.Tensor) -> str | None:
+    # By the weight alone: training and inference then compute in the same dtype, although
+    # inference lacks some of the products.
+    if weight.dtype not in float8_math.DTYPES:
+        return _OF_DTYPES
+    if any(size % BLOCK for size in weight.shape):
+        return f"its sizes {tuple(weight.shape)} are not multiples of {BLOCK}"
+    return None
 
 
 def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None:
@@ -171,10 +177,13 @@ def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) ->
         weight.meta[_INVERSES] = inverse_of_each
 
 
-def _lower_product(node: fx.Node, emit: Call) -> None:
+def _lower_product(node: fx.Node, emit: Call, refused: dict[str, str | None]) -> None:
     weight = node.args[1]
     assert isinstance(weight, fx.Node)
-    if _INVERSES in weight.meta:
+    is_scaled = _INVERSES in weight.meta
+    if node.args[-1] == MXFP8:
+        is_scaled = not (_mx_refusal(value_of(weight)) or _device_refusal(node, refused))
+    if is_scaled:
         product = float8_ops.product(emit, node.target, node.args, _scaled(weight, emit))
     else:
         product = _plain_product(node, emit)  # the weight is not in fp8
@@ -188,7 +197,7 @@ def _scaled(weight: fx.Node, emit: Call) -> float8_math.Scaled | None:
 
     The inverse scale is ``[1, 1]`` or ``[1, rows]``, without padding.
     """
-    if weight.meta[_INVERSES] is None:
+    if _INVERSES not in weight.meta:
         return None
     index = UnshardSpec.of_node(weight).scale_index
     inverse: fx.Node = emit(operator.getitem, weight.meta[_INVERSES], index)

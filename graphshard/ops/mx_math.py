@@ -85,6 +85,7 @@ def _cast(call: Call, blocks: Value, dim: int) -> tuple[Any, Any]:
     bits = call(_aten.view.dtype, least, torch.int32)
     exponent = call(_aten.__rshift__.Scalar, call(_aten.sub.Tensor, bits, 1), 23)
     exponent = call(_aten.add.Tensor, exponent, 1)  # rounded up
+    exponent = call(_aten.clamp_max.default, exponent, 255)  # NaN, as in e8m0
     inverse = call(_aten.mul.Tensor, call(_aten.sub.Tensor, exponent, 254), -_MANTISSA)
     inverse = call(_aten.view.dtype, inverse, torch.float32)
     scaled = call(_aten.mul.Tensor, as_dtype(call, blocks, torch.float32), inverse)
@@ -102,7 +103,7 @@ def _product(call: Call, a: Blocks, b: Blocks, dtype: torch.dtype) -> Any:
         call(_aten.permute.default, b.values, [1, 0]),
         _tiled(call, a.exponents),
         _tiled(call, b.exponents),
-        out_dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16,  # as in torchao, also for float32
     )
     return as_dtype(call, product, dtype)
 

@@ -112,8 +112,8 @@ def replace_in_output(graph: fx.Graph, replacements: Mapping[fx.Node, fx.Node]) 
 
 def erase_unused(graph: fx.Graph) -> None:
     """Erase nodes that have neither users nor side effects."""
-    # Unlike ``Graph.eliminate_dead_code``, check only unused nodes for side effects, and do not
-    # lint the graph.
+    # Unlike ``Graph.eliminate_dead_code``, check only unused nodes for side effects, keep random
+    # operators, and do not lint the graph.
     for node in reversed(graph.nodes):
         if not node.users and not node.is_impure():
             graph.erase_node(node)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from graphshard.scripts import unpack
+from graphshard.scripts import load_function, unpack
 
 MODEL, TOKENS = nn.Linear(2, 2), torch.zeros(1, 2)
 
@@ -32,3 +33,22 @@ def test_model_and_inputs_are_unpacked(inputs: Any) -> None:
 def test_other_results_are_refused(returned: object, error: str) -> None:
     with pytest.raises(ValueError, match=re.escape(error)):
         unpack("f", returned)
+
+
+@pytest.mark.parametrize(
+    ("code", "choices"),
+    [
+        (
+            "from torch import nn\nclass Net(nn.Module): ...\nmodel = Net()\ndef make(): ...",
+            "choose one of Net, make",
+        ),
+        ("import torch", "it defines none"),
+    ],
+)
+def test_error_for_unknown_function_lists_functions_of_script(
+    tmp_path: Path, code: str, choices: str
+) -> None:
+    script = tmp_path / "one_step.py"
+    script.write_text(code)
+    with pytest.raises(ValueError, match=f"has no function 'mak': {choices}$"):
+        load_function(str(script), "mak")
