@@ -100,15 +100,15 @@ _OWN_PLAN = "pass a function that calls parallelize_module (--tp-plan FILE.py:FU
 def _check_styles(name: str, styles: dict[str, str]) -> None:
     for path, style in styles.items():
         parent = path.removeprefix(_LAYER).rpartition(".")[0]
-        supported = ""
         if style not in _STYLES:
             supported = f"styles {', '.join(_STYLES)}"
         elif style == "colwise" and parent not in _GATHERS:
             supported = f"parts of {' and '.join(_GATHERS)}"
-        if supported:
-            raise ValueError(
-                f"{name}: cannot split {path} by style {style!r}, only {supported}: {_OWN_PLAN}"
-            )
+        else:
+            continue
+        raise ValueError(
+            f"{name}: cannot split {path} by style {style!r}, only {supported}: {_OWN_PLAN}"
+        )
 
 
 def _check_sizes(name: str, lm: Any, size: int) -> None:

@@ -48,7 +48,7 @@ class Fact(StrEnum):
 
 @dataclass
 class PassContext:
-    """Inputs and results of passes, besides the graph itself.
+    """Inputs and results of passes, other than the graph itself.
 
     A pass that needs one of the functions below does not run if that function is None.
 

@@ -11,7 +11,7 @@ compiled code, in the ``kwargs`` dictionary of torch's own frame. Alternatives f
 
 - Forward hooks that set and reset state, or our own ``__call__``: Dynamo traces them. After a graph
   break between set and reset, the state stays set, or is set while nothing runs. If Dynamo skips
-  our ``__call__``, ``torch.compile(module)`` has nothing to compile. Besides, compiled functions
+  our ``__call__``, ``torch.compile(module)`` has nothing to compile. Also, compiled functions
   may read a parameter outside any module's call.
 - Weak references to the values: under ``torch.no_grad()``, a value would die between two reads.
 - A key that identifies the call, such as ``id(frame)``: nothing signals the end of the call, so

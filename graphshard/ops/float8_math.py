@@ -160,8 +160,8 @@ def _product(
     """Return ``a @ b`` with the scaling undone; ``a`` is made row-major and ``b`` column-major."""
     product = call(
         _aten._scaled_mm.default,
-        _contiguous(call, a.values),
-        b.values if _is_column_major(b.values) else _t(call, _contiguous(call, _t(call, b.values))),
+        contiguous(call, a.values),
+        b.values if _is_column_major(b.values) else _t(call, contiguous(call, _t(call, b.values))),
         _factor(call, a.inverse, recipe, 1),
         _factor(call, b.inverse, recipe, 0),
         # Kernels with row-wise scales only write bfloat16 (torchao/float8/float8_ops.py).
@@ -197,12 +197,12 @@ def _factor(call: Call, inverse: _Value, recipe: str, dim: int) -> _Value:
 
 def _row_major(call: Call, x: _Value) -> _Value:
     rows, columns = _size(call, x, 0), _size(call, x, 1)
-    return call(_aten.as_strided.default, _contiguous(call, x), [rows, columns], [columns, 1])
+    return call(_aten.as_strided.default, contiguous(call, x), [rows, columns], [columns, 1])
 
 
 def _column_major(call: Call, x: _Value) -> _Value:
     rows, columns = _size(call, x, 0), _size(call, x, 1)
-    transposed = _contiguous(call, _t(call, x))
+    transposed = contiguous(call, _t(call, x))
     return call(_aten.as_strided.default, transposed, [rows, columns], [1, rows])
 
 
@@ -219,7 +219,8 @@ def _is_column_major(x: Value) -> bool:
     return value_of(x).t().is_contiguous()
 
 
-def _contiguous(call: Call, x: _Value) -> _Value:
+def contiguous(call: Call, x: _Value) -> _Value:
+    """Return ``x`` with contiguous memory, copied if necessary."""
     if value_of(x).is_contiguous():
         return x
     return call(_aten.clone.default, x, memory_format=torch.contiguous_format)

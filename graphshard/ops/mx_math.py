@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .float8_math import E4M3, as_dtype, convert, transposed_copy
+from .float8_math import E4M3, as_dtype, contiguous, convert, transposed_copy
 from .nodes import Call, Value, value_of
 
 MXFP8 = "mxfp8"
@@ -74,7 +74,7 @@ def by_columns(call: Call, x: Value) -> Blocks:
     values, exponents = _cast(call, _view(call, x, [-1, BLOCK, columns]), 1)
     values = call(transposed_copy, _view(call, values, [-1, columns]))
     exponents = call(_aten.permute.default, _view(call, exponents, [-1, columns]), [1, 0])
-    return Blocks(values, _contiguous(call, exponents))
+    return Blocks(values, contiguous(call, exponents))
 
 
 def _cast(call: Call, blocks: Value, dim: int) -> tuple[Any, Any]:
@@ -127,7 +127,7 @@ def _tiled(call: Call, exponents: Value) -> Any:
     padded = _padded(call, _padded(call, exponents, 0, rows), 1, columns)
     down, across = (-1 if n < 0 else n // tile for n, tile in zip(_sizes(padded), _TILE))
     tiles = _view(call, padded, [down, 4, rows // 4, across, columns])
-    ordered = _contiguous(call, call(_aten.permute.default, tiles, [0, 3, 2, 1, 4]))
+    ordered = contiguous(call, call(_aten.permute.default, tiles, [0, 3, 2, 1, 4]))
     return call(_aten.view.dtype, _view(call, ordered, [-1]), torch.float8_e8m0fnu)
 
 
@@ -148,10 +148,4 @@ def _padded(call: Call, x: Value, dim: int, multiple: int) -> Any:
 
 
 def _view(call: Call, x: Value, shape: list[Any]) -> Any:
-    return call(_aten.view.default, _contiguous(call, x), shape)
-
-
-def _contiguous(call: Call, x: Value) -> Any:
-    if value_of(x).is_contiguous():
-        return x
-    return call(_aten.clone.default, x, memory_format=torch.contiguous_format)
+    return call(_aten.view.default, contiguous(call, x), shape)

@@ -62,6 +62,10 @@ CASES = [
 """A few of ``cases.ALL``; `python -m tests.cuda` runs them all."""
 
 
+# With Inductor's default, loops over a row ``r0_1`` write columns: ``x0 + 4096*r0_1``.
+COLUMN_STORE = re.compile(r"tl\.store\(\w+ \+ \(x\d+ \+ \d+\*r0_\d\)")
+
+
 def run_cases(recorder: Recorder) -> list[Outcome]:
     """Run `CASES` in one process, where they share baselines; compile kernels of `COMPILED`."""
     others = CASES[len(COMPILED) :]
@@ -125,12 +129,10 @@ def test_host_waits_only_for_gradients(case: Case) -> None:
 
 
 def test_fp8_kernels_store_no_single_bytes_far_apart() -> None:
-    # With Inductor's default, loops over a row ``r0_1`` write columns: ``x0 + 4096*r0_1``.
-    column = re.compile(r"tl\.store\(\w+ \+ \(x\d+ \+ \d+\*r0_\d\)")
     row = re.compile(r"tl\.store\(\w+ \+ \(r0_\d \+ \d+\*x\d+\)")  # checks the variable names
     codes = recording_of(Case("small_gpt", "fp8 rowwise")).codes
     assert "*fp8e4nv" in codes[1] and row.search(codes[1])
-    assert not [store for code in codes for store in column.findall(code)]
+    assert not [store for code in codes for store in COLUMN_STORE.findall(code)]
 
 
 @cases

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from graphshard.check.gpus import GPUS, CompiledKernel, compile_kernels
@@ -11,7 +9,7 @@ from graphshard.check.process import call
 from graphshard.check.recorder import Recorder
 from graphshard.check.step import Recording
 from tests.cuda.cases import DEVICE, MXFP8, Case, run
-from tests.cuda.test_cases import skip_without_stand_ins
+from tests.cuda.test_cases import COLUMN_STORE, skip_without_stand_ins
 
 CASE = Case("small_gpt", MXFP8)
 
@@ -30,8 +28,7 @@ def test_kernels_compile_and_store_rows() -> None:
     recording, kernels = call("tests.cuda.test_mxfp8:record", CASE.device)
     assert kernels and not [kernel for kernel in kernels if kernel.error]
     # A loop over the values of a block must not write them one byte per row.
-    column = re.compile(r"tl\.store\(\w+ \+ \(x\d+ \+ \d+\*r0_\d\)")
-    assert not [store for code in recording.codes for store in column.findall(code)]
+    assert not [store for code in recording.codes for store in COLUMN_STORE.findall(code)]
 
 
 def test_gpu_without_mxfp8_is_named() -> None:
