@@ -90,7 +90,7 @@ def number_inputs(forward: fx.Graph, backward: fx.Graph) -> None:
 
 
 def inputs_of_gradients(backward: fx.Graph) -> dict[fx.Node, int]:
-    """Return, for each gradient that a backward graph outputs, the number of its input."""
+    """Map each gradient that a backward graph returns to the number of its forward input."""
     # For a tensor subclass that requires no gradient, backward returns a single None, even if the
     # subclass becomes several inputs. Positions of later outputs then differ from input numbers.
     outputs = enumerate(outputs_of(backward))
@@ -117,15 +117,15 @@ def is_tangent(node: fx.Node) -> bool:
 def is_recomputed(node: fx.Node) -> bool:
     """Return whether a node of a backward graph recomputes a part of forward."""
     # Backward's copies of forward nodes keep the tag that AOTAutograd sets in the joint graph. The
-    # partitioner wraps recomputed random operators, and these nodes have no tag.
+    # partitioner's wrappers of recomputed random operators have no tag.
     is_forward = node.meta.get("partitioner_tag") == "is_forward"
     return is_forward or str(node.target) == "run_with_rng_state"
 
 
 def mutated_inputs(forward: fx.Graph) -> set[fx.Node]:
-    """Return the inputs that a forward graph mutates, in the graph or after it."""
-    # Inductor's graph copies the new value into the input. If it cannot, it returns the value, and
-    # AOTAutograd copies it after the graph has run.
+    """Return the inputs that forward mutates, in the graph or in AOTAutograd's epilogue."""
+    # A graph either copies the new value into the input itself, or returns the value, which
+    # AOTAutograd then copies into the input.
     copies = forward.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     descriptions = forward.output_node().meta.get("desc", ())
     returned = {d.mutated_input for d in descriptions if isinstance(d, InputMutationAOTOutput)}
@@ -166,7 +166,7 @@ def bypass_wait(wait: fx.Node, values: Container[fx.Node]) -> None:
 
 
 def _keep(wait: fx.GraphModule, kept: list[int]) -> None:
-    """Reduce the inputs and outputs of a wait's submodule to the positions ``kept``."""
+    """Stop passing values through a wait's submodule, except those at the positions ``kept``."""
     taken = list(wait.graph.find_nodes(op="placeholder"))
     output = wait.graph.output_node()
     results: Any = output.args[0]
@@ -180,7 +180,7 @@ def _keep(wait: fx.GraphModule, kept: list[int]) -> None:
 
 @functools.cache  # patched once
 def keep_subgraphs(keeps: Callable[[fx.GraphModule], bool]) -> None:
-    """Keep AOTAutograd from partitioning subgraphs of joint graphs for which ``keeps`` is True."""
+    """Keep AOTAutograd from partitioning the subgraphs of a joint graph if ``keeps(graph)``."""
 
     def wrap(partition_subgraphs: Any) -> Any:
         @functools.wraps(partition_subgraphs)
@@ -194,7 +194,7 @@ def keep_subgraphs(keeps: Callable[[fx.GraphModule], bool]) -> None:
 
 @functools.cache  # patched once
 def derive_schemas_once(prefix: str) -> None:
-    """Derive the schema of a subgraph only once if its name contains ``prefix``.
+    """Make torch derive a subgraph's schema only once if the subgraph's name contains ``prefix``.
 
     All calls of such a subgraph must have the same schema: arguments may differ only in values.
     """

@@ -76,9 +76,9 @@ class ParameterGetter:
         accumulators = [name and getattr(module, name) for name in self.accumulators]
         return self.op(getattr(module, self.shard), *self.constants, *accumulators)
 
-    # Dynamo calls this instead of tracing __call__, which would take it 1.5 times as long.
+    # Dynamo calls this instead of tracing ``__call__``, which takes 1.5 times as long.
     def trace(self, tx: Any, module: VariableTracker) -> VariableTracker:
-        """Return the parameter's variable, the traced counterpart of `__call__`."""
+        """Return the variable that represents the full parameter in a trace."""
         none = ConstantVariable.create(None)
         arguments = [
             module.var_getattr(tx, self.shard),
@@ -237,7 +237,7 @@ def _parameter(
 def _fake_parameter(marker: fx.Node, requires_grad: bool) -> torch.Tensor:
     """Return the marker's fake result as an ``nn.Parameter``.
 
-    It is a leaf, except under a ``torch.func`` transform.
+    The result is a leaf, except under a ``torch.func`` transform.
     """
     fake: torch.Tensor
     tx: Any = InstructionTranslator.current_tx()

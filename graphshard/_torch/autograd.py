@@ -123,8 +123,8 @@ def _current_end() -> _BackwardEnd | None:
 def on_backward_end(act: Callable[[], None]) -> None:
     """Call ``act`` when the backward in progress ends, whether it succeeds or fails.
 
-    ``act`` must not communicate, because backward may fail on a single rank. Outside of a backward,
-    it is never called.
+    ``act`` must not communicate, because backward may fail on a single rank. It is never called if
+    no backward is in progress.
     """
     if (end := _current_end()) is not None:
         end.acts.append(act)
@@ -133,7 +133,7 @@ def on_backward_end(act: Callable[[], None]) -> None:
 def on_backward_success(act: Callable[[], None]) -> None:
     """Call ``act``, a module-level function, once if the backward in progress succeeds.
 
-    It runs after all ``on_backward_end`` callbacks. Outside of a backward, it is never called.
+    It runs after all ``on_backward_end`` callbacks, and never if no backward is in progress.
     """
     if (end := _current_end()) is not None:
         end.success_acts.setdefault(act)  # the same function is registered once per backward
@@ -182,7 +182,7 @@ def _acting_on_errors(
 
 
 def before_backward(node: Any, act: Callable[[Any], None]) -> None:
-    """Call ``act`` with the autograd node before every backward of the graph that made ``node``."""
+    """Call ``act(ctx)`` before each backward of the compiled graph that created ``node``."""
     backward = node._forward_cls.backward
 
     @functools.wraps(backward)

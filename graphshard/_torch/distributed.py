@@ -36,7 +36,7 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def name_for_graphs(group: dist.ProcessGroup) -> str:
-    """Register and return a name for the group that does not depend on groups no graph uses.
+    """Register the group under a name that numbers only groups used in graphs; return the name.
 
     ``process_group`` and torch's collectives find the group by this name. Torch's own names number
     all groups of a job. If graphs used those names, creating another group first would change the

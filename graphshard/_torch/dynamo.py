@@ -114,8 +114,8 @@ class Trace:
             builder.get_guard_manager(guard).add_lambda_guard(holds, [text], guard.user_stack)
 
         guards = self._tx.output.guards
-        # Guards on one source are sorted by the line at which their ``create`` is defined
-        # (``Guard.sort_key`` in torch/_guards.py): Dynamo's are further down in guards.py.
+        # Guards on one source are sorted by the line number at which their ``create`` is defined
+        # (``Guard.sort_key`` in torch/_guards.py): Dynamo's have larger numbers, in guards.py.
         guards.add(source.make_guard(create))
         # Dynamo may skip the guards on a tensor while the dictionaries that lead to it are
         # unchanged, but not if there is a guard on one of its attributes
@@ -127,7 +127,7 @@ def on_compile_start(act: Callable[[object], None]) -> None:
     """Call ``act`` before Dynamo traces any frame, for any backend.
 
     ``torch._dynamo.reset()`` clears the callbacks (torch/_dynamo/callback.py): register ``act``
-    again whenever that may have been called. It still runs only once per compilation.
+    again after any possible reset. It runs once per compilation, however often it is registered.
     """
     handler = torch._dynamo.callback_handler
     if act not in handler.start_callbacks:
@@ -137,7 +137,7 @@ def on_compile_start(act: Callable[[object], None]) -> None:
 def on_compile_end(act: Callable[[object], None]) -> None:
     """Call ``act`` after every compilation, even a failed one.
 
-    A reset clears it, as with `on_compile_start`.
+    A reset removes ``act``, as in `on_compile_start`.
     """
     handler = torch._dynamo.callback_handler
     if act not in handler.end_callbacks:
@@ -147,7 +147,7 @@ def on_compile_end(act: Callable[[object], None]) -> None:
 def on_compile_error(act: Callable[[BaseException], None]) -> None:
     """Call ``act`` with the error that ends a compilation.
 
-    A reset clears it, as with `on_compile_start`.
+    A reset removes ``act``, as in `on_compile_start`.
     """
     on_compile_end(_on_error(act))
 

@@ -9,10 +9,10 @@ torch/_dynamo/eval_frame.py and resume_execution.py.
 [Note: call scope] ``call_scope`` stores values that live as long as one call of a module or of
 compiled code, in the ``kwargs`` dictionary of torch's own frame. Alternatives fail:
 
-- Forward hooks that set and reset state, or our own ``__call__``: Dynamo traces them. After a graph
-  break between set and reset, the state stays set, or is set while nothing runs. If Dynamo skips
-  our ``__call__``, ``torch.compile(module)`` has nothing to compile. Also, compiled functions
-  may read a parameter outside any module's call.
+- Forward hooks that set and reset state, or our own ``__call__``: Dynamo traces them. A graph break
+  between set and reset leaves the state set while nothing runs. If Dynamo skips our ``__call__``,
+  ``torch.compile(module)`` has nothing to compile. Also, compiled functions may read a parameter
+  outside any module's call.
 - Weak references to the values: under ``torch.no_grad()``, a value would die between two reads.
 - A key that identifies the call, such as ``id(frame)``: nothing signals the end of the call, so
   full parameters would stay alive until the next one.
@@ -200,13 +200,13 @@ def is_resumed(code: CodeType) -> bool:
 
 
 def is_forward(frame: FrameType) -> bool:
-    """Return whether ``frame`` is named like a module's call or forward, or is any continuation."""
+    """Return whether ``frame`` has the name of a module's call or forward, or is resumed code."""
     name = frame.f_code.co_name
     return name in ("forward", "_call_impl", WRAPPED_CALL) or is_resumed(frame.f_code)
 
 
 def module_of_method(frame: FrameType) -> nn.Module | None:
-    """Return the frame's first argument, unwrapped if compiled, or None if not a module."""
+    """Return the module that is the frame's first argument, unwrapped if compiled, or None."""
     owner = _first_argument(frame)
     owner = uncompiled(owner) if isinstance(owner, nn.Module) else None
     return owner if isinstance(owner, nn.Module) else None
@@ -221,7 +221,7 @@ def _first_argument(frame: FrameType) -> object:
 def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] | None:
     """Return a dictionary that lives as long as the innermost call in progress.
 
-    It is the call's own ``kwargs``: use keys that are not strings.
+    It is usually the call's own ``kwargs``: use keys that are not strings.
 
     Args:
         is_part_of_model: function that returns whether a module's calls count.
@@ -237,6 +237,6 @@ def call_scope(is_part_of_model: Callable[[nn.Module], bool]) -> dict[Any, Any] 
         part = owner is not None and is_part_of_model(owner)
         if is_dynamo_entry(frame) or (part and frame.f_code.co_name == WRAPPED_CALL):
             return frame.f_locals["kwargs"]
-        # Checkpointing reruns parts of a forward; its frame is there in the first run, too.
+        # Checkpointing reruns parts of a forward. Its frame is on the stack in the first run, too.
         inside = inside or part or frame.f_globals.get("__name__") == "torch.utils.checkpoint"
     return {} if inside else None

@@ -61,7 +61,7 @@ __all__ = [
 
 # Inductor options (torch/_inductor/config.py) that keep collectives in their written order.
 KEEP_ORDER = {
-    "combo_kernels": False,  # these are reordered after `KeepWaits`
+    "combo_kernels": False,  # combo kernels are reordered after `KeepWaits`
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
 }
@@ -117,7 +117,7 @@ def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> di
 
     Args:
         asked: ``meta`` of the graph module, where Dynamo stores ``override_cudagraphs`` (torch
-            2.13) of the user's code. That entry is removed if this turns CUDA graphs off.
+            2.13) of the user's code. The entry is removed if CUDA graphs are turned off.
     """
     # CUDA graphs cannot replay NCCL collectives, which hold buffers that the graphs consider free
     # (pytorch/torchtitan#2444, pytorch/pytorch#187565). The override's ``bwd`` can only turn CUDA
@@ -160,8 +160,8 @@ def lower_as_collective(op: OpOverload) -> None:
     # collective stay intact until its wait (``get_volatile_reads`` in torch/_inductor/ir.py,
     # ``register_comm_lowerings`` in torch/_inductor/comm_lowering.py).
     def lower(tensors: list[Any], *args: Any) -> list[Any]:
-        # Inductor passes ``wait_tensor`` the traced layout. It would convert any other layout with
-        # a copy before the wait, and wait for the copy.
+        # Inductor passes ``wait_tensor`` the traced layout. For any other layout, it would insert a
+        # copy before the wait, which would then wait for the copy.
         traced: Any = V.graph.current_node.args[0]
         ordered = list(map(_laid_out_as, tensors, traced))
         launched: Any = ir._CollectiveKernel.create_out_of_place(op, ordered, *args)
@@ -185,14 +185,14 @@ def lower_as_transposed_copy(op: OpOverload) -> None:
 
 
 def _laid_out_as(tensor: Any, traced: fx.Node) -> Any:
-    """Return Inductor's value of a node, with strides in the order of the traced strides."""
+    """Return Inductor's ``tensor`` with its strides in the order of the traced strides."""
     # Like ``constrain_to_fx_strides`` in torch/_inductor/lowering.py, which skips lists in 2.11.
     order = ir.get_stride_order(traced.meta["val"].stride(), V.graph.sizevars.shape_env)
     return ir.ExternKernel.require_stride_order(tensor, order)
 
 
-# Random operators that Inductor replaces. A graph draws one seed for each of them, all at once
-# (torch/_inductor/fx_passes/replace_random.py).
+# Random operators that Inductor replaces with its own. A graph draws the seeds of all its random
+# operators at once (torch/_inductor/fx_passes/replace_random.py).
 SEEDED = (torch.ops.aten.rand, torch.ops.aten.randn, torch.ops.aten.randint)
 
 # Reads one seed from the tensor of seeds that Inductor creates for a graph's random numbers.

@@ -135,8 +135,8 @@ def _fused(kernel: Any, nodes: Nodes) -> BaseSchedulerNode:
 def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
     """Return the written position of the last wait that each node depends on, or -1.
 
-    Large allocations count as if they needed the last wait before them: the collective that it
-    completes frees memory for the allocation.
+    Large allocations count as if they needed the last wait before them, because the collective
+    that this wait completes frees memory for the allocation.
     """
     waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
     own = {}

@@ -27,7 +27,7 @@ COMPILED_PREFIX = "_orig_mod."  # prefix of parameter names in a module from ``t
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters registered on this module itself; the dictionary is writable."""
+    """Return the live dictionary of the parameters registered on ``module`` itself."""
     return module._parameters
 
 
@@ -37,7 +37,7 @@ def parameters_if_initialized(module: nn.Module) -> dict[str, nn.Parameter | Non
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the buffers registered on this module itself; the dictionary is writable."""
+    """Return the live dictionary of the buffers registered on ``module`` itself."""
     return module._buffers
 
 
@@ -107,7 +107,7 @@ class NoticesReplacement(nn.Module):
     def _graphshard_before_loading(
         self, state_dict: dict[str, Any], prefix: str, assigns: bool
     ) -> None:
-        """Adapt the entries ``prefix + name`` that this module is about to assign or copy."""
+        """Adapt the entries ``prefix + name`` before this module assigns or copies them."""
         raise NotImplementedError
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

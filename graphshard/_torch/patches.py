@@ -2,7 +2,7 @@
 
 `PATCHES` are attributes of torch that `patch` replaces; `ENTRIES` are tables of torch to which we
 add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step.
-Temporary and conditional changes are not listed there:
+Neither lists these temporary or conditional changes:
 
 - ``distributed.py`` replaces ``wait_tensor`` while the waits of a running graph are timed.
 - During compilation, or while a checkpoint is loaded, ``mock.patch.object`` replaces a function
@@ -37,10 +37,10 @@ PATCHES = {
         "backend before the first compile."
     ),
     "torch._functorch._aot_autograd.graph_compile.run_joint_graph_passes_on_hops": (
-        "Does not partition layers that AOTAutograd traced once: `inline_layers` inlines them."
+        "Leaves layers that AOTAutograd traced once unpartitioned: `inline_layers` inlines them."
     ),
     "torch._higher_order_ops.invoke_subgraph.InvokeSubgraphHOP.gen_schema": (
-        "Derives the schema of such a layer once. Torch traces the layer twice for each call."
+        "Derives the schema of such a layer once. Unpatched, each call traces the layer twice."
     ),
 }
 
@@ -72,10 +72,10 @@ ENTRIES = {
         "parameters without a new frame for each."
     ),
     "torch._dynamo.variables.base.VariableTrackerMeta.all_subclasses": (
-        "Lists the variable class of traced parameters, because Dynamo lists all such classes."
+        "Lists our variable class for traced parameters: Dynamo registers every subclass."
     ),
     "torch._inductor.lowering.lowerings": (
-        "Makes host copies asynchronous launches. Only for our own operators."
+        "Makes host copies asynchronous and transposed copies unfused. Only our own operators."
     ),
 }
 

@@ -78,7 +78,7 @@ def check_versions() -> None:
     ):
         if not version.startswith(known):
             raise RuntimeError(
-                f"{name} {version} cannot simulate a GPU, because the simulation replaces "
+                f"cannot simulate a GPU with {name} {version}, because the simulation replaces "
                 f"internals of {name}: install {name} {' or '.join(known)}"
             )
 
