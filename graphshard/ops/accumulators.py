@@ -54,8 +54,8 @@ class Accumulator:
     def take(self) -> torch.Tensor | None:
         """Remove and return the total, or None if there is none.
 
-        The total is restored when this backward ends, successful or not, unless ``drop_taken`` is
-        called.
+        The total is restored when the backward in progress ends, successful or not, unless
+        ``drop_taken`` is called.
         """
         total = self.total
         if total is not None:

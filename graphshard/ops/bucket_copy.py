@@ -39,7 +39,7 @@ def _copy_in(
     Args:
         rows: number of rows of each tensor to send to each rank, or 0 for a tensor without rows.
         buffer_dtypes: dtype of each buffer, or uint8 if its tensors are sent as bytes.
-        world: number of ranks that receive a part of each buffer, or 1 for a gather.
+        world: number of ranks that a reduce-scatter splits each buffer among; 1 for other kinds.
     """
     buffers = _copy_in_fake(tensors, rows, wire_dtypes, counts, buffer_dtypes, world)
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -142,7 +142,7 @@ def _is_float8(inputs: BufferInputs) -> bool:
 
 
 def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> bool:
-    """Return whether a tensor with its own buffer must be cast, padded or made contiguous."""
+    """Return whether a tensor alone in its buffer must be cast, padded or made contiguous."""
     tensor = sent.tensor
     padded = kind == TransferKind.REDUCE_SCATTER and tensor.shape[0] != sent.rows * world
     casts = buffer_dtype(kind, [sent]) != tensor.dtype
@@ -232,8 +232,8 @@ def launch_replica_reduce(
         call(_aten.div.Scalar, shard, world) if _divides_first(group, shard) else shard
         for shard in shards
     ]
-    # Without an additional dimension, Inductor would mistake the wait for this all-reduce for that
-    # of the reduction, and keep the reduction's input alive until then
+    # Without an additional dimension, Inductor would treat the wait for this all-reduce as the wait
+    # for the reduce-scatter, and keep the reduce-scatter's input alive until then
     # (``_WaitKernel.get_volatile_reads`` in torch/_inductor/ir.py).
     views = [_viewed(call, shard, torch.Size([1, *value_of(shard).shape])) for shard in shards]
     return launch_collective(call, TransferKind.ALL_REDUCE_SHARDS, views, group, world)
@@ -306,7 +306,7 @@ def _gathered(call: Call, inputs: BufferInputs, buffer: Value, world: int) -> li
 
 
 def _gathered_shape(sent: CollectiveInput, packed: torch.dtype, world: int) -> torch.Size:
-    """Return ``[world * padded rows, ...]``, plus a last dimension ``itemsize`` for bytes."""
+    """Return the shape ``[world * padded rows, ...]``, plus ``itemsize`` if sent as bytes."""
     rows, *others = sent.tensor.shape
     size = sent.wire_dtype.itemsize
     as_bytes = packed != sent.wire_dtype and size > 1

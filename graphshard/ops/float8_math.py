@@ -189,10 +189,10 @@ def _factor(call: Call, inverse: _Value, recipe: str, dim: int) -> _Value:
     return call(_aten.as_strided.default, inverse, sizes, [1, 1])
 
 
-# ``as_strided`` makes Inductor write an operand once, in the layout that ``_scaled_mm`` requires.
-# Otherwise, each linear that reads a cast of the same input gets its own copy. Also, a transposed
-# operand is then not fused into kernels that reduce over rows, such as a norm's backward, which
-# would store single bytes far apart. With row-wise scales, only ``transposed_copy`` prevents this.
+# ``as_strided`` makes Inductor write an operand once, in the layout that ``_scaled_mm`` requires,
+# instead of once for each linear that reads a cast of the same input. It also keeps a transposed
+# operand out of kernels that reduce over rows, such as a norm's backward, which would store single
+# bytes far apart. With row-wise scales, only ``transposed_copy`` prevents such stores.
 
 
 def _row_major(call: Call, x: _Value) -> _Value:

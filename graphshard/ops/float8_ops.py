@@ -59,8 +59,8 @@ def product(call: Call, op: object, arguments: Sequence[Any], weight: Scaled | N
     """Return the result of ``op``, one of ``PRODUCTS``.
 
     Args:
-        weight: weight of the product in fp8, or None to cast the one in ``arguments``; ignored for
-            "mxfp8" and for weight gradients.
+        weight: fp8 weight, or None to cast the weight in ``arguments``; ignored for "mxfp8" and
+            for weight gradients.
 
     Raises:
         RuntimeError: torch or the device does not support the product.
@@ -83,7 +83,7 @@ for _op in PRODUCTS:
 
 @functools.cache
 def float8_error(device_type: str, recipe: str) -> str | None:
-    """Return torch's error for fp8 products on a type of device, or None if it supports them."""
+    """Return torch's error for fp8 products on a type of device, or None if all are supported."""
     values = torch.ones(mx_math.BLOCK, mx_math.BLOCK, dtype=torch.bfloat16, device=device_type)
     try:
         for op in PRODUCTS:
@@ -142,9 +142,9 @@ for _device_type in ("cpu", "cuda"):
 def _local_amax(
     shards: list[torch.Tensor], dtype: torch.dtype, group: str, recipe: str
 ) -> torch.Tensor:
-    """Return the largest absolute values of shards in ``dtype``, as float32 ``[shards]``.
+    """Return each shard's largest absolute value, rounded to ``dtype``, as float32 ``[shards]``.
 
-    For "rowwise": ``[rows of all ranks' padded shards]``, with 0 in other ranks' rows.
+    "rowwise" has one value per row, ``[rows of all ranks' padded shards]``; 0 in other ranks' rows.
     """
     # Rounding is monotonic, so the cast may come last.
     if recipe != ROWWISE:

@@ -35,7 +35,7 @@ def uses_all_to_all(group: str, dtype: torch.dtype) -> bool:
 
 
 def keeps_send_copies(group: str) -> bool:
-    """Return whether the backend copies the sent data and keeps it until the wait, like gloo."""
+    """Return whether the backend copies sent data and keeps the copy until the wait, like gloo."""
     return set(_backends(group).values()) == {"gloo"}
 
 

@@ -34,7 +34,7 @@ lower_as_collective(copy_to_host)
 def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tensor:
     """Copy ``tensor`` to the given kind of host memory.
 
-    Return it unchanged if it is there already, if it is on meta, or if the kind is None.
+    Return ``tensor`` itself if it is there already or on meta, or if ``host_memory`` is None.
     """
     if not host_memory or tensor.is_meta:
         return tensor

@@ -48,7 +48,7 @@ def implement(
 ) -> Callable[[_Function], _Function]:
     """Register the decorated function as the kernel of ``op`` for a dispatch key.
 
-    Under the default key, it runs ``op`` on real tensors of any device.
+    Under the default key, the function runs ``op`` on real tensors of any device.
     """
     decorate: Any = torch.library.impl(_library, base_name(op), dispatch_key)
 

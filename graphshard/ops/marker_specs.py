@@ -45,7 +45,7 @@ _SCHEMA_TYPES: dict[object, str] = {
 
 
 def used_dtype(param: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which a graph sees a parameter; only floats are cast, as in FSDP2."""
+    """Return ``param``'s dtype after a cast to ``dtype``; as in FSDP2, only floats are cast."""
     return dtype if dtype is not None and param.is_floating_point() else param.dtype
 
 
@@ -185,7 +185,7 @@ class UnshardSpec(MarkerSpec):
         )
 
     def partial_reduction(self, grad: torch.Tensor, padded_shape: torch.Size) -> ReduceGradSpec:
-        """Return the marker of a reduction over the shard group, kept in the reduction dtype."""
+        """Return the marker that reduces only over the shard group, to the reduction dtype."""
         whole = self.reduction(grad, padded_shape, used_dtype(grad, self.reduce_dtype))
         return dataclasses.replace(whole, replica_group=None, host_memory=None)
 
@@ -216,7 +216,7 @@ class ReduceGradSpec(MarkerSpec):
     def exchange_dtype(self) -> torch.dtype | None:
         """Dtype to send if ranks exchange rows instead of reducing.
 
-        None if that saves no bytes, or if the group always exchanges.
+        None if an exchange saves no bytes, or if the group always exchanges.
         """
         always = uses_all_to_all(self.group, used_dtype(value_of(self.grad), self.reduce_dtype))
         return value_of(self.grad).dtype if self._is_narrow and not always else None
@@ -297,7 +297,7 @@ class AllReduceGradSpec(MarkerSpec):
 
 @dataclass(frozen=True, eq=False)
 class MaxOverRanksSpec(MarkerSpec):
-    """Arguments of ``max_over_ranks``, which returns the elementwise maximum over all ranks."""
+    """Arguments of ``max_over_ranks``, which returns the elementwise maximum over a group."""
 
     name: ClassVar[str] = "max_over_ranks"
 

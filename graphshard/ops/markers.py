@@ -93,7 +93,7 @@ def read(node: fx.Node) -> MarkerSpec:
 
 
 def change(node: fx.Node, **fields: object) -> None:
-    """Change fields of a marker's spec in a graph, in place."""
+    """Change arguments of a marker in a graph, in place, and recompute its fake value."""
     spec = dataclasses.replace(read(node), **fields)
     node.args = spec.arguments()
     values = fx.map_arg(node.args, lambda n: n.meta["val"])
@@ -222,8 +222,8 @@ def _secondary_shard_fake(full: torch.Tensor, group: str) -> torch.Tensor:
 # Gradients of microbatches add up in accumulators (``graphshard.params.sharded_param``). A marker
 # takes an accumulator in one of two forms:
 #
-# - Its stand-in, which requires a gradient. It receives the gradient instead of the shard, before
-#   the reduction (``unsynced``) or before the average over replicas (``partial``).
+# - Its stand-in, which requires a gradient. Instead of the shard, the stand-in gets the gradient,
+#   before the reduction (``unsynced``) or before the average over replicas (``partial``).
 # - Its key. The marker's backward adds the total to the gradient, before the reduction
 #   (``unsynced``) or between reduce-scatter and the average over replicas (``partial``).
 

@@ -61,7 +61,7 @@ def by_rows(call: Call, x: Value) -> Blocks:
     """
     columns = value_of(x).shape[1]
     if columns % BLOCK:
-        raise RuntimeError(f"mxfp8 requires rows of a multiple of {BLOCK} values, not {columns}")
+        raise RuntimeError(f"mxfp8: rows have {columns} values; pad them to a multiple of {BLOCK}")
     values, exponents = _cast(call, _view(call, x, [-1, columns // BLOCK, BLOCK]), 2)
     return Blocks(
         _view(call, values, [-1, columns]), _view(call, exponents, [-1, columns // BLOCK])
@@ -69,7 +69,7 @@ def by_rows(call: Call, x: Value) -> Blocks:
 
 
 def by_columns(call: Call, x: Value) -> Blocks:
-    """Return the transpose of ``x`` in blocks along its rows, padded to a multiple of 32 values."""
+    """Return ``x.T`` in blocks along its rows, which are padded to a multiple of 32 values."""
     x, columns = _padded(call, x, 0, BLOCK), value_of(x).shape[1]
     values, exponents = _cast(call, _view(call, x, [-1, BLOCK, columns]), 1)
     values = call(transposed_copy, _view(call, values, [-1, columns]))

@@ -25,7 +25,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default  # waits for a collective;
 # Our keys in ``node.meta``. PLANNED marks nodes that lowering inserts to follow a plan.
 PLANNED = "graphshard_planned"
 
-# Reason for not sending a parameter in a smaller dtype.
+# Reason why a parameter is not sent, or not used, in a smaller dtype.
 REASON = "graphshard_reason"
 
 # Marks an input that is a parameter's only shard.
@@ -64,12 +64,12 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def memory_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor's elements in bytes, each expanded dimension counted as one."""
+    """Return the bytes of a tensor's elements, counting those of expanded dimensions once."""
     return size_hint(num_in_memory(tensor)) * tensor.element_size()
 
 
 def num_in_memory(tensor: torch.Tensor) -> int | torch.SymInt:
-    """Return the number of a tensor's elements, each expanded dimension counted as one."""
+    """Return the number of a tensor's elements, counting those of expanded dimensions once."""
     if tensor.layout is not torch.strided:
         return tensor.numel()
     # Do not evaluate a symbolic size or stride: that could add a guard.
@@ -127,8 +127,8 @@ def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
 # ``call(op, *args)`` runs ``op`` on tensors, or inserts it into a graph for nodes.
 Call: TypeAlias = Callable[..., Any]
 
-# Entries of ``meta`` that describe a node's origin. Others describe its call, such as the eager
-# inputs that Inductor reads, and do not fit the new nodes.
+# Entries of ``meta`` that describe a node's origin. Other entries, such as the eager inputs that
+# Inductor reads, describe the replaced call, and do not fit the new nodes.
 _ORIGIN = ("stack_trace", "nn_module_stack", "seq_nr", "custom")
 
 
@@ -157,7 +157,7 @@ class Emitter:
             value = op(*fake_args, **fake_kwargs)
         node.meta = {**self._meta, "val": value}
         if torch.Tag.needs_exact_strides in getattr(op, "tags", ()):
-            # As in torch/fx/experimental/proxy_tensor.py. Without it, Inductor may choose layouts
-            # for the arguments of ``_scaled_mm`` that cuBLASLt refuses.
+            # As in torch/fx/experimental/proxy_tensor.py. Without this entry, Inductor may choose
+            # layouts for the arguments of ``_scaled_mm`` that cuBLASLt refuses.
             node.meta["eager_input_vals"] = fake_args, fake_kwargs
         return node

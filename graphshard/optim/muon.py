@@ -169,7 +169,7 @@ def _are_same(ours: Sequence[_Stepped], theirs: Sequence[_Stepped]) -> bool:
 
 
 def _has_fitting_gradient(param: Tensor) -> bool:
-    """Return whether the gradient is dense, and placed like ``param``."""
+    """Return whether the gradient is placed like ``param`` or, for a plain tensor, dense."""
     grad = param.grad
     assert grad is not None
     if isinstance(param, DTensor):
@@ -248,7 +248,7 @@ def _orthogonalized(matrix: Tensor, group: Group) -> Tensor:
 
 
 def _apply(param: Tensor, group: Group, rows: Tensor) -> None:
-    """Decay this rank's rows of ``param`` and step along ``rows``, as ``torch.optim.Muon`` does."""
+    """Decay this rank's rows of ``param`` and subtract ``rows`` times an adjusted learning rate."""
     lr: Any = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
     own = values_on_rank(param)
     own.mul_(1 - lr * group["weight_decay"])

@@ -7,7 +7,7 @@
     a bucket, ordered by owner     rows of each rank ──► all_to_all ──► whole matrices of the owner
                                    rows of each rank ◄── all_to_all ◄── its results
 
-Equal shapes are adjacent: a bucket gives each rank about the same work. With replicas (HSDP), an
+Equal shapes are adjacent, so a bucket gives each rank about the same work. With replicas (HSDP), an
 owner takes rows from its own replica and sends results to all ranks: the work is spread over all
 ranks, and replicas stay bitwise equal.
 """
@@ -48,7 +48,7 @@ def assign_matrices(
 
     Args:
         max_bytes_per_rank: limit for a bucket's size in bytes, divided by the number of ranks. A
-            bucket may always have one matrix per rank.
+            bucket may exceed it to contain ``num_ranks`` matrices.
     """
     buckets: list[MatrixBatch] = []
     pending: list[Owned] = []
@@ -104,7 +104,7 @@ class RowExchange:
         ]
 
     def to_owners(self, bucket: MatrixBatch, rows_of: Callable[[int], torch.Tensor]) -> InFlight:
-        """Send this rank's rows of each matrix to its owner, if that is in the same replica."""
+        """Send this rank's rows of each matrix to the matrix's owner, if in the same replica."""
         # Call ``rows_of`` exactly once per matrix, because Muon's updates the momentum.
         rows = [(owned.rank, rows_of(owned.matrix)) for owned in bucket]
         sends = [(owner, own) for owner, own in rows if owner in self._replica_ranks]
