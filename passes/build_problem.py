@@ -189,7 +189,7 @@ def _freed_early(
 def _last_uses(
     graph: fx.Graph, position: Mapping[fx.Node, int], inlined: Container[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Return the position of each node's last use, or the last position if it is returned."""
+    """Return the position of each node's last use, or the last position if the graph returns it."""
     end, last = len(position) - 1, dict[fx.Node, int]()
     for node in reversed(graph.nodes):
         # Uses of views count. So do uses of an inlined value: its users recompute it.

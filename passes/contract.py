@@ -34,8 +34,8 @@ class Fact(StrEnum):
     """Facts about a graph that one pass establishes and later passes rely on."""
 
     INLINED = "marked regions are inlined"
-    READS_OUTSIDE = "bodies of operators that AOTAutograd keeps read no parameters"
-    ONE_GRAPH = "no node calls a subgraph of layers"
+    READS_OUTSIDE = "parameters are read outside the operators that AOTAutograd keeps"
+    ONE_GRAPH = "no node calls a shared layer's subgraph"
     ONE_MARKER = "each parameter has one gather and one reduction"
     WIRE_DTYPES = "markers have their wire dtypes"
     GATHERS_KNOWN = "markers record what backward gathers again"

@@ -75,7 +75,7 @@ def _merge_two(graph: fx.Graph, addition: fx.Node, left: fx.Node, right: fx.Node
 
 
 def _grad_of(reduction: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """Return the gradient of this microbatch, and the node that adds accumulated ones, if any."""
+    """Return this microbatch's gradient, and the node that adds accumulated totals, if any."""
     grad = source_of(reduction)
     return (source_of(grad), grad) if grad.target is add_accumulated else (grad, None)
 

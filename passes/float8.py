@@ -44,7 +44,7 @@ _INVERSES = "graphshard_inverses"
 # Keys in ``node.meta`` with which activation checkpointing instructs the partitioner.
 _REGION = ("recompute", REGION)
 _LINEAR = torch.nn.functional.linear
-_OF_DTYPES = f"linears in fp8 compute in {' or '.join(map(str, float8_math.DTYPES))}"
+_OF_DTYPES = f"fp8 linears support only {' and '.join(map(str, float8_math.DTYPES))}"
 
 
 def use_float8(gm: fx.GraphModule, context: PassContext) -> None:
@@ -98,7 +98,7 @@ class _Scaling(NamedTuple):
 def _choose_weights(
     graph: fx.Graph, refused: dict[str, str | None]
 ) -> dict[_Scaling, list[fx.Node]]:
-    """Return the weights to gather in fp8, by scaling; record the reason on each refused weight."""
+    """Return the weights to gather in fp8, keyed by scaling; record why others are not."""
     chosen: dict[_Scaling, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=markers.unshard):
         spec, dtype = UnshardSpec.of_node(node), value_of(node).dtype
@@ -153,7 +153,7 @@ def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None
 
 
 def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) -> None:
-    """Compute the scales of ``weights`` with one reduction, and gather the weights scaled."""
+    """Compute the scales of ``weights`` with one reduction, and add them to the markers."""
     shards = [source_of(weight) for weight in weights]
     amax = emit(float8_ops.local_amax, shards, scaling.dtype, scaling.group, scaling.recipe)
     if scaling.device is not None:  # amax of host shards is on the host

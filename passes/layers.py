@@ -115,7 +115,7 @@ def _described(node: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashab
 
 
 def _described_body(checkpoint: fx.Node, describe: Callable[[fx.Node], Hashable]) -> Hashable:
-    """Describe a checkpoint except for the operators in its body: size, results and policy."""
+    """Describe the size, results and policy of a checkpoint's body, but not its operators."""
     nodes = body_of(checkpoint).graph.nodes
     results = frozen(body_of(checkpoint).graph.output_node().args, describe)
     return len(nodes), results, policy_of(checkpoint)

@@ -129,7 +129,7 @@ class _BucketWriter:
 
 
 def _host_reads(marker: fx.Node) -> bool:
-    """Return whether the host reads a marker's copy; it reads only gradients."""
+    """Return whether the host reads what a marker copies: gradients, but not activations."""
     return marker.target is not markers.offload_activation
 
 

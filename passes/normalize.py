@@ -39,7 +39,7 @@ def _raise_inputs(graph: fx.Graph) -> None:
 
 
 def _raise_scales(graph: fx.Graph) -> None:
-    """Move the scales saved by forward to the front, before all gathers."""
+    """Move copy-outs of scales that forward saved to the front, before all gathers."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="call_function", target=copy_out):
         if node.args[0].op == "placeholder":
@@ -66,7 +66,7 @@ def _raise_view(node: fx.Node) -> None:
 
 
 def _sink_gathered(graph: fx.Graph) -> None:
-    """Move gathered parameters, reloaded activations and their views right before first use."""
+    """Move gathered parameters, reloaded activations and their views to before their first use."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     # The last node moved before each node.
     last_moved: dict[fx.Node, fx.Node] = {}
@@ -84,8 +84,8 @@ def _is_gathered(node: fx.Node) -> bool:
 
 def _fill_values(graph: fx.Graph) -> None:
     """Compute missing fake values of nodes, from which times and bytes are derived."""
-    # AOTAutograd sets no value for operators that it wraps in the state of a random generator, and
-    # for those that return nothing, such as ``torch.cuda.synchronize()``.
+    # AOTAutograd sets no value for operators that it wraps to set the state of a random generator,
+    # or that return nothing, such as ``torch.cuda.synchronize()``.
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             node.meta["val"] = None if returns_nothing(node.target) else _value(node)

@@ -308,7 +308,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Return whether a node makes the same tensor every time, from no inputs."""
+    """Return whether a node takes no inputs and makes the same tensor every time."""
     made = node.op == "call_function" and not node.all_input_nodes
     return made and _is_pure(node) and not is_random(node)
 
@@ -366,7 +366,7 @@ def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[
 
 
 class _Recomputation:
-    """Copies of nodes for users in other regions or in none; copies in regions join ``home``."""
+    """Copies of nodes for users outside the nodes' regions; copies in regions join ``home``."""
 
     def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
         self._graph, self._home = graph, home

@@ -96,7 +96,7 @@ def _regathered_params(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node
 
 
 def keep_secondary_shards(gm: fx.GraphModule, context: PassContext) -> None:
-    """Save secondary shards of the parameters that backward gathers from another group."""
+    """Save secondary shards of parameters that backward gathers in another group than forward."""
     saved: dict[fx.Node, fx.Node] = {}
     position = {node: i for i, node in enumerate(gm.graph.nodes)}
     for marker, gathered in _regathered_params(gm, context).items():

@@ -55,7 +55,7 @@ def elide_single_rank_collectives(gm: fx.GraphModule, context: PassContext) -> N
 
 
 def _use_shard(marker: fx.Node, spec: UnshardSpec) -> fx.Node | None:
-    """Return the shard, cast like the gathered parameter, or None if it needs more than a cast."""
+    """Return the shard, cast like the gathered parameter, or None if the gather does more."""
     has_all_rows = value_of(spec.shard).shape[0] == spec.rows
     if is_alone(spec.group) and has_all_rows and spec.device is None and spec.scales is None:
         tag = {"recompute": marker.meta["recompute"]} if "recompute" in marker.meta else {}
@@ -91,6 +91,6 @@ def _owned_if_returned(marker: fx.Node, value: Value, emit: Emitter) -> fx.Node:
 
 
 def _is_own(value: fx.Node) -> bool:
-    maker = value.args[0] if value.target is operator.getitem else value  # the operator of a tuple
+    maker = value.args[0] if value.target is operator.getitem else value  # op that made a tuple
     is_made = isinstance(maker, fx.Node) and maker.op == "call_function" and not is_view(maker)
     return is_made and len(value.users) <= 1 and value_of(value).is_contiguous()
