@@ -126,7 +126,7 @@ def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
 
 
 def _mx_refusal(weight: torch.Tensor) -> str | None:
-    # By the weight alone: training and inference then compute in the same dtype, although
+    # Decide by the weight alone: training and inference then compute in the same dtype, although
     # inference lacks some of the products.
     if weight.dtype not in float8_math.DTYPES:
         return _OF_DTYPES

@@ -257,7 +257,7 @@ def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
     """Make Dynamo trace DTensors in a module's ``_parameters`` as reads of the module's attributes.
 
     Args:
-        is_ours: function that returns whether to do so for a DTensor.
+        is_ours: function that returns whether a DTensor is traced this way.
     """
 
     # ``_parameters`` holds DTensors, and ``parameters()``, ``named_parameters()`` and

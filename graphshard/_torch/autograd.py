@@ -53,7 +53,7 @@ def _metadata_of(leaf: torch.Tensor) -> dict[str, object]:
 
 
 def take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of ``tensor`` and set it to None, bypassing ``__torch_function__``."""
+    """Return ``tensor.grad`` and set it to None, bypassing ``__torch_function__``."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient, tensor.grad = tensor.grad, None
     return gradient

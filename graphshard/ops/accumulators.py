@@ -30,7 +30,7 @@ class Accumulator:
     """A total of gradients that are not reduced yet, or only within a replica.
 
     Attributes:
-        stand_in: expanded scalar of the gradient's shape, in whose ``.grad`` autograd accumulates.
+        stand_in: zero, expanded to the gradient's shape; autograd accumulates in its ``.grad``.
         key: number of the accumulator, as a tensor.
     """
 

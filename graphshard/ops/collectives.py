@@ -150,7 +150,7 @@ def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> boo
 
 
 def _rows_per_rank(kind: TransferKind, sent: CollectiveInput) -> int:
-    """Return how many rows each rank receives (reduce-scatter) or sends (others); 0 for scalars."""
+    """Return the number of rows that a rank receives (reduce-scatter) or sends; 0 for scalars."""
     if kind == TransferKind.REDUCE_SCATTER:
         return sent.rows
     return sent.tensor.shape[0] if sent.tensor.dim() else 0

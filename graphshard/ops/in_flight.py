@@ -25,8 +25,8 @@ from .._torch.frames import locals_at
 R = TypeVar("R")
 
 # Longest delay of an error, in seconds. Ranks that run the same graph launch everything that a
-# failed rank has launched, unless they fail earlier. In that case, a background thread goes on
-# waiting until the process group's timeout.
+# failed rank has launched, unless they fail earlier. If they do, a background thread keeps waiting
+# until the process group's timeout.
 LIMIT_S = 5.0
 
 _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
