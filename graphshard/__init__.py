@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Modules are imported when a name is first used: torch._dynamo and Inductor take seconds.
+# Import modules lazily, since importing torch._dynamo and Inductor takes seconds.
 _MODULES = {
     "Backend": "dynamo_backend",
     "Cluster": "forecast.cluster",

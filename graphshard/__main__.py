@@ -53,7 +53,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str]] 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # The usage of a command with many options would hide the message.
+        # argparse prints the usage first, which hides the message if there are many options.
         self.exit(2, f"error  {message}\nmore   {self.prog} --help\n")
 
 

@@ -16,7 +16,7 @@ from .tools.demo_model import SIZES
 _MODELS = f"""
 MODEL is one of
   FILE.py:FUNCTION     a function that returns a model and the inputs of a step on one rank
-  FOLDER               with the config.json of a transformers model
+  FOLDER               a folder with the config.json of a transformers model
   OWNER/NAME           a model on the Hugging Face Hub whose config.json has been downloaded
   FAMILY:key=value,..  a transformers configuration: llama:hidden_size=8192,num_hidden_layers=80
   NAME                 a public model: {", ".join(PUBLIC_MODELS)}
@@ -49,7 +49,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--batch",
         default="1x4096",
-        help="samples x tokens, or samples, per GPU or per group of --tp GPUs (%(default)s)",
+        help="samples x tokens, or samples, per GPU or, with --tp, per group of GPUs (%(default)s)",
     )
     add(
         "--tp",
@@ -157,7 +157,9 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         help="function that returns a model, the inputs of a step and, optionally, options of "
         "graphshard.backend",
     )
-    parser.add_argument("--device", default="H100", metavar="GPU", help="default: %(default)s")
+    parser.add_argument(
+        "--device", default="H100", metavar="GPU", help="simulated GPU (%(default)s)"
+    )
     parser.add_argument("--world", type=int, default=8, help="number of ranks (%(default)s)")
     parser.add_argument(
         "--replicas", type=int, default=1, help="number of replicas, as in HSDP (%(default)s)"

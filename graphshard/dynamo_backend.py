@@ -107,9 +107,9 @@ class Backend:
     ) -> Runnable:
         """Compile a Dynamo graph, or have Dynamo trace its frame again.
 
-        Dynamo traces again if an input is a full parameter, after its model has been sharded, or if
-        a sharded parameter or its ``requires_grad`` has changed. ``mode`` and ``options`` are the
-        arguments of ``torch.compile``; only Inductor uses them.
+        If an input is a full parameter, its model is sharded and Dynamo traces again. Dynamo also
+        traces again if a sharded parameter, or its ``requires_grad``, has changed. ``mode`` and
+        ``options`` are the arguments of ``torch.compile``; only Inductor uses them.
         """
         trace, call = Trace(), compiled_call()
         if self._shard_plain_inputs(trace, gm, inputs, call):
@@ -213,7 +213,7 @@ class Backend:
         return [plan for graph in self._graphs for plan in graph.plans]
 
     def predicted_exposure(self) -> float:
-        """Return the predicted fraction of step time that compute waits for communication.
+        """Return the predicted fraction of step time in which compute waits for communication.
 
         Every forward and backward graph compiled so far counts once; the result is 0 if there are
         none. The prediction is for ``schedule.hardware``.
@@ -224,8 +224,8 @@ class Backend:
     def summary(self) -> str:
         """Return tables of every compiled graph: its collectives, predicted times and peak memory.
 
-        The candidates of ``SchedulePolicy(auto=True)``, the number of layers traced as one, and the
-        models whose padding needs much memory, follow the tables.
+        The tables are followed by the candidates of ``SchedulePolicy(auto=True)``, the number of
+        layers traced as one, and the models whose padding takes much memory, if any.
         """
         tables = summary([dump for graph in self._graphs for dump in graph.dumps])
         tried = dict.fromkeys(graph.tried for graph in self._graphs if graph.tried)
@@ -349,7 +349,7 @@ def backend(
         offload_policy: FSDP2's policy. ``CPUOffloadPolicy()`` keeps shards and gradients, and
             therefore the optimizer state, in host memory, which is pinned by default. Replicated
             parameters stay on the device.
-        ignored_params: parameters that are neither sharded nor reduced.
+        ignored_params: parameters that are not sharded and whose gradients are not reduced.
         overrides: ``{fqn glob: {argument: value}}``, which sets ``mp_policy``, ``offload_policy``,
             ``fp8``, ``reshard_after_forward``, ``shard``, ``dim`` or ``mesh`` for the matching
             parameters. If several globs match, the last one wins. A glob that matches a module
@@ -357,15 +357,15 @@ def backend(
             outermost modules that it matches. ``"shard": False`` replicates a parameter and
             all-reduces its gradient, as DDP does, without fp8. ``"dim": 1`` shards
             dim 1 instead of dim 0, as ``Shard(1)`` from FSDP2's ``shard_placement_fn`` does.
-            ``"mesh"`` is another mesh to shard and reduce over, for experts that only its ranks
-            share; both meshes must be slices of one mesh. Gradients of these parameters are still
-            divided by the number of ranks of the argument ``mesh``.
+            ``"mesh"`` is another mesh to shard and reduce over, such as the ranks that hold the
+            same experts; both meshes must be slices of one mesh. Gradients are still divided by the
+            number of ranks of the argument ``mesh``.
         fp8: policy for fp8 matmuls and fp8 weight gathers of linears. Defaults to no fp8.
         schedule: limits and options of the schedule. Defaults to ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
         dump: folder in which the mesh's first rank writes the plan, trace, table and FX code of
             every compiled graph, and a page that shows them all, ``index.html``; created if
-            missing. Backends cannot share it.
+            missing. Each backend needs its own folder.
         sync_module_states: whether to broadcast the first rank's parameters and buffers before
             sharding.
 
@@ -393,9 +393,9 @@ def shard(
 ) -> nn.Module:
     """Shard ``model`` in place now, before its first step, and return it.
 
-    Takes the arguments of :func:`backend`; ``schedule``, ``compiler`` and ``dump`` have an effect
-    only there. A model on the meta device stays there, and nothing is broadcast: call
-    ``model.to_empty(device=...)``, which allocates only shards, and initialize it.
+    Takes the arguments of :func:`backend`, but ``schedule``, ``compiler`` and ``dump`` only have an
+    effect when passed to :func:`backend`. A model on the meta device stays there, and nothing is
+    broadcast: call ``model.to_empty(device=...)``, which allocates only shards, and initialize it.
 
     Raises:
         ValueError: ``model`` is not a module; otherwise as :func:`backend`, before anything is
@@ -450,7 +450,7 @@ def _after_compile_error(error: BaseException) -> None:
     by_name = call.backend is from_string
     failed = _named.get(_key(call.options)) if by_name else call.backend
     if isinstance(failed, Backend):
-        stop_watching(failed)  # suppresses the warning that it has sharded nothing
+        stop_watching(failed)  # suppresses the warning that the backend sharded nothing
 
 
 def _backend_of(call: CompiledCall) -> Backend | None:

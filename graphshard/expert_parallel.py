@@ -1,4 +1,4 @@
-"""Expert parallelism for transformers models, as ``graphshard plan --ep`` assumes it.
+"""Expert parallelism for transformers models, as assumed by ``graphshard plan --ep``.
 
 Experts are split over the mesh axis "ep", then sharded over "efsdp". Each rank has its own data;
 ranks along "efsdp" have the same experts:
@@ -57,8 +57,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, balanced: bool = False) -
             which makes sizes independent of data. For forecasts only: no router guarantees it.
 
     Raises:
-        ValueError: the model has no such experts, its experts have other parameters, too, or the
-            size of ``mesh`` does not divide their number.
+        ValueError: the model has no such experts, they have additional parameters, or their number
+            is not divisible by the size of ``mesh``.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -68,7 +68,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, balanced: bool = False) -
         for name in _WEIGHTS:
             weight = distribute_tensor(getattr(experts, name).detach(), mesh, [Shard(0)])
             setattr(experts, name, nn.Parameter(weight))
-        # Names can be copied with the model, groups cannot.
+        # Store the name of the group: copying the model would fail to copy the group itself.
         experts.ep_group = name_for_graphs(mesh.get_group())
         experts.ep_size, experts.ep_balanced = mesh.size(), balanced
     ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _forward)
@@ -85,8 +85,8 @@ def _check(model: nn.Module, modules: list[Any], size: int) -> None:
     if not modules or known != _WEIGHTS * len(modules):
         raise ValueError(
             f"ep={size}: {type(model).__name__} has no experts whose parameters are just "
-            f"the stacked {' and '.join(_WEIGHTS)}, as in Mixtral and Qwen3-MoE: do not split its "
-            "experts"
+            f"the stacked {' and '.join(_WEIGHTS)}, as in Mixtral and Qwen3-MoE: leave its "
+            "experts unsplit (ep=1)"
         )
     for number in (module.num_experts for module in modules):
         if number % size:
@@ -111,12 +111,12 @@ class _LocalExperts:
 def _forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Apply to each token the experts that the router chose.
+    """Return, for each token, the weighted sum of the outputs of its experts.
 
     Args:
         self: module of the experts.
         hidden_states: ``[tokens, features]``.
-        top_k_index, top_k_weights: numbers and weights of each token's experts, ``[tokens, k]``.
+        top_k_index, top_k_weights: indices and weights of each token's experts, ``[tokens, k]``.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -139,6 +139,6 @@ def _forward(
 
 
 def _sizes(counts: Tensor) -> list[int]:
-    """Sum token counts per expert, ``[ranks, experts of a rank]``, to counts per rank."""
+    """Return token counts per rank, given ``counts`` per expert, ``[ranks, experts of a rank]``."""
     sizes: list[int] = counts.sum(1).tolist()
     return sizes

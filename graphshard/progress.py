@@ -53,7 +53,7 @@ def end() -> None:
 
 
 def show_line(text: str) -> None:
-    """Replace the last line of stderr, if it is a terminal."""
+    """Replace the current line of stderr with ``text``, if stderr is a terminal."""
     if _is_terminal():
         width = shutil.get_terminal_size().columns - 1  # a wrapped line cannot be cleared
         print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]  # positional or keyword a
 
 
 def load_named_function(option: str, name: str) -> Callable[..., object]:
-    """Load the function that an option's value ``name`` refers to, as FILE.py:FUNCTION.
+    """Load the function that ``name`` specifies as FILE.py:FUNCTION; errors mention ``option``.
 
     Raises:
         ValueError: as ``load_function``, or ``name`` has another form.
@@ -59,7 +59,7 @@ def load_function(script: str, function: str) -> Callable[..., object]:
 
 
 def unpack(function: str, returned: object) -> tuple[nn.Module, Inputs, dict[str, Any]]:
-    """Return the model, the inputs of a step and the options that ``function`` has returned.
+    """Check and unpack ``(model, inputs)`` or ``(model, inputs, options)`` from ``function``.
 
     Raises:
         ValueError: ``returned`` is not such a tuple, or the model is compiled.

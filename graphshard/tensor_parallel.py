@@ -1,4 +1,4 @@
-"""Tensor parallelism for transformers models, as ``graphshard plan --tp`` assumes it.
+"""Tensor parallelism for transformers models, as assumed by ``graphshard plan --tp``.
 
 ranks along tp    embed ─► [norm ─► gather ─► q k v, attention ─► out ─► scatter] .. ─► head
 sequence          split     split   whole                               split        whole
@@ -173,8 +173,8 @@ def _causal_loss(
     shift_labels, logits = shift_labels.to(logits.device), logits.float()
     shifted = logits - _reduce(mesh, logits.detach().amax(-1, keepdim=True), "max")
     total = _reduce(mesh, shifted.exp().sum(-1))
-    # Each label's logit is on one rank; the others add 0. ``where`` is used instead of ``gather``,
-    # because its backward fuses with the softmax and takes no memory.
+    # Each label's logit is on one rank; other ranks add 0. Unlike the backward of ``gather``, that
+    # of ``where`` fuses with the softmax and takes no memory.
     columns = torch.arange(logits.shape[-1], device=logits.device)
     is_label = columns + mesh.get_local_rank() * len(columns) == shift_labels[..., None]
     losses = total.log() - _reduce(mesh, shifted.where(is_label, 0).sum(-1))
