@@ -6,14 +6,14 @@ the Dynamo graph and of everything else that a plan depends on.
     rank 0   lock ─► compile ──────────────► KEY.compiled, unlock
     rank 1   wait for the lock ......................... ─► compile: all is in the cache
 
-Of the ranks that have the same graph, share a cache and use devices of the same index, one compiles
-for all, with all cores of its host. If it raises or ends, its lock is released and the next rank
-compiles. If it takes too long or hangs, all others compile.
+Among ranks with the same graph, cache folder and device index, one compiles for all, with all cores
+of its host. If that rank raises or exits, its lock is released and the next rank compiles. If it
+takes too long, all other ranks compile without waiting further.
 
     save_compiled   torch's cache artifacts, our plans, loaded C++ kernels ─► one file
     load_compiled   one file ─► the caches of this machine
 
-Loading another model's file has no effect on this model: it contains no keys of its graphs.
+Loading another model's file only causes a warning, since this model's graphs have other keys.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PlanCache:
             GRAPHS[self.key] = settings.facts()
 
     def save(self, plan: Plan) -> None:
-        """Write the plan of one graph, before its parameters are named."""
+        """Write the plan of one graph, whose parameters have no names yet."""
         self._folder().mkdir(parents=True, exist_ok=True)
         write_whole(self._path(plan.graph), plan.to_json())
 
@@ -90,7 +90,7 @@ class PlanCache:
         lock = FileLock(compiled.with_suffix(".lock"))
         with contextlib.suppress(Timeout):
             _acquire(lock, wait_s)
-        if compiled.exists():  # in case it was not cacheable, do not compile one by one
+        if compiled.exists():  # if the graph was not cacheable, let all processes compile at once
             lock.release()
         try:
             yield
@@ -192,8 +192,8 @@ def warn_unless_loaded(key: str) -> None:
     names = _different(made_for, nearest)
     differs = f"other {' and '.join(names)}" if names else "another model"
     warnings.warn(
-        f"compiling a graph that the loaded file does not have: it was saved with {differs}. To "
-        "include this graph, call save_compiled again after its first step",
+        f"compiling a graph that the loaded file does not have: the file was saved with "
+        f"{differs}. To include this graph, call save_compiled again after its first step",
         stacklevel=2,
     )
 

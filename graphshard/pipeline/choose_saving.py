@@ -3,9 +3,9 @@
     Dynamo graph ─► AOTAutograd ─► joint graph ─► each candidate: passes, partition, plan ─► best
 
 The first rank chooses for all ranks: they must run the same all-gathers and therefore keep the same
-parameters unsharded. How many activations a rank saves does not affect its collectives: a rank that
-would exceed the budget, because its batch is larger or because it recompiles while its peers do
-not, saves fewer activations.
+parameters unsharded. How many activations a rank saves does not affect its collectives, so a rank
+that would exceed the budget, because its batch is larger or because it recompiles while its peers
+do not, saves fewer activations.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from .traced_graph import TracedGraph
 RESERVED_FRACTION = 0.1
 
 # Free memory is rounded down to a multiple of this fraction of a GPU's memory, because it is part
-# of cache keys and varies slightly between runs. Judgement call: a smaller step recompiles after
-# more restarts, a larger one leaves more memory unused.
+# of cache keys and varies slightly between runs. Judgement call: with a smaller step, more
+# restarts recompile; with a larger one, more memory stays unused.
 STEP = 0.02
 
 # A rank fits the budget with the choice, may fit with fewer parameters kept, or does not fit.
@@ -77,7 +77,7 @@ class ChosenSaving(NamedTuple):
 def choose_saving(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
 ) -> ChosenSaving:
-    """Choose what this rank saves, if ``SchedulePolicy.auto`` is set and the graph is trained.
+    """Choose what this rank saves if ``SchedulePolicy.auto`` is set and the graph has a backward.
 
     Raises:
         ValueError: there is no budget, and the device does not report its memory.
@@ -114,7 +114,7 @@ def choose_saving(
         return unchosen
     writer.write_saving(choice)
     saving = choice.best.saving
-    # Compiled as if the user had asked for it: caches and plans need no special case.
+    # As if the user had set this choice in the schedule: caches and plans need no special case.
     settings = settings.with_saving(saving, choice.budget_gb)
     # Plans depend on the choice: a later one, for a larger batch, must not reuse earlier plans.
     return ChosenSaving(settings, saving_table(choice), f"{unchosen.context} {text}")
@@ -167,7 +167,7 @@ class _Chooser:
     def fits_earlier_choice(self, text: str) -> bool:
         """Return whether this rank fits the budget with the parameters that a choice keeps.
 
-        If there was no backward graph to choose for, return whether this rank has none, either.
+        If there was no backward graph to choose for, return whether this rank has none either.
         Adopts the budget of the choice, and sets ``own`` if this rank cannot save as many
         activations as the first rank.
         """
@@ -307,7 +307,7 @@ def _plan_candidates(
 
 
 class _Trials(CustomPartitionerFn):
-    """Partitions and plans copies of a joint graph by candidate, until saving less is slower."""
+    """Partitions and plans a copy of a joint graph per candidate, until saving less is slower."""
 
     def __init__(self, candidates: Sequence[CompileSettings]) -> None:
         self._candidates = candidates
@@ -339,7 +339,7 @@ def _partitioned(
     candidates: Sequence[CompileSettings],
     **kwargs: Any,
 ) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
-    # Cut once per group: cutting takes longest, and does not depend on which parameters are kept.
+    # Cut once per group: cutting takes longest and does not depend on which parameters are kept.
     by_offload = itertools.groupby(
         candidates, key=lambda settings: settings.may_offload_activations
     )

@@ -157,7 +157,7 @@ def _share_layers(
     If that raises ``LayersDiffer``, inline the shared layers and run ``act`` again.
 
     Returns:
-        The result of ``act``, and the number of layers that share a trace with an equal one.
+        The result of ``act``, and the number of layers that were traced as one.
     """
     keep_subgraphs(keep_calls)
     derive_schemas_once(SHARED_LAYER)
@@ -207,7 +207,7 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
 
 
 def _half_timeout_s(groups: Sequence[str]) -> float:
-    # Give up before the group times out, which is when a stopped rank is noticed.
+    # Stop waiting for the lock before the ranks that wait for this one reach the group's timeout.
     timeouts = (group_timeout_s(process_group(name)) for name in groups)
     return min(timeouts, default=_WAIT_S) / 2
 
@@ -305,8 +305,8 @@ class Lowering(CustomGraphPass):
         if plan.params:
             buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
             report(f"{kind}: planned {len(plan.params)} parameters in {buckets}")
-        # Do not wait for the end of the compile: as soon as the graph is in Inductor's cache,
-        # another process may load it and need its plan. If the compiler fails, the plan is dumped.
+        # Save the plan before the compile ends: once the graph is in Inductor's cache, another
+        # process may load it and need the plan. Dump the plan now in case the compiler fails.
         self.cache.save(plan)
         self._dump(plan)
         donate_nothing()

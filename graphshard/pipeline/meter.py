@@ -98,7 +98,7 @@ class Meter:
         waits: whether the graph waits for collectives or host copies.
 
     Attributes:
-        num_runs: number of calls so far; a call runs forward, and later backward if it trains.
+        num_runs: number of calls so far; a call runs forward and, in training, later backward.
     """
 
     def __init__(self, device: torch.device, *, waits: bool) -> None:

@@ -27,13 +27,13 @@ class CutGraphs(NamedTuple):
     forward: fx.GraphModule
     backward: fx.GraphModule
     param_derived: frozenset[str]  # nodes computed from parameters alone, not to be saved
-    num_outputs: int  # number of forward's user outputs; its other outputs are saved
+    num_outputs: int  # number of forward's user outputs; saved values follow them
 
 
 class Partitioner(CustomPartitionerFn):
-    """Runs the joint passes, torch's min-cut partitioner and the passes on both of its results.
+    """Runs the joint passes, torch's min-cut partitioner, and the passes on forward and backward.
 
-    Verifies what forward saves.
+    Verifies that forward saves nothing that depends on parameters alone, except kept parameters.
     """
 
     def __init__(self, settings: CompileSettings, writer: DumpWriter) -> None:

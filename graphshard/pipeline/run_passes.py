@@ -21,7 +21,7 @@ from ..show.dump_folder import DumpWriter
 from .verify import verify_lowered
 
 _log = logging.getLogger(__name__)
-# Names of the dumps of whole stages; in others, only passes with a ``dump`` are dumped.
+# Names of the dumps of whole stages; in other stages, only passes with a ``dump`` are dumped.
 _DUMPS = {Stage.JOINT: "joint", Stage.FINAL: "{kind}"}
 
 
@@ -30,12 +30,12 @@ def run_stage(
 ) -> None:
     """Run and time the passes of a stage that ``context`` enables, and check the results.
 
-    Graphs with a plan are verified against it. Graphs are linted, except in ``Stage.FINAL`` and
-    ``Stage.LOWERED``, after which the compiler does so.
+    Graphs with a plan are linted and verified against it. Graphs without one are linted, except in
+    ``Stage.FINAL`` and ``Stage.LOWERED``, after which the compiler lints them.
 
     Args:
         gm: graph that the stage rewrites, in place; the forward graph in ``Stage.PARTITIONED``.
-        writer: writer of the code before and after, if any.
+        writer: writer that dumps the code before and after the passes, if any.
     """
     writer = writer or DumpWriter()
     due = [one for one in passes.PIPELINE if one.stage == stage and one.runs(context)]
@@ -85,6 +85,6 @@ def _check(gm: fx.GraphModule, stage: Stage, context: PassContext) -> None:
     if stage in (Stage.FINAL, Stage.LOWERED):  # the compiler lints it next
         return
     gm.graph.lint()
-    if stage == Stage.TRACED:  # AOTAutograd runs this graph's code; it copies other graphs' nodes
+    if stage == Stage.TRACED:  # AOTAutograd runs the code; after other stages, only nodes are read
         for part in graph_modules(gm):
             part.recompile()

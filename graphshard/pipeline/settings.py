@@ -187,7 +187,7 @@ class CompileSettings:
         return add_host_copies(problem, buckets, hides_copies, self.schedule.limits())
 
 
-# --- facts that a graph depends on but does not hold ----------------------------------------------
+# --- facts that a graph depends on but does not contain -------------------------------------------
 
 # Everything that a pass, the planner or torch reads while a graph is compiled. ``cache_key`` is the
 # key of our passes in AOTAutograd's and Inductor's caches, and names plan files. Our ops read a

@@ -21,12 +21,11 @@ class TracedGraph:
 
     Attributes:
         gm: graph; passes modify it.
-        inputs: one example for each placeholder.
+        inputs: example value of each placeholder.
         fqns: parameter name of each input of AOTAutograd's graph, or "" if it is neither a shard
             nor a replicated parameter.
         shards: inputs that are shards of parameters, or replicated parameters.
-        groups: names of the groups of all ranks, one per mesh; all of these ranks compile this
-            graph.
+        groups: for each mesh, name of the group of all its ranks, which all compile this graph.
         marker_groups: names of all groups that the markers may use.
         inductor_options: the user's options of ``torch.compile``.
         tp_groups: names of the groups over which tensor parallelism splits parameters.

@@ -1,6 +1,7 @@
 """Verify every partition, and every lowered graph against its plan.
 
-A violation is a bug in graphshard, never in user code; it is raised before the graph can run.
+A violation is a bug in graphshard, not in user code, and raises an AssertionError before the graph
+can run.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _load_for_others(path: Path) -> None:
         "another model": {"factor": 2},
     }.items():
         torch.compiler.reset()
-        with pytest.raises(Exception, match=f"{WARNING}: it was saved with {differs}"):
+        with pytest.raises(Exception, match=f"{WARNING}: the file was saved with {differs}"):
             _train(**options)
 
 
