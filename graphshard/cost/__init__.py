@@ -2,5 +2,5 @@
 
 ``hardware`` defines rates and the JSON form in which ``calibrate`` writes them; ``devices`` is a
 table of common GPUs. ``flops`` counts the operations of a node, ``fusion`` predicts which nodes
-share a kernel, and ``model`` predicts run times. This package may import ``ops``.
+share a kernel, and ``model`` predicts run times.
 """

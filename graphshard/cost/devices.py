@@ -196,7 +196,7 @@ def find_hardware_or_default(name: str) -> Hardware:
     except ValueError:
         warnings.warn(
             f"graphshard: hardware {name!r} is not in the device table: using the rates of "
-            f"{DEFAULT} where none are measured",
+            f"{DEFAULT} where none are measured (by `python -m graphshard calibrate`)",
             stacklevel=2,
         )
         return HARDWARE[DEFAULT]

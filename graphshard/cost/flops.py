@@ -75,7 +75,7 @@ class Flops(NamedTuple):
 
 
 def flops(node: fx.Node) -> Flops:
-    """Count the operations of a matrix product, attention or convolution; others count as 0."""
+    """Count the operations of a matrix product, attention or convolution; 0 for other nodes."""
     name = aten_name(_called_op(node).op)
     if name in _LEFT_IS_FIRST or name in _LEFT_IS_SECOND:
         left = node.args[1 if name in _LEFT_IS_SECOND else 0]
@@ -177,7 +177,7 @@ def _dtype_name(value: torch.Tensor) -> str:
 
 
 def shape_of(value: object) -> tuple[int, ...]:
-    """Return the shape of a tensor or the first in a list, or (); symbolic sizes become hints."""
+    """Return the shape of ``value`` or of the first tensor in a list, or (); uses size hints."""
     while isinstance(value, (list, tuple)):
         value = next((item for item in value if item is not None), None)
     sizes = value.shape if isinstance(value, torch.Tensor) else ()  # a number or None

@@ -343,7 +343,7 @@ class _Expression:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether its users' expressions include it, instead of reading its value."""
+        """Whether users' expressions include this one instead of reading its value."""
         return self.is_inlined and not self.is_large
 
     @property

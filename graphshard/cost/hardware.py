@@ -21,7 +21,7 @@ VERSION = 4  # version of the JSON form; files with another version are rejected
 # Sources of rates: published numbers, or measurements of the machine itself.
 DATASHEET, CALIBRATED = "datasheet", "calibrated"
 
-# Collectives for which an interconnect has a rate; others are priced at one of these rates.
+# Collectives for which an interconnect has a rate; other kinds are priced at one of these rates.
 COLLECTIVE_KINDS = (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE)
 ALL_TO_ALL = "all_to_all"  # a key of ``Interconnect.bus`` that may be missing
 
@@ -71,7 +71,7 @@ class Rate:
         return self.peak * self.achieved[-1][1]
 
     def us(self, amount: float) -> float:
-        """Return the time for ``amount`` in microseconds; larger amounts never take less."""
+        """Return the time for ``amount`` in microseconds; larger amounts never take less time."""
         points = self.achieved
         after = bisect_left(points, (amount,))
         if after == 0 or after == len(points):

@@ -42,7 +42,7 @@ _MAX_OPERANDS = 256
 
 @dataclass(frozen=True)
 class Timer:
-    """A timer of work on ``device``: the median of ``num_samples`` samples."""
+    """A timer that takes the median of ``num_samples`` samples of work on ``device``."""
 
     device: torch.device
     num_samples: int
@@ -85,7 +85,7 @@ class Timer:
 
 
 def num_cold(num_bytes: int) -> int:
-    """Return how many operands fit into ``COLD_BYTES``, between 1 and ``_MAX_OPERANDS``."""
+    """Return how many operands of ``num_bytes`` fit into ``COLD_BYTES``, 1 to ``_MAX_OPERANDS``."""
     return max(1, min(_MAX_OPERANDS, COLD_BYTES // num_bytes))
 
 

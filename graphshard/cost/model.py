@@ -40,7 +40,7 @@ class CostModel:
     """A cost model that predicts times in microseconds."""
 
     hardware: Hardware  # machine that runs the graphs
-    node_cost: Callable[[fx.Node], float | None] | None = None  # may return None to predict
+    node_cost: Callable[[fx.Node], float | None] | None = None  # overrides, or None to predict
     # Whether float32 products run in tf32, as after ``set_float32_matmul_precision("high")``.
     tf32: bool = False
     # Whether values that fusion keeps out of memory count as 0 bytes; times always assume fusion.

@@ -1,7 +1,7 @@
 """Split queues of transfers into candidate buckets of neighboring transfers.
 
-A bucket of gradients that are narrower than their reduction may be reduced by a ring in the wider
-dtype, or exchanged in the gradients' dtype:
+If gradients are to be reduced in a wider dtype than their own, a bucket of them may be reduced by a
+ring in the wider dtype, or exchanged in the gradients' dtype:
 
     ring       cast and pack on every rank   reduce-scatter, all bytes wide
     exchange   (pack small gradients)        all-to-all, all bytes narrow     sum this rank's rows

@@ -101,9 +101,9 @@ class Footprint(NamedTuple):
 
     Attributes:
         in_flight_bytes: ``Bucket.num_bytes``, in flight between launch and wait.
-        at_launch: packed and received bytes, and unpacked shards copied from the host; only the
-            packed bytes if gradients are packed.
-        after_launch: received bytes minus the gradients if gradients are packed, or 0.
+        at_launch: packed and received bytes, and shards from the host that are not packed. If
+            gradients are packed, only the packed bytes.
+        after_launch: if gradients are packed, received bytes minus the gradients; otherwise 0.
         at_wait: copies, sums and casts of the received data, minus the sent data.
         after_wait: minus the received bytes that were copied out, summed or cast, and minus the
             bytes sent to the host.
@@ -125,7 +125,10 @@ class Footprint(NamedTuple):
 
 
 def footprint(problem: Problem, bucket: Bucket) -> Footprint:
-    """Return the footprint of ``bucket``, without the memory that ``count_transfers`` counts."""
+    """Return the memory changes that depend on when ``bucket`` is launched and waited for.
+
+    ``count_transfers`` counts the others, such as full parameters freed after their last use.
+    """
     # A collective of host shards is counted as if its host copies took no time.
     if bucket.kind == TransferKind.COPY_TO_DEVICE:
         return Footprint(bucket.num_bytes, at_launch=bucket.num_bytes)
@@ -193,7 +196,7 @@ def _results_footprint(buffer: Sequence[Transfer], received: int) -> Footprint:
 
 
 def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None:
-    """Add the memory changes by ``transfers`` that do not depend on the schedule."""
+    """Add to ``changes`` the schedule-independent memory changes of ``transfers``."""
     for t in transfers:
         # A full parameter is freed after its last use; a gradient is allocated when it is ready.
         if t.kind.is_fetch:
@@ -222,7 +225,7 @@ def with_fixed_bytes(problem: Problem, by_point: Sequence[int]) -> Problem:
 def alive_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
     """Return the peak bytes of each step, over its launches, waits and nodes.
 
-    They include ``fixed_bytes``. The last step includes the end of the graph.
+    The bytes include ``fixed_bytes``. The last step includes the end of the graph.
     """
     return max_by_step(alive_by_point(problem, buckets))
 
@@ -262,7 +265,7 @@ def in_flight_bytes(problem: Problem, buckets: Iterable[Bucket]) -> list[int]:
 
 
 def least_by_point(problem: Problem, *, exchanges: bool = False) -> list[int]:
-    """Return the bytes at each point in time with the smallest, shortest-lived buckets.
+    """Return the bytes alive at each point in time with the smallest, shortest-lived buckets.
 
     Args:
         exchanges: whether gradients with an ``exchange_dtype`` are exchanged, which takes less

@@ -132,11 +132,11 @@ def place_waits(
     in_flight: Sequence[int],
     max_in_flight: float,
 ) -> list[int]:
-    """Return the step before which each reduction is waited for, in O(steps + reductions).
+    """Return the step before which each reduction is waited for.
 
     Args:
         sent: reductions in launch order; they are waited for in this order or when they are due.
-        alive: bytes alive at each point in time if each is waited for at its launch.
+        alive: bytes alive at each point in time if each reduction is waited for at its launch.
         max_alive: maximum bytes alive for a reduction to stay in flight after its launch.
         in_flight: bytes of other buckets between launch and wait, in each step.
         max_in_flight: maximum size of all buckets between launch and wait.
@@ -174,8 +174,8 @@ class _Held:
 
     Attributes:
         queue: positions of the reductions in flight, the oldest first.
-        sent: bytes that the waits will free, minus the memory for casts of the results.
-        received: bytes that become free once the results are cast.
+        sent: bytes that the waits will free, minus those allocated for casts and sums.
+        received: bytes freed once the results are cast, summed or sent to the host.
         casting: received bytes still alive while the results of this step's waits are cast.
         in_flight: bytes of full gradients.
     """

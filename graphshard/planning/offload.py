@@ -112,7 +112,7 @@ def _is_on_host(problem: Problem, bucket: Bucket) -> bool:
 
 def _copy_of_shards(problem: Problem, bucket: Bucket, kind: TransferKind, step: int) -> Bucket:
     num_bytes = sum(problem.transfers[i].shard_bytes for i in bucket.transfers)
-    # In the same buffers as the collective, which ``next_in_chain`` relies on.
+    # ``next_in_chain`` relies on the copy having the same buffers as the collective.
     return Bucket(kind, bucket.buffers, num_bytes, group="", world=1, launch=step, wait=step)
 
 
@@ -236,7 +236,7 @@ def _absence(activation: SavedActivation, forward_steps: int) -> tuple[Span, Spa
 def _offload_enough(
     forward: Problem, backward: Problem, saved: Sequence[SavedActivation], budget: int
 ) -> list[int]:
-    """Return the positions in ``saved`` to offload, to fit both graphs into ``budget``.
+    """Return the positions in ``saved`` to offload so that both graphs fit into ``budget``.
 
     If even offloading everything is not enough, a graph's least memory still exceeds ``budget``.
     """

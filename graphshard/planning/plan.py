@@ -25,7 +25,7 @@ from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
 _Record = TypeVar("_Record")
 VERSION = 8  # version of the JSON format
-# JSON keys of fields that have been renamed since.
+# Fields whose JSON key is their former name.
 _JSON_KEYS = {
     "buffers": "parcels",
     "fixed_bytes": "other_bytes",

@@ -50,7 +50,7 @@ class Repeat:
 
 
 def saves_time(regions: Regions) -> bool:
-    """Return whether the saved compile time exceeds what calls add in ``_NUM_STEPS`` steps."""
+    """Return whether regions save more compile time than they cost in ``_NUM_STEPS`` steps."""
     saved_us = (regions.num_nodes - regions.num_compiled) * _NODE_US
     return saved_us > (regions.num_calls + regions.num_lost_fusions) * _CALL_US * _NUM_STEPS
 

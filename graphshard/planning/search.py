@@ -19,8 +19,8 @@ from .plan import Bucket, Problem, Transfer, bucket_of, in_launch_order, replica
 from .simulate import TransferCostModel
 
 # Number of sizes on the scale: all bytes, repeatedly halved, and 0 (one transfer per bucket). The
-# smallest nonzero size is 1/4096 of all bytes, less than a matrix of any model. Even smaller sizes
-# would have the same effect as 0; fewer sizes would leave out buckets of a few small matrices.
+# smallest nonzero size is 1/4096 of all bytes, less than a matrix of a dense model. Smaller
+# sizes would have the same effect as 0; fewer sizes would leave out buckets of a few matrices.
 NUM_SIZES = 14
 # Maximum size of a bucket without a budget, in modest buckets (see ``_modest_bytes``). Measured
 # with ``benchmarks/robustness.py``: at 2, if links are slower than planned, a model of four layers
@@ -121,7 +121,7 @@ class _Search:
         return self._placer.place(splits, sizes)
 
     def refine(self, best: CandidateSchedule) -> CandidateSchedule:
-        # With n transfers, O(log n) candidate schedules at each bucket, up to this number.
+        # Maximum number of candidate schedules; with n transfers, each bucket adds O(log n).
         tries = LOCAL_SEARCH_BUDGET // max(1, len(self._transfers))
         index = 0
         while tries > 0 and index < max(map(len, best.splits)):
