@@ -297,7 +297,7 @@ class Backend:
     def _shard_plain_inputs(
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall
     ) -> bool:
-        """Shard the models that own full parameters among the inputs; return whether any exist."""
+        """Shard the models whose full parameters are inputs; return whether there are any."""
         seen: dict[int, str] = {}
         for source, value in zip(sources(gm), inputs, strict=True):
             ignored = not is_plain(value) or value in self.options.ignored_params

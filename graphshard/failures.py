@@ -1,4 +1,4 @@
-"""Describe an error for the user of a command: its cause, and the line of the user's code."""
+"""Describe an error for the user of a command: its cause, and the failing line of their code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent),
 
 
 def describe_failure(error: BaseException) -> Failure:
-    """Describe an error: its cause, the line of the user's code, and the traceback."""
+    """Describe an error: its cause, the failing line of the user's code, and the traceback."""
     cause = describe_error(error)
     if isinstance(error, SystemExit):
         cause = f"the script ended the process: sys.exit({error.code!r}); return the model instead"
@@ -43,7 +43,7 @@ def describe_failure(error: BaseException) -> Failure:
 
 
 def _where(error: BaseException) -> str:
-    """Return the innermost line of the user's code, else of a library, else ""."""
+    """Return the innermost line of the user's code or, if there is none, of a library, or ""."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     frames = [f for f in reversed(frames_of(error)) if not _is_torch_or_ours(f.filename)]
@@ -63,7 +63,7 @@ def _is_installed(file: str) -> bool:
 
 
 def format_failure(failure: Failure, verbose: bool) -> str:
-    """Return the lines that a command prints for a failure."""
+    """Return the lines that a command prints for a failure, with details if ``verbose``."""
     lines = [f"error  {failure.cause}"]
     lines += [f"at     {failure.where}"] if failure.where else []
     if failure.details:

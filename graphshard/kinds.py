@@ -6,8 +6,6 @@ from enum import StrEnum
 
 
 class _Kind(StrEnum):
-    """A string enum whose members are shown as their values."""
-
     __repr__ = str.__repr__
 
 

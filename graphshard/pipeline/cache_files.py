@@ -45,7 +45,7 @@ GRAPHS: dict[str, str] = {}
 
 
 class PlanCache:
-    """Plan files of one Dynamo graph, named by a ``key`` of everything that plans depend on."""
+    """Plan and code files of one Dynamo graph, named by a ``key`` of all that plans depend on."""
 
     def __init__(self, gm: fx.GraphModule, settings: CompileSettings) -> None:
         self.key = settings.cache_key(gm.print_readable(print_output=False)).hex()
@@ -66,7 +66,7 @@ class PlanCache:
         write_whole(self._code_path(), json.dumps(code))
 
     def load_code(self) -> dict[str, str]:
-        """Return code by file name, or {} if this graph was compiled without a dump."""
+        """Return code keyed by file name, or {} if this graph was compiled without a dump."""
         path = self._code_path()
         code: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
         return code
@@ -183,7 +183,7 @@ def load_compiled(path: str | Path) -> None:
 
 
 def warn_unless_loaded(key: str) -> None:
-    """Warn if a file was loaded that lacks this graph, and name the differences."""
+    """Warn if files were loaded but lack the graph of ``key``, and name the differences."""
     if not _loaded or key in _loaded or key not in GRAPHS:
         return
     made_for = _facts(GRAPHS[key])
@@ -230,8 +230,8 @@ def _check(path: str, header: dict[str, Any]) -> None:
     changes = [f"{n} was {made.get(n)} and is {here[n]}" for n in here if made.get(n) != here[n]]
     if changes:
         raise ValueError(
-            f"{path}: its code cannot run here: {'; '.join(changes)}. Run a step without the file, "
-            "and save it again"
+            f"{path}: was saved in another environment: {'; '.join(changes)}. Run a step without "
+            "the file, and save it again"
         )
 
 

@@ -200,7 +200,7 @@ class _Chooser:
         return MAY_FIT if choice.best.saving.all_params else NOTHING_FITS
 
     def error_of(self, common: SavingChoice) -> BackendError:
-        """Return the error of the first rank or, if nothing fits, one with a table."""
+        """Return the first rank's error or, if nothing fits, a ``NothingFitsError``."""
         failed = self.own if self.own is not None and self.own.best is None else common
         if failed.error:
             return BackendError(failed.error)

@@ -82,12 +82,12 @@ class CompiledGraph:
         return any(plan.graph != GraphKind.INFERENCE for plan in self.plans)
 
     def peak_us(self) -> float:
-        """Return the time of a run at the hardware's peak rates, in microseconds."""
+        """Return the microseconds of matrix products, attention and convolutions at peak rates."""
         return sum(plan.problem.peak_us for plan in self.plans)
 
     @functools.cached_property
     def dumps(self) -> list[Dump]:
-        """Plans with their timelines, which a logger may read at every step."""
+        """Dumps of the plans, cached because a logger may read them at every step."""
         return [_dump_of(plan, self.settings, self.compile_id) for plan in self.plans]
 
 
@@ -172,7 +172,6 @@ def _share_layers(
 
 
 def _warn_over_budget(compiled: CompiledGraph) -> None:
-    """Warn if the first rank's buckets, planned for a smaller batch, exceed this rank's budget."""
     budget = compiled.settings.schedule.limits().peak
     for dump in compiled.dumps:
         needed = dump.totals.peak_bytes

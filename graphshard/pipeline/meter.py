@@ -164,7 +164,7 @@ def measured_metrics(meters: Sequence[Meter]) -> dict[str, float]:
 
 class _Sample(NamedTuple):
     time_s: float
-    compile_s: float
+    compile_s: float  # time of all compiles so far
     peak_us: float  # time of all runs so far at peak rates
 
 
@@ -184,7 +184,7 @@ class Interval:
 
         Args:
             compile_s: time of all compiles so far.
-            peak_us: time of all runs so far at the hardware's peak rates.
+            peak_us: ``CompiledGraph.peak_us``, summed over all runs so far.
 
         Raises:
             ValueError: as :meth:`graphshard.Backend.metrics`.

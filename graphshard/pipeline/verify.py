@@ -1,7 +1,6 @@
 """Verify every partition, and every lowered graph against its plan.
 
-A violation is a bug in graphshard, not in user code, and raises an AssertionError before the graph
-can run.
+A violation is a bug in graphshard, and raises an AssertionError before the graph can run.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def packed_bucket(
 
 
 def _packed(sent: Mapping[int, Transfer], cost_model: TransferCostModel) -> list[tuple[int, ...]]:
-    """Return one shared buffer, or two if packing mixed dtypes costs more than a buffer."""
+    """Return one shared buffer, or two if packing mixed dtypes costs more than another buffer."""
     # One kernel packs gradients for all ranks if their dtypes are equal (``chunk_cat_`` in
     # ``graphshard._torch.tensors``); otherwise packing takes one kernel per gradient.
     cast = tuple(i for i, t in sent.items() if t.casts)

@@ -25,8 +25,8 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
 
     A bucket keeps its position among the user collectives. Its launch moves to the nearest step at
     which its transfers are ready in ``problem`` and not yet due. Its wait moves to the step at
-    which it is due. If it is due only at the end of the graph, the wait stays, or moves to the
-    launch if that is later. The wait for a reduction that is then averaged over replicas moves to
+    which the bucket is due. If that is the end of the graph, the wait stays, or moves to the launch
+    if the launch is later. The wait for a reduction that is then averaged over replicas moves to
     the launch of the average.
 
     Args:

@@ -217,8 +217,8 @@ class Placer:
     def _due(self, reductions: Sequence[CandidateBucket], k: int) -> int:
         candidate = reductions[k]
         due = candidate.bucket.wait
-        # A follow-up on its shards (an all-reduce over replicas, a copy to the host) starts only at
-        # this wait, which should not come after the launch of the next reduction.
+        # An all-reduce or a host copy of the reduced shards starts only at this wait, which should
+        # not come after the launch of the next reduction.
         if candidate.continues and k + 1 < len(reductions):
             due = min(due, max(candidate.bucket.launch, reductions[k + 1].bucket.launch))
         return due
@@ -311,8 +311,8 @@ class Placer:
     def _in_flight(
         self, candidates: Split, launches: Sequence[int], waits: Sequence[int]
     ) -> list[int]:
-        # A bucket that is waited for at its launch counts in the next step; at the graph's end, in
-        # the last one.
+        # A bucket that is waited for at its launch counts in the step after its launch or, at the
+        # graph's end, in the last step.
         begins = [min(launch, self._num_steps - 1) for launch in launches]
         spans = (
             Span(begin, max(wait, begin + 1), candidate.bucket.num_bytes)

@@ -55,8 +55,7 @@ class PlanParam:
 
 
 def _num_bits(dtype: str) -> int:
-    """Return the bits per element of a dtype, given by name: 16 for "torch.bfloat16"."""
-    digits = re.search(r"\d+", dtype)
+    digits = re.search(r"\d+", dtype)  # 16 for "torch.bfloat16"
     assert digits is not None, dtype
     return int(digits.group())
 

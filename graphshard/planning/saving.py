@@ -119,9 +119,9 @@ def savings(activations: Sequence[float | None], *, may_offload: bool) -> list[S
 
 
 def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving]) -> bool:
-    """Return whether recomputing more can be skipped.
+    """Return whether strategies that recompute more can be skipped.
 
-    It can if the fastest of ``planned`` is slower than the fastest of ``earlier`` that does not
+    They can if the fastest of ``planned`` is slower than the fastest of ``earlier`` that does not
     offload.
     """
     # Earlier strategies with offloading do not count: there, recomputing more may still be faster,

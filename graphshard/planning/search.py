@@ -53,7 +53,7 @@ class BudgetError(BackendError):
 def find_schedule(
     problem: Problem, cost_model: TransferCostModel, limits: ScheduleLimits, *, refine: bool = True
 ) -> tuple[Bucket, ...]:
-    """Return the buckets of ``problem``, in launch order.
+    """Search for a schedule within ``limits``; return its buckets in launch order.
 
     Args:
         problem: problem without host copies, whose buckets ``offload.add_host_copies`` adds.
@@ -135,9 +135,9 @@ class _Search:
         return best
 
     def save_memory(self, best: CandidateSchedule) -> CandidateSchedule:
-        """Return ``best`` with earlier waits for reductions, if these lower the peak.
+        """Return ``best`` with earlier waits for reductions, if that lowers the peak.
 
-        They may raise ``Score.price_us`` by at most the fraction ``MAX_LOSS``.
+        Earlier waits may raise ``Score.price_us`` by at most the fraction ``MAX_LOSS``.
         """
         for room in WAIT_ROOMS:
             schedule = self._placer.place(best.splits, best.sizes, room)

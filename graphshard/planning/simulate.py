@@ -369,7 +369,7 @@ def _lane_us(bucket: Bucket, sizes: Sequence[int], cost_model: TransferCostModel
 
 
 def user_costs(problem: Problem, cost_model: TransferCostModel) -> list[BucketCost]:
-    """Return the cost of each user collective; ``shares`` is set if ours use its interconnect."""
+    """Return user collectives' costs; ``shares`` is set if our collectives use the interconnect."""
     groups = {(t.world, t.stride) for t in problem.transfers if t.group}
     groups |= {(t.num_replicas, t.replica_stride) for t in problem.transfers if t.replicas}
     ours = {cost_model.crosses_nodes(*group) for group in groups}
