@@ -6,7 +6,8 @@
 
 The longer graph must equal the short one with a *segment* of steps inserted, and must show that
 layers repeat (``_Segment.find``). Each further period inserts the segment once more. Other
-quantities, such as the time to compute the fp8 scales of all weights, grow linearly.
+quantities, such as the time to compute the fp8 scales of all weights, grow linearly, as do all
+quantities of a graph that is a single step because it has no transfers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Layers:
     period: int = 1  # number of layers in the repeating pattern
 
     def shifted(self, fqn: str, num_layers: int) -> str:
-        """Add ``num_layers`` to the layer number in ``fqn``; return other names unchanged."""
+        """Return ``fqn`` with ``num_layers`` added to its layer number, if any."""
         pattern = rf"^({re.escape(self.path)}\.)(\d+)(?=\.)"
         return re.sub(pattern, lambda match: f"{match[1]}{int(match[2]) + num_layers}", fqn)
 
@@ -101,11 +102,11 @@ class _Segment:
     short: StepGraph
     longer: StepGraph
     layers: Layers
-    start: int  # its first step in the longer graph; in the short one, the step after it
+    start: int  # its first step; the short graph's step ``start`` comes after the segment
     length: int
-    transfers: range  # positions of its transfers in the longer problem
-    # Numbers of layers by which each inserted segment renumbers the parameters of transfers before
-    # and after it.
+    transfers: range  # positions of its transfers in the longer graph's problem
+    # Each inserted segment adds these to the layer numbers of parameters that are transferred
+    # before and after the segment.
     front_shift: int
     back_shift: int
 
@@ -328,7 +329,7 @@ def _num_distinct(values: Sequence[int]) -> list[int]:
 def _is_alike_around(
     short: Sequence[float], longer: Sequence[float], start: int, length: int
 ) -> bool:
-    """Return whether step times match ``short`` around a segment, and repeat next to it."""
+    """Return whether times match ``short`` around a segment, and repeat the segment next to it."""
     stop, least = start + length, max(0, start - length)
     if not _alike(short[least:start], longer[least:start]):
         return False

@@ -29,7 +29,7 @@ from .workload import Workload, num_recomputed, recompute_layers
 
 Progress = Callable[[str], None]  # called with a description of the work that starts
 
-# Minimum periods of each kind of layer in a shallow copy: the first and last may differ.
+# Minimum periods per kind of layer in a shallow copy; the first and last may be irregular.
 LEAST_PERIODS = 3
 
 
@@ -47,7 +47,7 @@ class Depth(NamedTuple):
     def shallow(self, period: int) -> Depth:
         """Return the depth of the first shallow copy from which to derive this depth.
 
-        A kind of layers is not reduced if the second copy would have as many or more.
+        All layers of a kind are kept if the second copy would have at least as many of them.
         """
         return Depth(*(_few(number, period) for number in self))
 
@@ -68,7 +68,9 @@ class ShallowCopies(NamedTuple):
     shallow: Depth  # depth of the first step
 
     def at_depth(self, depth: Depth) -> TracedStep:
-        """Return the step at ``depth``, rounded to ``shallow`` plus whole periods.
+        """Return the step at ``depth``, rounded down to ``shallow`` plus whole periods.
+
+        Numbers below those of ``shallow`` are rounded up.
 
         Raises:
             NotPeriodicError: as ``deepen``.

@@ -27,8 +27,8 @@ class Exposed:
 
     Attributes:
         what: graph, kind and contents of the bucket.
-        us: time that compute waits for it in one microbatch, in microseconds.
-        why: reason that it is not hidden.
+        us: exposed time in one microbatch, in microseconds.
+        why: reason for the exposure.
     """
 
     what: str
@@ -45,8 +45,8 @@ class Forecast:
         num_params: number of parameters in the full model.
         tokens: number of tokens, or samples, that all ranks train on in a step.
         unit: unit of ``tokens``: "tokens" or "samples".
-        mfu: model FLOPs utilization, as in ``Backend.metrics``: FLOPs of the graphs' products,
-            without recomputation, as a fraction of the GPU's peak in their dtypes.
+        mfu: model FLOPs utilization, as in ``Backend.metrics``: FLOPs of matrix products, attention
+            and convolutions, without recomputation, relative to the GPU's peak in their dtypes.
         exposed: collectives and host copies with the longest exposed time, longest first.
         binds: bottleneck of a step: memory, compute, memory bandwidth, link, latency or host.
         changes: changes that would help, largest gain first.

@@ -77,14 +77,14 @@ def _layers(number: int) -> str:
 
 
 def strategies(cluster: Cluster, tp: int = 1) -> list[str]:
-    """Return ZeRO-3, ZeRO-2 and HSDP over the smallest of ``shard_groups``, if any."""
+    """Return ZeRO-3, ZeRO-2 and, if there are ``shard_groups``, HSDP over the smallest one."""
     return ["zero3", "zero2", *(f"hsdp:{size}" for size in shard_groups(cluster, tp)[:1])]
 
 
 def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
-    """Return the numbers of HSDP shards to try: the groups of ``tp`` ranks in 1, 2 and 4 nodes.
+    """Return the HSDP shard counts to try: the numbers of ``tp``-rank groups in 1, 2 and 4 nodes.
 
-    A number is left out if it is below 2 or does not divide the cluster into several replicas.
+    A count is left out if it is below 2 or does not divide the cluster into several replicas.
     """
     node, num_groups = cluster.hardware.ranks_per_node // tp, cluster.num_gpus // tp
     sizes = (node, 2 * node, 4 * node)
@@ -131,8 +131,8 @@ def largest(
     Models are scaled in depth alone, and in width and depth together.
 
     Args:
-        make_workload: function of a scale factor for width and depth and of a microbatch size; it
-            returns a workload whose name states its width.
+        make_workload: function that takes a scale factor for width and depth and a microbatch size,
+            and returns a workload whose name states its width.
         recipe: settings of the training run, except for the strategy.
         size: number of samples in a microbatch while the model is scaled.
 
@@ -169,7 +169,7 @@ class _Grower:
                 yield self._fit(strategy, "layers", _layers(layers), step_at(layers))
 
     def by_width(self) -> Iterator[LargestFit]:
-        """Yield, for each strategy of ``_widest``, the deepest model of that width.
+        """Yield, for each strategy, the deepest model of the largest width that fits.
 
         The width is found by scaling width and depth together; then only the depth grows.
         """
@@ -192,7 +192,7 @@ class _Grower:
                 yield self._fit(strategy, "samples", f"{size} samples", step_at(size))
 
     def _widest(self) -> dict[str, float]:
-        """Return the largest factor that fits, by strategy; below 1 only if nothing fits at 1."""
+        """Return the largest factor that fits, by strategy; try below 1 only if none fits at 1."""
         best: dict[str, float] = {}
         factor = 1.0
         while fitting := self._fitting(factor):
@@ -236,14 +236,13 @@ class _Grower:
 
     def _steps(self, workload: Workload) -> Callable[[int], TracedStep]:
         """Return a function that maps a number of layers to the step; trace each model once."""
-        # Depth, width and batch grow from the same model, and several factors may round to the same
-        # model.
+        # Depth, width and batch grow from one model, and several factors may round to one model.
         key = workload.name, workload.num_layers, workload.tokens
         if key not in self._traced:
             self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
             deep = Depth.at((LEAST_PERIODS + 2) * workload.period, self.recipe)
             self._traced[key] = trace_copies(workload, deep, self.recipe, self.cluster)
-        copies = self._traced[key]  # determine the step of any depth
+        copies = self._traced[key]
         return lambda num_layers: copies.at_depth(Depth.at(num_layers, self.recipe))
 
     def _plan(self, step: TracedStep, strategy: str) -> PlannedStep | None:

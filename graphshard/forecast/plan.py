@@ -1,4 +1,4 @@
-"""Forecast a training step of a model: trace it, or the same model with fewer layers, and plan."""
+"""Forecast a training step: trace the model, or copies with fewer layers, and plan its graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .report import ShownForecast
 from .trace import TracedStep
 from .workload import Workload, module_workload, recomputed_layers
 
-_MAX_EXPOSED = 8  # collectives that a forecast lists
+_MAX_EXPOSED = 8  # maximum length of ``Forecast.exposed``
 
 
 def plan(
@@ -68,9 +68,9 @@ def plan(
             ``strategy`` counts groups of ``tp`` ranks.
         parallelize: function ``parallelize(model, mesh)`` that applies torch's
             ``parallelize_module`` to a copy of the model; required if ``tp`` > 1. If ``ep`` > 1, a
-            function that splits experts (default: :func:`expert_parallel.parallelize`, balanced).
+            function that splits experts (default: ``expert_parallel.parallelize_balanced``).
         reduce: "ring", "exchange" or "auto": how gradients are reduced, as in ``SchedulePolicy``.
-        ep: number of neighboring ranks over which experts are split. Each has its own microbatch.
+        ep: number of neighboring ranks, each with its own microbatch, over which experts are split.
 
     Raises:
         ValueError: an argument is invalid, ``ep``, ``tp``, or ``tp`` times the strategy's N does

@@ -88,7 +88,7 @@ def plan_step(
         for graph in traced.graphs
     ]
     limits = _limits(graphs, recipe, outside)
-    # In training, a pass of the partitioner calls the same function, ``choose_kept``.
+    # The partitioner pass that runs in real training also decides with ``choose_kept``.
     for i, (forward, backward) in enumerate(pairwise(tuple(graphs))):
         if (forward.kind, backward.kind) == (GraphKind.FORWARD, GraphKind.BACKWARD):
             pair = _keep_for_backward(forward, backward, cost_model, limits.peak, keep_all)

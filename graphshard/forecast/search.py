@@ -1,8 +1,8 @@
 """Plan and compare recipes for training a model on a cluster.
 
-One trace per precision and microbatch size, with all layers or none recomputed, serves ZeRO-3,
-ZeRO-2, HSDP and offload: unless rows are padded, they differ only in where shards are held. hpZ on
-several nodes needs another trace, and so does DDP if replicas could fit. Offload and partial
+One trace per precision, microbatch size and recomputation (all layers or none) serves ZeRO-3,
+ZeRO-2, HSDP and offload: unless rows are padded, their steps are derived from it. hpZ on several
+nodes needs another trace, and so does DDP if replicas could fit. Offload and partial
 recomputation cost time, so they are planned only where ZeRO-3 does not fit without them. Each
 degree of tensor parallelism needs its own traces, but only a few: microbatches are planned from the
 largest to the first that fits.
@@ -77,7 +77,7 @@ class PlannedRecipe:
 class SearchResult:
     """The result of a search; ``print`` shows the Pareto front of time and memory."""
 
-    candidates: tuple[PlannedRecipe, ...]  # those that fit, then the others; fastest first
+    candidates: tuple[PlannedRecipe, ...]  # candidates that fit come first; then by step time
     refused: tuple[str, ...]  # recipes that were not planned, and the reasons
     num_traces: int
 
@@ -143,8 +143,8 @@ def search(
     Args:
         size: number of samples of a rank, or of ``recipe.tp`` ranks, in a step, over all
             microbatches.
-        recipe: recipe with the optimizer, ``budget_gb``, ``tp`` and ``reduce``; ``ep`` must be 1,
-            and its other fields are ignored.
+        recipe: settings of all candidates: optimizer, ``budget_gb``, ``reduce`` and ``tp``, to
+            which ``split`` adds other degrees. ``ep`` must be 1; other fields are ignored.
         split: whether to also plan tensor parallelism within a node, with the same number of
             samples per rank in a step.
         dtypes: precisions to try (default: bf16, and fp8 if the device has it and ``recipe.tp`` is
@@ -248,9 +248,9 @@ class _Search:
         return [tp for tp in powers if node % tp == 0 and tp < num_gpus and num_gpus % tp == 0]
 
     def add_split(self, tp: int) -> None:
-        """Plan tensor parallelism over ``tp`` ranks, with microbatches down to the first that fits.
+        """Plan tensor parallelism over ``tp`` ranks, with ever smaller microbatches until one fits.
 
-        If the whole batch does not fit in one, also plan with all layers recomputed.
+        If the whole batch does not fit in one microbatch, also plan with all layers recomputed.
         """
         if "fp8" in self.dtypes:
             self.refused.append(_NO_FP8)
@@ -261,7 +261,7 @@ class _Search:
         try:
             for recompute in (0.0, 1.0):
                 if self._add_largest(self._base(dtype, recompute, tp), size) == size:
-                    return  # a single microbatch: recomputation cannot save one
+                    return  # one microbatch fits without recomputation, which would cost time
         except ValueError as error:
             self.refused.append(f"tensor parallelism: {error}")
 
@@ -288,7 +288,7 @@ class _Search:
         self.candidates += [candidate] if candidate is not None else []
 
     def add_partial_recomputation(self, dtype: str) -> None:
-        """Plan partial recomputation with the smallest microbatch that plain ZeRO-3 cannot fit.
+        """Plan partial recomputation with the smallest microbatch too large for plain ZeRO-3.
 
         Only recipes that might beat the fastest candidate are planned.
         """
@@ -329,7 +329,7 @@ class _Search:
     def _least_recomputed(
         self, recipe: Recipe, copies: ShallowCopies, tried: Sequence[Depth], microbatch: int
     ) -> PlannedRecipe | None:
-        """Plan the last of ``tried`` that leaves ``RESERVED`` memory free, or return None."""
+        """Plan the last depth in ``tried`` that leaves ``RESERVED`` of the memory free, if any."""
 
         @functools.cache
         def planned(number: int) -> PlannedRecipe | None:

@@ -1,4 +1,4 @@
-"""Workloads: a model and its inputs; with a configuration, the number of layers can vary."""
+"""Workloads to forecast: a model, from a script, module or configuration, and a microbatch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Workload:
     """A model and a microbatch on one rank."""
 
     name: str
-    make: Callable[[int | None], tuple[nn.Module, Inputs]]  # takes the number of layers, or None
+    make: Callable[[int | None], tuple[nn.Module, Inputs]]  # takes the number of layers (None: all)
     tokens: int  # number of tokens or samples in the microbatch
     unit: str = "tokens"  # unit of ``tokens``: "tokens" or "samples"
     num_layers: int | None = None  # None: ``make`` cannot change it
@@ -200,7 +200,7 @@ def is_function(model: str) -> bool:
 
 
 def is_config(model: str) -> bool:
-    """Return whether ``model`` names a configuration: a folder, ``FAMILY:..`` or a public model."""
+    """Return whether ``model`` is a folder, cached Hub model, ``FAMILY:..`` or public model."""
     family, colon, _ = model.partition(":")
     return (
         model.lower() in PUBLIC_MODELS
