@@ -2,7 +2,7 @@
 
 A *block* is one allocation. Work on one stream runs in order; work on two streams is unordered
 unless one stream waits for an event recorded on the other. The host's own reads and writes are work
-on the stream `HOST`.
+on the stream ``HOST``.
 
     Allocate(0)  Work("copy_in", compute)  Record(e, compute)  WaitEvent(e, nccl)
     Work("all_gather", nccl)  Record(f, nccl)  WaitEvent(f, compute)  Work("mm", compute)  Free(0)
@@ -22,7 +22,7 @@ class Allocate:
 
     block: int  # number of the allocation, never reused
     num_bytes: int  # requested size, not rounded
-    stream: str  # stream on which later allocations may reuse the memory; `HOST` for host memory
+    stream: str  # stream on which later allocations may reuse the memory; ``HOST`` for host memory
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Record:
 
 @dataclass(frozen=True)
 class WaitEvent:
-    """A wait for an event by later work on ``stream`` or, with `HOST`, by the host itself."""
+    """A wait for an event by later work on ``stream`` or, with ``HOST``, by the host itself."""
 
     event: int
     stream: str

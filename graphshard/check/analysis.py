@@ -33,7 +33,7 @@ class Counts:
 
 
 def count(actions: Sequence[Action], calls: Iterable[GraphCall]) -> Counts:
-    """Count the actions of a step; ``calls`` hold positions in ``actions``."""
+    """Count kernels, copies and waits in a step; ``calls`` hold positions in ``actions``."""
     in_graphs = [action for call in calls for action in actions[slice(*call.actions)]]
     work = [action for action in in_graphs if isinstance(action, Work)]
     return Counts(
@@ -83,7 +83,6 @@ def _sizes(actions: Sequence[Action]) -> dict[int, int]:
 
 
 def _alive_bytes(actions: Sequence[Action], total: int, sizes: Mapping[int, int]) -> Iterator[int]:
-    # Ignore blocks that are not in ``sizes``.
     for action in actions:
         if isinstance(action, Allocate):
             total += sizes.get(action.block, 0)
@@ -125,7 +124,7 @@ def order_differences(plans: Sequence[Plan], call: GraphCall) -> list[str]:
 
 
 def _planned(plan: Plan) -> tuple[list[_PlannedLaunch], list[int]]:
-    """Return the launches of a plan, and their order as in ``GraphCall.order``."""
+    """Return a plan's launches, and the order of launches and waits, as in ``GraphCall.order``."""
     problem, num_buckets = plan.problem, len(plan.buckets)
     users = problem.user_collectives
     launches: list[_PlannedLaunch] = []

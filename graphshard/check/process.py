@@ -53,7 +53,7 @@ class Result:
 
 
 class CheckError(RuntimeError):
-    """Error raised if the function or its process fails, or takes too long."""
+    """Error raised if a function in a child process fails, its process dies, or time runs out."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"{failure.details}\n{failure.cause}".strip())

@@ -6,8 +6,8 @@
 A block is a tensor's storage. It ends when its last reference is gone or its size changes; both are
 checked before every action.
 
-[Note: lifetimes] How a collective's memory stays alive while it runs. Line numbers: comments of
-ProcessGroupNCCL.hpp in torch 2.13 (2.11 in parentheses). Functional.cpp: main branch.
+[Note: lifetimes] How a collective's memory stays alive while it runs. Line numbers refer to
+comments in ProcessGroupNCCL.hpp, torch 2.13 (2.11 in parentheses); Functional.cpp is from main.
 
 - ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` of one tensor are coalesced collectives
   of a list of one (Functional.cpp), so they run ``collectiveCoalesced``, 1173 (1180), instead of
@@ -152,7 +152,7 @@ class Recorder:
         self.work("a host kernel", [tensor for _, tensor in pairs], written, HOST)
 
     def pinned(self, tensor: torch.Tensor) -> None:
-        """Remember a new tensor in pinned host memory: only its copies can be asynchronous."""
+        """Remember a new pinned tensor: copies to and from unpinned memory block the host."""
         storage = WeakStorage(tensor)
         self._pinned[storage.address] = storage
 
@@ -177,7 +177,7 @@ class Recorder:
             self._host_waits("synchronize_device", sorted(streams - {HOST}))
 
     def _host_waits(self, name: str, streams: Iterable[str]) -> None:
-        # Record a single wait of the host, for all work issued so far.
+        # Record a single wait of the host, for all work issued to ``streams`` so far.
         for stream in streams:
             self._order(stream, name)
         self._order(name, HOST)

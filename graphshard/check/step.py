@@ -69,12 +69,12 @@ def record_steps(
     """Train a sharded model for a few steps and record the last one.
 
     Args:
-        make_model: returns the model and inputs; called with the GPU as the default device.
+        make_model: function that returns model and inputs, with the GPU as the default device.
         options: arguments of ``graphshard.backend``, read after ``make_model``, which may add some.
         rank: rank whose step is recorded.
         dynamic: argument of ``torch.compile``.
-        parallelize: function that splits the model over the mesh axis "tp" or "ep", if its size
-            is greater than 1.
+        parallelize: function that splits the model over the mesh axis "tp" or "ep", if the axis has
+            several ranks.
     """
     recorder.clear()
     with fake_mesh(ranks, "cuda", rank) as mesh:
