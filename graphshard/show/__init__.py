@@ -4,8 +4,6 @@
 ``table``, ``trace``, ``page`` and ``diff`` present dumps.
 """
 
-# This package may import ``cost`` and ``planning``.
-
 from .diff import diff
 from .dump import Dump
 from .dump_folder import DumpWriter, profile

@@ -6,7 +6,7 @@ their number or their parameters changed:
     merged     2 all_gather -> 1: norm.weight, up.weight -> norm.weight .. up.weight (2)
     split, regrouped, changed, added, removed
 
-Otherwise, each change of the bucket yields a line: moved, resized, packed differently.
+Otherwise, each change of a bucket yields a line: moved, resized or packed differently.
 """
 
 from __future__ import annotations

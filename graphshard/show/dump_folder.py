@@ -105,7 +105,10 @@ def _load(path: Path, mtime_ns: int) -> Dump:
 
 
 def _measured(folder: Path, dumps: Sequence[Dump]) -> list[Json | None]:
-    """Summarize each dump's graph from each rank's last profile that has it; None if none has."""
+    """Summarize the measured runs of each dump's graph; None for a graph without any.
+
+    For each rank, only the newest profile with runs of the graph counts.
+    """
     by_rank: list[dict[int, list[GraphRun]]] = [{} for _ in dumps]
     for recorded in _profiles(folder):  # oldest first, so that newer profiles win
         rank = recorded.get("distributedInfo", {}).get("rank", 0)
@@ -223,8 +226,8 @@ def profile(
     Args:
         path: path of the trace, ``.json``; its folder must exist.
         dump: the backend's ``dump`` folder (default: the folder of ``path``).
-        all_ranks: whether all ranks enter and write, to a folder that they share: rank 3 to
-            "step.rank3.trace.json" for "step.trace.json". The page stacks them.
+        all_ranks: whether all ranks enter and write, to a folder that they share: for
+            "step.trace.json", rank 3 writes "step.rank3.trace.json". The page stacks the timelines.
 
     Raises:
         ValueError: a folder does not exist, or a dump cannot be read.

@@ -13,7 +13,7 @@ def metrics(dumps: Sequence[Dump]) -> dict[str, float]:
     """Return metrics of the training graphs in ``dumps``; each graph counts once.
 
     Times are predicted, in microseconds. Sizes are in bytes: the largest planned live memory of a
-    graph, and for each kind of transfer the full buffers, as in the tables.
+    graph, and for each kind of transfer the total size of its full buffers, as in the tables.
     """
     training = [dump for dump in dumps if dump.plan.graph != GraphKind.INFERENCE]
     totals = [dump.totals for dump in training]

@@ -111,7 +111,7 @@ def steps_data(
 
 
 def step_data(name: str, phases: Sequence[Phase], graphs: Sequence[Json], note: str = "") -> Json:
-    """Return a step that runs ``phases``: the sum of their times, the maximum of their peaks."""
+    """Return the data of a step that runs ``phases``: summed times and maximum sizes."""
     run = [(graphs[phase.graph], phase.runs) for phase in phases]
     measured = [count * m["median_us"] for graph, count in run if (m := graph["measured"])]
     predicted = {
@@ -252,7 +252,7 @@ def _memory(dump: Dump) -> Json:
 
 
 def named_bytes(sizes: Mapping[str, int | Sequence[int]]) -> list[Json]:
-    """Return limits in bytes, or bytes for each step, with their names."""
+    """Return JSON objects that pair each name with its size in bytes, or its size in each step."""
     return [{"name": name, "bytes": num_bytes} for name, num_bytes in sizes.items()]
 
 

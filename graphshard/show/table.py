@@ -259,7 +259,7 @@ def _collective_ms(dump: Dump, i: int) -> float:
 def exposed_reason(dump: Dump, i: int) -> str:
     """Return why compute waits for bucket ``i``, from the timeline and the limits."""
     bucket, problem = dump.plan.buckets[i], dump.plan.problem
-    fetches = bucket.kind.is_fetch  # launch earlier to hide it; for other kinds, wait later
+    fetches = bucket.kind.is_fetch  # hidden by an earlier launch; other kinds by a later wait
     if fetches and not sum(problem.compute_us[: bucket.wait]):
         return "first: no compute before it"
     if not fetches and not sum(problem.compute_us[bucket.launch :]):

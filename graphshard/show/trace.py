@@ -211,7 +211,7 @@ _FORWARD, _BACKWARD = "CompiledFunction", "CompiledFunctionBackward"
 _SEQUENCE = "Sequence number"
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 _WAIT, _GLOO = "_c10d_functional::wait_tensor", "gloo:"
-_MAX_SPANS = 2000  # per lane of a run; shorter gaps would be invisible
+_MAX_SPANS = 2000  # per lane of a run; shorter gaps are merged, as they would be invisible
 BusyUs: TypeAlias = list[tuple[float, float]]
 
 
@@ -221,8 +221,8 @@ class GraphRun(NamedTuple):
     start_us: float  # start of its first GPU kernel or copy, or of the call if it launched none
     us: float  # time until the end of its last GPU kernel or copy, or of the call
     dump: Dump
-    # Start, counted from ``start_us``, and duration of the busy times of each lane. On a CPU,
-    # compute is busy unless it waits for a collective.
+    # Busy spans of each lane: start relative to ``start_us``, and duration. On a CPU, compute is
+    # busy unless it waits for a collective.
     lanes: dict[str, BusyUs]
 
 
@@ -314,7 +314,7 @@ def _host_work(
 
 
 def _merged(spans: Sequence[tuple[float, float]], gap_us: float) -> BusyUs:
-    """Return start and duration of sorted (start, end) spans; merge gaps up to ``gap_us``."""
+    """Merge sorted (start, end) spans across gaps up to ``gap_us``; return starts and durations."""
     merged: list[list[float]] = []
     for start, end in spans:
         if merged and start <= merged[-1][1] + gap_us:
@@ -325,7 +325,7 @@ def _merged(spans: Sequence[tuple[float, float]], gap_us: float) -> BusyUs:
 
 
 def with_predictions(measured: Trace, dumps: Sequence[Dump]) -> Trace:
-    """Label ``measured``, and add a process with the predicted timeline of each run."""
+    """Return ``measured`` with labeled processes, and with a process of predicted timelines."""
     events = [_with_label(event) for event in measured["traceEvents"]]
     predicted: list[TraceEvent] = []
     free_us = 0.0
