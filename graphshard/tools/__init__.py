@@ -3,5 +3,3 @@
 ``demo`` trains one model with graphshard, DDP and FSDP2, and ``consolidate`` converts a checkpoint
 to one file, or back.
 """
-
-# This package may import anything but ``__main__``.

@@ -88,8 +88,8 @@ class Checkpoint:
         others: flat names of all other values.
 
     Raises:
-        ValueError: ``folder`` is not a checkpoint or is damaged, or has nothing under ``key``;
-            otherwise as :func:`without_prefix`.
+        ValueError: ``folder`` is not a checkpoint, is damaged or has nothing under ``key``, or
+            ``prefix`` cannot be removed (see :func:`without_prefix`).
     """
 
     def __init__(self, folder: Path, key: str | None, prefix: str | None = None) -> None:

@@ -6,8 +6,8 @@ A checkpoint is a folder that ``torch.distributed.checkpoint`` (DCP) wrote.
     consolidate DIR OUT.safetensors   tensors only, under DCP's flat names, without the key
     consolidate FILE DIR              a checkpoint that any number of ranks can load
 
-The conversion runs in one process, without a process group. The target is renamed from a scratch
-file once it is complete. No code from a checkpoint is run; errors for damaged files name the file.
+The conversion runs in one process, without a process group. Output goes to a scratch path that is
+renamed once complete. No code from a checkpoint is run; errors for damaged files name the file.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def consolidate(
 
     Raises:
         ValueError: ``source`` does not exist, is damaged or lacks ``key``; ``target`` exists, has
-            another suffix or cannot hold the content; no name has the prefix, or removing it makes
-            two names equal.
+            an unsupported suffix or cannot hold the content; no name has the prefix, or removing it
+            makes two names equal.
     """
     source, target = Path(source), Path(target)
     if target.exists():

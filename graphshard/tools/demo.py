@@ -6,8 +6,8 @@
 All three are compiled, and train a byte-level GPT on the sources of Python's standard library,
 from the same parameters and on the same batches. Losses, speeds and the memory between steps are
 measured in that run; the collectives and the gathered memory come from graphshard's plans. On
-several CPU ranks, the last steps run on a modelled wire, whose time can be hidden because it needs
-no cores.
+several CPU ranks, the last steps run on a modelled wire: its delays need no cores, so compute can
+hide them.
 """
 
 from __future__ import annotations

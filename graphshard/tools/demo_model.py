@@ -88,7 +88,7 @@ def load_text() -> torch.Tensor:
     """Return up to ``TEXT_BYTES`` bytes of the standard library's top-level modules, as uint8.
 
     Raises:
-        RuntimeError: this Python installation has no sources.
+        RuntimeError: the modules have fewer than 100,000 bytes, as in a Python without sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()

@@ -71,7 +71,7 @@ class Training:
     model: nn.Module
     losses: list[float] = field(default_factory=list)  # per step, averaged over ranks
     seconds: list[float] = field(default_factory=list)  # per step, on the slowest rank
-    # Bytes of parameters, gradients, AdamW state on the rank with the most; see ``count_memory``.
+    # Bytes of parameters, gradients and AdamW state, each on the rank with the most of that kind.
     held_bytes: Sequence[float] = ()
 
     def __post_init__(self) -> None:
