@@ -209,8 +209,8 @@ def _tensor_error(param: nn.Parameter, groups: MeshGroups, all_meta: bool) -> st
         )
     if param.is_meta and not all_meta:
         return (
-            "is on the meta device: shard a model that is entirely on meta with graphshard.shard, "
-            "then call to_empty() and initialize it before the first step"
+            "is on the meta device: call graphshard.shard while the whole model is on meta, then "
+            "call to_empty() and initialize the model before its first step"
         )
     return None
 
@@ -226,10 +226,10 @@ def _layout_error(param: DTensor, groups: MeshGroups) -> str | None:
     if (error := _tp_mesh_error(mesh, groups.mesh)) is not None:
         return error
     if mesh != groups.tp_mesh:
-        return f"but others are on {groups.tp_mesh}: parallelize all of them on one mesh"
+        return f"but other tensors are on {groups.tp_mesh}: parallelize the model on one mesh"
     for placement in param.placements:
         if type(placement) not in (Shard, Replicate):
-            return "but only Shard and Replicate can be sharded further: redistribute it"
+            return "but all its placements must be Shard or Replicate: redistribute it"
         if isinstance(placement, Shard) and param.shape[placement.dim] % mesh.size():
             return (
                 f"but its size {param.shape[placement.dim]} in dim {placement.dim} is not a "
@@ -241,7 +241,7 @@ def _layout_error(param: DTensor, groups: MeshGroups) -> str | None:
 def _tp_mesh_error(tp_mesh: DeviceMesh, mesh: DeviceMesh) -> str | None:
     slices = f'slices of one mesh, as in parallelize_module(model, mesh["tp"], plan) and {_DP_MESH}'
     if slice_equal_to(tp_mesh, mesh) is None:
-        return f"and cannot be sharded over {mesh}: both must be {slices}"
+        return f"and cannot be sharded over {mesh}: both meshes must be {slices}"
     if tp_mesh.ndim != 1:
         return (
             "but tensor parallelism over several axes is not supported: pass parallelize_module a "
@@ -249,8 +249,8 @@ def _tp_mesh_error(tp_mesh: DeviceMesh, mesh: DeviceMesh) -> str | None:
         )
     if set(tp_mesh.mesh.tolist()) & set(mesh.mesh.flatten().tolist()) != {dist.get_rank()}:
         return (
-            f"which overlaps {mesh}: they must be different {slices}; experts need their own mesh, "
-            'as in overrides={glob: {"mesh": mesh["efsdp"]}}'
+            f"which overlaps {mesh}: pass different {slices}; experts need their own mesh, as in "
+            'overrides={glob: {"mesh": mesh["efsdp"]}}'
         )
     return None
 
@@ -299,7 +299,7 @@ def _nearest(glob: str, fqns: Sequence[str]) -> str:
 
 
 def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
-    """Return a field of ``policy`` that only affects modules, as text, or None."""
+    """Return a set field of ``policy`` that affects only inputs and outputs, or None."""
     if policy.output_dtype is not None:
         return f"output_dtype={policy.output_dtype}"
     return None if policy.cast_forward_inputs else "cast_forward_inputs=False"
@@ -447,9 +447,9 @@ def _bytes_of(tensor: torch.Tensor) -> range:
 
 
 def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors with overlapping byte ranges share an element, or may share one."""
+    """Return whether two tensors with overlapping byte ranges share an element."""
     if one.itemsize != other.itemsize:
-        return True
+        return True  # assumed
     # Mark the elements of one tensor in a map of the storage, and look for marks in the other.
     first = min(one.storage_offset(), other.storage_offset())
     stop = max(_bytes_of(one).stop, _bytes_of(other).stop) // one.itemsize

@@ -32,7 +32,7 @@ _Labels: TypeAlias = "defaultdict[fx.Node, _Label]"
 
 class _Step(NamedTuple):
     op: str  # name of the function, method or module
-    # Labels of values, and constants; None for higher-order operators and inside of their bodies.
+    # Labels of values, and constants; None for higher-order operators and in their bodies.
     arguments: object
     line: str  # file, line number and text of the user's code
 
@@ -48,7 +48,7 @@ class ForwardCheck:
         self._plain: tuple[_Step, ...] | None = None
 
     def trace_plain(self, module: nn.Module, call: Callable[[], object]) -> None:
-        """Trace a call of a module before it is sharded, up to the first graph break.
+        """Trace and store a call of a module that is not sharded yet, up to the first graph break.
 
         Does nothing unless the environment variable ``GRAPHSHARD_CHECK`` is 1 and no ``mp_policy``
         casts parameters or outputs. If Dynamo captures no graph, the call runs as plain Python.
@@ -59,9 +59,12 @@ class ForwardCheck:
             self.expect(*captured, names_of(module))
 
     def expect(self, gm: fx.GraphModule, inputs: Sequence[object], fqns: Mapping[int, str]) -> None:
-        """Store a plain model's graph for :meth:`check`, unless an ``mp_policy`` casts.
+        """Store the graph of a model that is not sharded yet, for :meth:`check`.
 
-        ``fqns`` maps ids of parameters to names; if it is empty, nothing is stored.
+        Does nothing if an ``mp_policy`` casts parameters or outputs, or if ``fqns`` is empty.
+
+        Args:
+            fqns: names of the model's parameters, keyed by their ``id``.
         """
         if fqns and not self._casts:  # without names, the model was sharded before
             self._plain = _trace_of(gm, [self._fqn(value, fqns) for value in inputs])

@@ -90,7 +90,7 @@ class _Gathered:
         self._tensors = tensors
         self._states = self._read_states()
 
-    # Changes of ``tensor.data`` go undetected: they leave no trace on the tensor.
+    # In-place ops on ``tensor.data`` go undetected: they do not change the version of ``tensor``.
     def _read_states(self) -> list[tuple[int, int]]:
         # An in-place change of a DTensor increments its own version, not its local tensor's.
         pairs = zip(self.full.values(), self._tensors)
@@ -126,7 +126,7 @@ def _sharded(module: nn.Module, name: str) -> ShardedParam:
 
 
 class _Unshard(torch.autograd.Function):
-    """Autograd function from the shards of one module to its full parameters."""
+    """Autograd function that gathers a module's full parameters from their shards."""
 
     @staticmethod
     def forward(

@@ -5,9 +5,9 @@ optimizer steps parameters that were never sharded.
 
 [Note: first forward] With a mixed-precision policy, sharding adds hooks that cast a model's inputs
 and outputs, as in FSDP2. A forward only calls hooks that are registered when it begins. Dynamo
-calls the backend in the middle of the first forward, which is too late to cast its inputs, or
-never: if Dynamo is disabled, or leaves the whole call to Python, as after ``compile()`` of a
-torch.nn module. Therefore graphshard must find the module earlier.
+calls the backend in the middle of the first forward, which is too late to cast the inputs. It never
+calls the backend if it is disabled or leaves the whole call to Python, as in ``nn.Linear`` after
+``module.compile()``. Therefore graphshard must find the module earlier.
 
 ``torch.compile`` passes only graphs to a backend. But when it is given a module, it reads the
 backend's ``__name__`` (``_TorchCompileWrapper`` in torch/__init__.py, 2.11 and 2.13), and the
@@ -17,7 +17,7 @@ _torch/dynamo.py. If torch stops doing either, a first forward whose inputs are 
 error with advice, and tests/graph/test_first_forward.py fails.
 
 [Note: never sharded] A model is never sharded if its compiled code never runs: the user calls the
-plain model, or Dynamo is off while a function is compiled. Each rank then trains its own model. The
+plain model, or compiles a function while Dynamo is off. Each rank then trains its own model. The
 symptom is an optimizer step on plain parameters that have gradients:
 
     torch.compile gets a model, or a function that refers to it    watched until it is sharded
@@ -59,7 +59,7 @@ from .sharded_param import sharded_model_of, sharded_param_of
 
 
 class Sharder(Protocol):
-    """Interface of ``Backend`` that this module uses; see that class for docstrings."""
+    """The part of ``Backend`` that this module uses."""
 
     options: Options
     forward_check: ForwardCheck
@@ -77,12 +77,12 @@ class Sharder(Protocol):
 def shard_before_first_forward(
     sharder: Sharder, request: CompileRequest, policy: MixedPrecisionPolicy
 ) -> None:
-    """Register ``_FirstForward`` on the module of ``request``, if any, unless it is all sharded.
+    """Register a hook that shards a compiled module in its first forward, and casts the inputs.
 
-    See [Note: first forward].
+    Does nothing for a function, or for a module that is fully sharded. See [Note: first forward].
 
     Args:
-        policy: policy by which the inputs of the module are cast.
+        policy: policy that sets the dtype of the inputs.
     """
     root = request.module
     if root is None:
@@ -102,10 +102,10 @@ def forget_first_forward(root: nn.Module) -> None:
 def has_yet_to_cast(root: nn.Module, call: CompiledCall) -> bool:
     """Return whether ``_FirstForward`` has yet to cast the inputs of the call in progress.
 
-    This is the case while an earlier hook runs. If so, ``_FirstForward`` will cast them even if
-    ``root`` is sharded by then.
+    This is the case while an earlier hook runs. If so, also make ``_FirstForward`` cast the inputs
+    even if ``root`` is sharded by then.
     """
-    # Global hooks, and the user's from before torch.compile, run first. If Dynamo compiles one of
+    # Global hooks, and hooks registered before torch.compile, run first. If Dynamo compiles one of
     # them, the module is sharded at that point, and ``_FirstForward`` only casts the inputs.
     begun = call.module is root and root in call.called
     hooks = _hooks_of(root) if begun else []
@@ -223,7 +223,7 @@ def watch(sharder: Sharder, compiled: object) -> None:
 
 
 def stop_watching(sharder: Sharder) -> None:
-    """Stop watching ``sharder`` as a new backend, and all models that are sharded by now."""
+    """Stop watching ``sharder`` itself, and all models that are sharded by now."""
     _idle.discard(sharder)
     _watched[:] = [w for w in _watched if any(w.plain_modules())]
     if not _watched and not _idle:
@@ -295,8 +295,8 @@ def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.P
     name = next(name for name, param in module.named_parameters() if param in stepped)
     raise BackendError(
         f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which "
-        "torch.compile(..., backend=graphshard.backend(...)) has not sharded: no compiled call of "
-        "it has run, so each rank trains its own model. Call the model that torch.compile "
+        "torch.compile(..., backend=graphshard.backend(...)) has not sharded: the model never ran "
+        "compiled, so each rank trains its own copy. Call the model that torch.compile "
         "returned, with compilation enabled (no disable=True, TORCH_COMPILE_DISABLE=1, "
         "set_stance('force_eager') or suppress_errors); or call graphshard.shard(model, mesh), "
         "which also trains uncompiled models; or list its parameters in ignored_params if you "

@@ -1,7 +1,8 @@
 """Sharded parameters as inputs of compiled graphs: find their module, guard and check them.
 
 A full parameter is a copy that was gathered for one forward. Compiling raises an error for a graph
-that changes one in place, which would be lost silently, or that reads one without its module.
+that changes a full parameter in place, because the change would be lost, or that reads a parameter
+through a reference that bypasses its module.
 
 Backward gathers again from the shard that forward saved, and raises if the shard has changed since.
 Autograd does not notice such a change: an in-place op on a DTensor increments only the version of
@@ -107,7 +108,7 @@ def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> b
             continue
         owners = uncompiled_modules(trace.owners(source))
         if param.is_replaced() and any(map(take_replacements, owners)):
-            synced = False  # the trace has the replaced parameter's shard
+            synced = False  # the trace has read the old shard
             continue
         synced &= param.sync()  # False if its requires_grad has changed
     return synced
@@ -162,14 +163,14 @@ def _refuse_changes(graph: fx.Graph, fqns: Mapping[int | None, str]) -> None:
             read[traced_storage(node)] = fqns.get(traced_storage(shard), str(shard))
     for node in graph.nodes:
         value, storage = traced_value(node), traced_storage(node)
-        # Fake tensors also count versions: 0 until an op in the graph writes to one.
+        # Fake tensors also count versions: 0 until an op in the graph writes to them.
         if isinstance(value, torch.Tensor) and storage in read and version_of(value):
             raise BackendError(changed_in_place(read[storage]))
 
 
 # --- parameters that change between forward and backward -----------------------------------------
 
-# Attribute of a run's autograd node: the parameters whose shards it saved, with versions.
+# Attribute of a graph's autograd node: the parameters whose shards it saved, with versions.
 _VERSIONS = "graphshard_versions"
 
 # A hook on all optimizers, which increments versions after each step, because foreach ops on

@@ -53,7 +53,7 @@ class Incoming(torch.Tensor):
 def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assigns: bool) -> object:
     """Convert a state dict's value to one that a sharded parameter can load.
 
-    Other types and shapes are returned unchanged, because torch reports them.
+    Values of the wrong type or shape are returned unchanged: torch reports them.
 
     Args:
         assigns: whether the value replaces the parameter (``assign=True``) or is copied into it.
@@ -76,7 +76,7 @@ def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assign
 
 
 def _assigned(full: torch.Tensor, sharded_param: ShardedParam) -> nn.Parameter:
-    """Return a parameter made from ``full``; tied modules that load the same tensor share it."""
+    """Return a parameter made from ``full``, the same one for tied modules that load ``full``."""
     known = sharded_param.assigned
     if known is not None and (source := known.source()) is not None and _is_same(source, full):
         return known.parameter

@@ -102,9 +102,9 @@ class MeshGroups:
         return None if self.tp_mesh is None else self.tp_mesh.get_group().group_name
 
     def regather_group(self, num_ranks: int) -> str:
-        """Return the group of this rank and its neighbors, ``num_ranks`` in all.
+        """Return the group of ``num_ranks`` neighboring ranks, including this one.
 
-        This may be a collective.
+        The first call may be a collective, because it may create the group.
         """
         if num_ranks == self.num_shards:
             return self.shards
@@ -159,12 +159,12 @@ def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def agreed_exchange(groups: MeshGroups, text: str, *, is_new: bool = False) -> Iterator[None]:
-    """Log the exchange that runs in this context; if it is new, wait until all ranks agree.
+    """Log the communication in this context; wait until all ranks agree if ``text`` is new.
 
     Args:
         text: description that is equal on all ranks; its first line names the purpose.
         is_new: whether to wait even if this rank has logged ``text`` before. If every rank passes
-            True except to repeat its last exchange of this kind, different exchanges never mix.
+            True whenever ``text`` changes, ranks that differ raise instead of mixing their data.
     """
     call_log, plan_id = call_log_of_mesh(groups), digest(text)
     if is_new:
@@ -176,9 +176,9 @@ def agreed_exchange(groups: MeshGroups, text: str, *, is_new: bool = False) -> I
 
 
 def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) -> None:
-    """Wait until all ranks have reached ``what``, a function that gathers or saves ``name``.
+    """Wait until all ranks have called ``what``, a function that gathers or saves ``name``.
 
-    If only some ranks call it, the error quotes ``remedy``, the code to use instead.
+    If only some ranks call ``what``, the error quotes ``remedy``, the code to use instead.
     """
     text = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
     with agreed_exchange(groups, text, is_new=True):

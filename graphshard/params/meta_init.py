@@ -1,4 +1,4 @@
-"""Initialize a sharded model on the meta device.
+"""Initialize a sharded model whose parameters are on the meta device.
 
 ``fill`` takes full tensors, in memory or in files, and each rank copies only its rows.
 ``materialize`` calls the model's own initialization, with a few real parameters per call:
@@ -302,7 +302,7 @@ def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups
         for name, param in root.named_parameters():
             sharded = sharded_param_of(param)
             assert sharded is not None, f"{name} is not sharded"
-            # Reads one parameter's rows at a time, or all of it if rows cannot be read separately.
+            # Reads this rank's rows, or the whole parameter if rows cannot be read separately.
             local_tensor(sharded.dtensor).copy_(_part_of(values[name], sharded.spec))
 
 

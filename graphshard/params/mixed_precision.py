@@ -72,7 +72,7 @@ def cast_at_boundary(boundary: CastBoundary) -> None:
 def check_cast_boundaries(
     root: nn.Module, options: Options, in_use: bool, will_cast: bool = False
 ) -> None:
-    """Raise BackendError if a forward has begun without the casts of a cast boundary.
+    """Raise BackendError if the forward of a cast boundary has begun without its casts.
 
     Args:
         in_use: whether a forward of ``root`` may be running.

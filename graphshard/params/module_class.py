@@ -74,7 +74,7 @@ class ShardedModule(NoticesReplacement):
 
     # Slicing a ParameterList calls self.__class__(), which must make a plain module. The switch to
     # the plain class is in __init__, because copying and unpickling call cls.__new__(cls) and need
-    # an instance of cls. Dynamo cannot trace it, so under tracing __new__ makes the module.
+    # an instance of cls. Dynamo cannot trace the switch: __new__ makes the module under tracing.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         new: Any = super().__new__
@@ -206,7 +206,7 @@ def had_sharded(module: nn.Module, name: str) -> bool:
 
 
 # Never emptied: Dynamo guards on the class, so a model that is built after an identical one was
-# freed reuses its compiled graphs.
+# freed can reuse the compiled graphs.
 @functools.cache
 def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type[ShardedModule]:
     namespace: dict[str, object] = {name: _accessor(name, reading) for name, reading in readings}
@@ -248,7 +248,7 @@ def _move(dim: int) -> Callable[[Any], Any]:
 def _wrap(dim: int, parallel: TensorParallel) -> Callable[[Any], Any]:
     mesh, placements, shape, stride = parallel
 
-    # Like ``TensorParallel.wrap``, but without the NamedTuple, which would cost Dynamo guards.
+    # Like ``TensorParallel.wrap``, but without the NamedTuple, which would add Dynamo guards.
     def wrap(rows: Any) -> DTensor:
         value = rows.movedim(0, dim) if dim else rows
         return DTensor.from_local(

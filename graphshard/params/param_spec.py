@@ -123,7 +123,7 @@ class ParamSpec:
 
     @functools.cached_property
     def unsharded_shape(self) -> torch.Size:
-        """Shape of the unsharded tensor, ``[rows, ...]``: that of ``tp_part``, rows first."""
+        """Shape of the unsharded tensor with its rows first, ``[rows, ...]``."""
         sizes = [part.stop - part.start for part in self.tp_part]
         rows, others = sizes[self.dim : self.dim + 1], sizes[: self.dim] + sizes[self.dim + 1 :]
         return torch.Size([*rows, *others])
@@ -194,7 +194,7 @@ class ParamSpec:
 
     def unsharded(self, full: torch.Tensor) -> torch.Tensor:
         """Return the unsharded tensor of ``full``, a plain tensor or a DTensor on the TP mesh."""
-        if isinstance(full, DTensor):  # communicates if placements differ, as gradients' may
+        if isinstance(full, DTensor):  # a gradient's placements may differ: this communicates
             detached: Any = full.detach()
             return local_tensor(detached.redistribute(placements=self.tp_placements))
         return full.detach()[self.tp_part]
@@ -232,8 +232,8 @@ class ParamSpec:
     # --- markers, for graphs and for eager parts of a model ---
 
     def marker(self, shard: Any, **accumulators: Any) -> UnshardSpec | ReplicateSpec:
-        # ``shard`` is unused unless the marker is called. The accumulators are stand-ins or keys:
-        # see [Note: unreduced gradients] in sharded_param.
+        # ``shard`` is a tensor, the name of a module attribute, or None to use only reductions. The
+        # accumulators are stand-ins or keys: see [Note: unreduced gradients] in sharded_param.
         if self.rows is None:
             return ReplicateSpec(
                 param=shard,
@@ -283,7 +283,7 @@ class ParamSpec:
     def average_over_replicas(
         self, partial: torch.Tensor, result_dtype: torch.dtype
     ) -> torch.Tensor:
-        """Average over replicas a shard that each replica has reduced, eagerly."""
+        """Average a partially reduced shard over replicas, eagerly."""
         assert self.groups.replicas is not None
         marker = AllReduceGradSpec(
             grad=partial, group=self.groups.replicas, result_dtype=result_dtype
@@ -380,7 +380,7 @@ def _remedy(padding: Padding, largest: ParamSpec) -> str:
         return f"overrides={{{padding.names[0]!r}: {{'dim': {dim}}}}} splits it evenly"
     if padding.rows == 1:
         overrides = {padding.names[0]: {"shard": False}}
-        return f"With overrides={overrides}, a rank needs no more memory, and gathers nothing"
+        return f"With overrides={overrides}, a rank needs no more memory, and does not gather it"
     evenly = "One parameter per row, as in nn.ParameterList, would be split evenly"
     if not padding.splits_evenly(num_ranks):
         return evenly

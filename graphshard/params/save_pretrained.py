@@ -5,7 +5,7 @@
                                      while the library's own ``save_pretrained`` writes it
 
 This works for any library's method, whether it takes a state dict or not (transformers, peft,
-diffusers, huggingface_hub). Before the gather, peft selects from meta tensors what it will save.
+diffusers, huggingface_hub). Before the gather, peft selects the tensors to save from meta tensors.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def has_save_pretrained(cls: type) -> bool:
 def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a class's ``save_pretrained`` to gather the model and write it on the first rank.
 
-    Nothing changes for calls with a ``state_dict``, for unsharded models, and for modules that are
-    saved as part of another.
+    Nothing changes for calls with a ``state_dict``, for unsharded models, or for modules that are
+    saved as part of another one.
     """
     signature = inspect.signature(save)
 

@@ -92,8 +92,8 @@ def shard_module(
     """Shard the parameters of ``root`` in place, except ignored and already sharded ones.
 
     Args:
-        in_use: whether a running forward may already hold full parameters. These are kept until
-            its backward, and their gradients go to the shards.
+        in_use: whether a running forward may already hold full parameters. If so, they stay alive
+            until the backward of that forward, and their gradients go to the shards.
         allow_meta: whether to accept a module on the meta device, which is sharded there.
 
     Raises:
@@ -382,7 +382,7 @@ def _shard_state(value: object, spec: ParamSpec) -> object:
     is_split = spec.rows is not None or spec.tp_placements is not None
     if isinstance(value, torch.Tensor) and value.shape == spec.shape and is_split:
         return spec.dtensor(spec.padded_shard(value))
-    return value  # not of the parameter's shape, such as ``step``
+    return value  # replicated, or of another shape, such as ``step``
 
 
 # --- buffers: each rank updates its own, such as the statistics of BatchNorm ---------------------
@@ -398,7 +398,7 @@ def sync_buffers(model: nn.Module) -> None:
     at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.
     Called at the same points, this makes them bitwise equal to DDP's. Called only before an
     evaluation or a save, it still yields the buffers that DDP evaluates with or saves, because the
-    first rank's buffers do not depend on broadcasts. :func:`full_state_dict` does not need it.
+    first rank's buffers do not depend on broadcasts. :func:`full_state_dict` needs no such call.
 
     All ranks of the mesh must call this. A model that is not sharded yet is left unchanged, since
     sharding makes buffers equal (``sync_module_states``).

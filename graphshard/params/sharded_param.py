@@ -102,7 +102,7 @@ class ShardedParam:
         shard: graph input, of shape ``spec.padded_shape``; set by ``attach``.
         syncs: whether gradients are reduced over shards.
         all_reduces: whether reduced shards are averaged over replicas.
-        assigned: replacement loaded by one module, to be reused by its other (tied) owners.
+        assigned: replacement that one owner has loaded, reused by the other (tied) owners.
     """
 
     dtensor: DTensor
@@ -136,8 +136,8 @@ class ShardedParam:
         """Set ``shard`` for ``dtensor``, whose local tensor becomes a view of the shard.
 
         The shard uses the local tensor's memory if that needs no padding, is contiguous with its
-        rows first, and is on the right device; otherwise it is a copy. ``empty`` memory must be
-        filled before the next forward.
+        rows first, and is on the right device; otherwise it is a copy. With ``empty``, the memory
+        is uninitialized and must be filled before the next forward.
         """
         local = local_tensor(dtensor).detach()
         padded = self.spec.rows_first(local)
@@ -244,7 +244,7 @@ class ShardedParam:
     def gradient(self, padded_grad: torch.Tensor) -> torch.Tensor:
         """Make the DTensor's gradient from this rank's padded one, and run the DTensor's hooks.
 
-        With a divisor other than the size of the mesh, ``padded_grad`` is scaled in place.
+        ``padded_grad`` is scaled in place if the divisor is not the size of the parameter's mesh.
         """
         param, num_ranks = self.dtensor, self.spec.groups.mesh.size()
         # By default, the number of ranks with different batches.
@@ -283,7 +283,7 @@ class ShardedParam:
     def marker_accumulators(self) -> dict[str, torch.Tensor]:
         """Return the stand-ins and keys for the marker, keyed by argument name.
 
-        Starts accumulating if gradients are not reduced, or not averaged over replicas.
+        Marks the model as accumulating if gradients are not reduced or not averaged over replicas.
         """
         destination = self.grad_destination
         if destination is not None:

@@ -198,7 +198,7 @@ def _plain_versions(state_dict: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the parameter names of each param group; tied parameters have their first name."""
+    """Return the parameter names of each param group; tied ones have their first name."""
     names = {param: plain_name(name) for name, param in root.named_parameters()}
     groups = [group["params"] for group in optim.param_groups]
     if any(param not in names for group in groups for param in group):
@@ -340,7 +340,7 @@ def _optimizer_error(state: object, names: list[list[str]]) -> str | None:
         )
     if different := sorted(own ^ (saved.keys() | state["state"].keys())):
         where = "optim" if different[0] in own else "optim_state_dict"
-        return f"parameter {different[0]!r} is only in {where}: load an optimizer of the same model"
+        return f"parameter {different[0]!r} is only in {where}: load the state of the same model"
     for group in names:
         if len({saved.get(name) for name in group}) > 1:
             return (
