@@ -127,7 +127,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
 
 
 class ShardedAccelerator(Accelerator):
-    """Base class that :func:`prepare` adds to the user's accelerator, for sharded models."""
+    """Base class that :func:`prepare` adds to the class of the user's accelerator."""
 
     _models: list[Any]
     _optimizers: list[Any]

@@ -98,8 +98,8 @@ def metrics(
     sharded = {name: _backends[m] for name, m in model.named_modules() if m in _backends}
     if not sharded:
         raise ValueError(
-            f"{type(model).__name__} has no module that an integration has sharded: call the "
-            "metrics method of its backend instead"
+            f"{type(model).__name__} has no module that an integration has sharded: call metrics() "
+            "of the graphshard.Backend that compiles it instead"
         )
     return {
         "/".join(["graphshard", *([name] if len(sharded) > 1 else []), key]): value
@@ -134,7 +134,7 @@ def load_sharded(
         raise ValueError(
             f"{folder} is not a checkpoint of a sharded model: the model was saved unsharded, or "
             "without its optimizer (save_only_model), or the save was interrupted. To start from "
-            "its weights only, load them into the model before it is sharded"
+            "saved weights only, load them into the model before it is sharded"
         )
     state = _state(model, optimizers, weights)
     dcp.load(state, checkpoint_id=folder)

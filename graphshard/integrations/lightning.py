@@ -59,7 +59,7 @@ def configure(
     parallelize_fn: Parallelize | None = None,
     **options: Any,
 ) -> None:
-    """Shard and compile a module of ``owner``; call it in ``configure_model``.
+    """Shard and compile a module of ``owner``; call this in ``configure_model``.
 
     Lightning calls ``configure_model`` again for validation and for each further ``fit``; modules
     that are already sharded do not change.
@@ -114,8 +114,8 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
     """Strategy for ``lightning.Trainer`` with modules that :func:`configure` shards.
 
     Args:
-        tensor_parallel_size: number of ranks over which tensor parallelism splits the model. Pass
-            a function that splits it to :func:`configure`.
+        tensor_parallel_size: number of ranks over which tensor parallelism splits the model. If it
+            is more than 1, :func:`configure` needs a ``parallelize_fn``.
         kwargs: arguments of ``ModelParallelStrategy``, such as ``save_distributed_checkpoint``.
     """
 

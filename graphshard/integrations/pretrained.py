@@ -92,9 +92,9 @@ def from_pretrained(
     All ranks of the mesh must call this. Each rank reads only its rows of the parameters in
     safetensors files, and holds its shards, all buffers and its rows of one parameter. Exceptions:
     tensors that transformers rebuilds by mixing rows are read in full, one at a time; parameters
-    sharded along another dimension than the first are read with all columns, then sliced; tied
-    parameters that a file stores twice are compared, in pieces. Parameters that are in
-    no file are initialized by the model, in full, with the values of the mesh's first rank unless
+    split along a dimension other than the first are read with all columns, then sliced; tied
+    parameters that are stored twice are compared, in pieces. Parameters that are in no file are
+    initialized by the model, in full, with the values of the mesh's first rank unless
     ``sync_module_states=False``.
 
     Args:

@@ -70,7 +70,7 @@ class ShardedTrainerMixin(Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Reject FSDP before the accelerator is created, because that sets FSDP up process-wide."""
+        """Reject FSDP before creating an accelerator, which would set up FSDP process-wide."""
         for name in ("fsdp", "fsdp_config"):
             if value := getattr(self.args, name, None):
                 raise ValueError(

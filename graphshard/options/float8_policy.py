@@ -34,8 +34,8 @@ class Float8Policy:
     Attributes:
         recipe_name: "tensorwise" (one scale per tensor), "rowwise" (one scale per row), which is
             more accurate, or "mxfp8" (one scale per 32 values of a row or column), for Blackwell
-            GPUs. ``graphshard.ops.float8_math`` describes the first two, ``mx_math`` the last one,
-            whose weights are gathered in their own dtype.
+            GPUs, which gathers weights in their own dtype. See ``graphshard.ops.float8_math`` and,
+            for "mxfp8", ``graphshard.ops.mx_math``.
         filter_fn: function that takes a weight's FQN and shape ``(out, in)`` and returns whether
             its linears compute in fp8. It is called for every sharded 2D floating-point parameter
             that no ``nn.Embedding`` holds; a tied weight needs True for each of its FQNs. A weight

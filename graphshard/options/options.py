@@ -88,7 +88,7 @@ class ParamOptions:
                 f"reshard_after_forward={reshard}: must divide the {num_shards} ranks of the "
                 "mesh's shard axis, since backward gathers from groups of that size"
             )
-        return reshard if reshard > 1 else None  # a group of one rank keeps all of it
+        return reshard if reshard > 1 else None  # one rank keeps the full parameter
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Options:
     def differences_from(self, other: Options) -> list[str]:
         """Return, as text, options that differ from their defaults and from ``other``'s.
 
-        Compares ``overrides``, and the arguments that it can also set, except ``mesh``.
+        Compares ``overrides``, and the arguments that ``overrides`` can set, except ``mesh``.
         """
         left_out = {name: getattr(ParamOptions(), name) for name in _common_names()}
         left_out["overrides"] = {}
@@ -213,7 +213,7 @@ class Options:
 
 
 def _common_names() -> list[str]:
-    # A mesh of one parameter can only be set in ``overrides``.
+    # Without ``mesh``: ``ParamOptions.mesh`` is None unless ``overrides`` sets it.
     names = {f.name for f in fields(Options)} - {"mesh"}
     return [f.name for f in fields(ParamOptions) if f.name in names]
 

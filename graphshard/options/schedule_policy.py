@@ -28,7 +28,8 @@ class SchedulePolicy:
             and each is waited for immediately; no parameter is kept unsharded to save a gather.
         bucket_cap_mb: maximum size of a bucket, in MB of full parameters, or "auto" to let the cost
             model decide. A larger parameter gets a separate bucket.
-        max_in_flight_gb: limit for the buffers between launch and wait, in GB (default: no limit).
+        max_in_flight_gb: limit for the total size of buckets between launch and wait, in GB
+            (default: no limit).
         memory_budget_gb: limit for the peak memory of a graph on one rank, in GB, including inputs,
             activations, gathered parameters and gradients (default: no limit). On a GPU,
             activations that do not fit are offloaded to the host until backward, and more of them
@@ -36,9 +37,9 @@ class SchedulePolicy:
         activation_memory_budget: fraction of the activations to save for backward, from 0
             (recompute all) to 1 (recompute none); the cheapest to recompute for their size are
             recomputed first. The default is the setting of that name in
-            ``torch._functorch.config``. Outside of checkpointed regions, backward then gathers no
-            parameter for recomputation alone: vectors are kept unsharded, and if only recomputation
-            needs another parameter, the results of the ops that use it are saved instead.
+            ``torch._functorch.config``. Below 1, and outside of checkpointed regions, backward
+            gathers no parameter for recomputation alone: vectors are kept unsharded, and the
+            results of ops that use other such parameters are saved instead.
         hardware: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by
             ``python -m graphshard calibrate``, or "auto" for the entry with the device's name (if
             there is none, a default entry, with a warning). Must be equal on all ranks.
@@ -46,8 +47,8 @@ class SchedulePolicy:
             which always exchanges. "ring" casts them, and a reduce-scatter sums them. "exchange"
             sends them uncast in an all-to-all, which is half the bytes for bf16 gradients summed in
             float32; each rank sums its rows in ``reduce_dtype``, in a fixed order. "auto" exchanges
-            buckets if that is predicted to be faster: large ones within a node. Between nodes with
-            several GPUs, an exchange sends more through each network card than a ring.
+            the buckets for which that is predicted to be faster: large ones within a node. Between
+            nodes with several GPUs, an exchange sends more through each network card than a ring.
             Without ``overlap``, "auto" is "ring".
         regions: whether to compile repeated layers only once: their parts between launches and
             waits become calls of shared subgraphs. "auto" does so only if it saves Inductor more
@@ -57,10 +58,10 @@ class SchedulePolicy:
             on a GPU: its free memory minus two optimizer states; required on a CPU). Strategies
             combine five values of ``activation_memory_budget``, unless it is set; keeping
             parameters unsharded (those with exposed gathers, or all); and, on a GPU, offloading
-            activations or not. A ``reshard_after_forward`` in ``overrides``, or with a number of
-            ranks, still applies. The first rank chooses for all ranks; a rank with a larger batch,
-            or a later graph, saves fewer activations if over budget. ``Backend.summary()`` shows
-            all candidates.
+            activations or not. ``reshard_after_forward`` still applies where it is set in
+            ``overrides`` or to a number of ranks. The first rank chooses for all ranks; a rank with
+            a larger batch, or a later graph, saves fewer activations if it exceeds the budget.
+            ``Backend.summary()`` shows all candidates.
         node_cost: function that takes a node of a graph and returns its time in microseconds, or
             None for the time of the cost model. Graphs are then not cached.
 

@@ -1,10 +1,11 @@
 """Process groups of a mesh, and the log of collectives that run on them outside of graphs.
 
 [Note: logged collectives] A rank may run code eagerly that its peers still run as a graph, because
-Dynamo falls back to Python at the recompile limit. Collectives outside of graphs therefore go to
-the mesh's call log, which makes diverging ranks raise a ``BackendError`` instead of hanging. In
-compiled code, a rank's first run of a gather waits until all ranks have reached it. Gathers in
-plain calls of a model are only logged, as are reductions, whose order follows from the gathers.
+Dynamo falls back to Python at the recompile limit. Collectives outside of graphs are therefore
+logged in the mesh's call log, which makes diverging ranks raise a ``BackendError`` instead of
+hanging. In compiled code, a rank's first run of a gather waits until all ranks have reached it.
+Gathers in plain calls of a model are only logged, as are reductions, whose order follows from the
+gathers.
 """
 
 from __future__ import annotations

@@ -380,7 +380,7 @@ def _remedy(padding: Padding, largest: ParamSpec) -> str:
         return f"overrides={{{padding.names[0]!r}: {{'dim': {dim}}}}} splits it evenly"
     if padding.rows == 1:
         overrides = {padding.names[0]: {"shard": False}}
-        return f"With overrides={overrides}, a rank needs no more memory, and does not gather it"
+        return f"With overrides={overrides}, a rank needs no more memory, and no gather"
     evenly = "One parameter per row, as in nn.ParameterList, would be split evenly"
     if not padding.splits_evenly(num_ranks):
         return evenly

@@ -92,7 +92,7 @@ class _SavedTogether:
         # another thread writes, cannot wait for other ranks.
         if is_in_torch_save() and self._can_agree():
             agree_on_gathering(self._groups, "torch.save", "shards", _REMEDY)
-        return OrderedDict, ()  # loads anywhere
+        return OrderedDict, ()  # loads without graphshard
 
     def _can_agree(self) -> bool:
         try:

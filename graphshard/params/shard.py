@@ -150,7 +150,7 @@ def _check_same_shards(
     *,
     error: str | None,
 ) -> None:
-    """Raise on all ranks if one has an ``error``, or if their modules or options differ."""
+    """Raise on all ranks if one has an ``error``, or if modules or options differ between ranks."""
     descriptions = {ARGUMENTS: options.fingerprint()}
     if error is None:
         descriptions |= {

@@ -10,10 +10,10 @@
 - ``store``: the events that the ranks of a process group post to each other.
 - ``members``: the ranks of a process group, and how to release this rank from its collectives.
 
-May import ``planning``. This package uses process groups, not meshes.
-The ranks compare their first run of each graph through the store. A later call uses the store only
-if a rank has posted about it: in a stall, an audit or after an error. Around graph breaks, ranks
-also agree on which parameters have gradients: ``eager._used_on_any_rank`` and
+This package uses process groups, not meshes, and may import ``planning``. Ranks compare their first
+run of each graph through the store. A later call uses the store only if a rank posts about it: in a
+stall or an audit, after an error or, in a gloo group, when the grad mode changes. Around graph
+breaks, ranks also agree on which parameters have gradients: ``eager._used_on_any_rank`` and
 ``ShardedModel._pending_on_any_rank``.
 
 Global state, held weakly: ``call_log._call_logs`` has one log per process group, because all

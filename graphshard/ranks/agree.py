@@ -1,8 +1,8 @@
 """Compare values across ranks, for operations that run once, such as sharding or loading.
 
 A single all-reduce compares hashes; texts are sent only if they differ or a rank has an error.
-``group`` is the name of the group of all participating ranks. Calls that may be repeated go into
-the call log instead.
+``group`` is the name of the group of all participating ranks. Operations that may be repeated are
+logged in the call log instead.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ different graph. Graphs with different collectives hang or mix up data. Each ran
 its calls of compiled graphs and logs their plans, and ranks compare calls through the group's
 store:
 
-    a rank      runs a graph or an eager gather for the first time, or has made no call for
-                seconds (the first rank also posts periodically)
+    a rank      runs a graph or an eager gather for the first time, changes the grad mode (gloo
+                only), or has made no call for seconds (the first rank also posts periodically)
                 ─► posts "call 7 runs plan P"
     the others  compare with their own call 7, past or future ─► agree, or post an error
     a rank      waits for a peer that is blocked in a collective, which the waiting rank would
@@ -40,8 +40,8 @@ class CallLog:
     """One rank's side of a group's call log; :func:`call_log_of` creates it.
 
     A call is a run of a graph with collectives, a gather or reduction outside of any graph, or
-    anything else that all ranks do together, in the same order and one at a time. The log of a
-    rank that ``is_alone``, without other ranks or with fake ones only, compares nothing.
+    anything else that all ranks do together, in the same order and one at a time. If ``is_alone``
+    (there are no other ranks, or only fake ones), nothing is compared.
 
     Raises:
         BackendError: from every method that logs a call, with the same text on all ranks, if ranks
@@ -107,7 +107,7 @@ class CallLog:
             self._watcher.events.post_error(lambda: text)
 
     def can_agree(self) -> bool:
-        """Return whether there are other ranks that the caller can wait for.
+        """Return whether there are other ranks, and the caller can wait for them.
 
         False outside of the rank's own thread, after an error, and once the store is lost.
         """

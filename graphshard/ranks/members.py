@@ -82,7 +82,7 @@ class Members:
             _end_reads(connections)
             for group, _ in stores:
                 group.abort()
-            stores.clear()  # ends stores whose port another job may wait for
+            stores.clear()  # closes stores, whose ports another job may wait for
             time.sleep(LINGER_S if connections else 0)
 
 
@@ -121,7 +121,7 @@ def _wait_until_quiet(connections: Collection[socket.socket]) -> None:
 
 
 def _num_queued(connection: socket.socket) -> int:
-    """Return how many bytes the peer has not received or this process not read; 0 if unknown."""
+    """Return the number of bytes not received by the peer or not read here; 0 if unknown."""
     queues = (termios.TIOCOUTQ, termios.FIONREAD)
     with contextlib.suppress(OSError):  # the platform has no such counts for sockets
         sizes = [fcntl.ioctl(connection, queue, bytes(4)) for queue in queues]
@@ -148,7 +148,7 @@ def _ends(connection: socket.socket) -> Iterator[bytes]:
 
 def _gloo_addresses(group: dist.ProcessGroup, store: dist.Store) -> Iterator[bytes]:
     """Yield the values that gloo stored for every network device of every rank."""
-    # Each value contains the ``sockaddr`` on which gloo listens. Every connection has such an
+    # Each value contains a ``sockaddr`` on which gloo listens. Every connection of gloo has such an
     # address at one of its ends.
     for device_type in device_types(group):
         for index in itertools.count():

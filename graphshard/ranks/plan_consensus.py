@@ -34,9 +34,9 @@ from .calls import CHOICE_AGAIN, INFERENCE, TRAINING
 
 R = TypeVar("R")
 
-# Fields omitted from the text of a transfer: those that it starts with anyway, and those that may
-# differ between ranks. The gradient of a batch of one sample, for example, may be an expanded
-# tensor, which takes less memory and must be copied in.
+# Fields omitted from the text of a transfer: ``param`` and ``kind``, with which the text starts
+# anyway, and fields that may differ between ranks. The gradient of a batch of one sample, for
+# example, may be an expanded tensor, which takes less memory and must be copied in.
 _NOT_COMMON = {
     *("param", "kind", "ready", "due", "last", "stride", "replica_stride", "grad_bytes"),
     "copied_in",
@@ -60,7 +60,7 @@ class PlanConsensus:
         serves: Callable[[str], bool],
         excess: Callable[[str], int],
     ) -> str:
-        """Return the first rank's choice for all ranks, before there is a plan.
+        """Return a choice that the first rank makes for all ranks before they plan.
 
         An earlier choice that this rank can use is returned without communication, because a rank
         may compile again while its peers do not. Otherwise all ranks must call this: the first rank
@@ -103,7 +103,7 @@ class PlanConsensus:
             groups: names of the process groups of all ranks that have this graph.
 
         Raises:
-            BackendError: the graphs of other ranks communicate different data, or as
+            BackendError: the graphs of other ranks communicate different data; otherwise as
                 :func:`choose_on_first_rank`.
         """
         numbers = _group_numbers(plans)
@@ -202,8 +202,8 @@ def _communicate(plans: Sequence[Plan]) -> bool:
 
 # --- plans in a form that all ranks share ------------------------------------------------------
 
-# Ranks need not trace a model identically: a batch of one sample, for example, may swap two
-# tensors, and ranks may trace parameters in different orders. The shared form therefore does not
+# Ranks need not trace a model identically: a batch of one sample, for example, may change the order
+# of tensors, and ranks may trace parameters in different orders. The shared form therefore does not
 # depend on the order of a trace: a parameter is identified by its name, a process group by a
 # number, and a transfer by its contents. Each rank maps these to its own graph inputs and groups.
 
@@ -223,8 +223,8 @@ def _group_numbers(plans: Sequence[Plan]) -> dict[str, str]:
     described.sort(key=lambda facts: facts[:-2])
     names = [name for *_, group, replicas in described for name in (group, replicas)]
     numbers = {name: f"#{i}" for i, name in enumerate(filter(None, dict.fromkeys(names)))}
-    # If meshes are equal, torch caches a DTensor's sharding for all of them, with the groups of the
-    # one that was used first. Ranks that have cached other sizes then use other groups.
+    # Equal meshes share DTensor's cache of shardings: an op on given shapes uses the groups of the
+    # mesh on which it ran first. That mesh may differ between ranks.
     num_ours, by_ranks = len(numbers), dict[tuple[int, ...], str]()
     for name in (user.group for plan in plans for user in plan.problem.user_collectives):
         if name and name not in numbers:
@@ -248,9 +248,10 @@ def _with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def _with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first rank's plans with this rank's graph inputs, or -1 for unsent parameters.
+    """Return the first rank's plans with the graph inputs of this rank's ``own_plans``.
 
-    The groups of the user's collectives are also this rank's.
+    The input of a parameter that is not sent is -1. The groups of the user's collectives also come
+    from ``own_plans``.
     """
     # Graphs that differ only in parameters that are not sent share plans.
     own, theirs = (
@@ -283,7 +284,7 @@ def _travelling(plan: Plan) -> list[PlanParam]:
 
 
 def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:
-    """Return graph inputs keyed by parameter name, which two models may share."""
+    """Return the graph inputs of each parameter name; several if models share the name."""
     inputs: dict[str, list[int]] = {}
     for param in sorted(params, key=lambda param: param.input):
         of_fqn = inputs.setdefault(param.fqn, [])

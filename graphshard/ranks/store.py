@@ -43,7 +43,7 @@ class AgreedEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorEvent(Event):
-    """Notice that ranks differ or one is missing; every rank raises an error with ``text``."""
+    """Notice of an error, such as different plans; every rank raises an error with ``text``."""
 
     text: str
 
