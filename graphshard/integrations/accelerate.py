@@ -135,9 +135,9 @@ class ShardedAccelerator(Accelerator):
     _sharded: dict[nn.Module, list[Optimizer]] | None = None
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return a state dict; for a sharded model, full on the first rank and empty on others.
+        """Return a state dict; a sharded model's is full on the first rank and empty on others.
 
-        During ``save_state``, which saves shards, a sharded model's dict is empty on all ranks.
+        During ``save_state``, which saves shards, it is empty on all ranks.
         """
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
@@ -155,7 +155,7 @@ class ShardedAccelerator(Accelerator):
         return folder
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load a folder that ``save_state`` wrote on any number of ranks.
+        """Load a folder written by ``save_state``, possibly on a different number of ranks.
 
         Raises:
             ValueError: as ``save_state``, or the folder has no checkpoint of a sharded model.

@@ -44,7 +44,7 @@ def is_sharded(model: object) -> bool:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Return whether tensor parallelism has split a parameter of ``model``, sharded or not."""
+    """Return whether tensor parallelism has split ``model``, which may be sharded already."""
     for param in model.parameters():
         sharded = sharded_param_of(param)
         tp_mesh = sharded.spec.groups.tp_mesh if sharded is not None else None
@@ -80,7 +80,7 @@ def shard_and_compile(
 def metrics(
     model: nn.Module, *, steps: int | None = None, tokens: int | None = None
 ) -> dict[str, float]:
-    """Return :meth:`graphshard.Backend.metrics` of a model, for a framework's logger.
+    """Return the metrics of a model's backends (:meth:`graphshard.Backend.metrics`), for logging.
 
     Args:
         model: module that an integration has sharded, or one that contains such modules.

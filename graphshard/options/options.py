@@ -174,7 +174,7 @@ class Options:
         return ParamOptions(**values)
 
     def with_own_reshard(self, fqns: Sequence[str]) -> frozenset[int]:
-        """Return the positions of parameters whose ``overrides`` set ``reshard_after_forward``."""
+        """Return the positions in ``fqns`` whose ``overrides`` set ``reshard_after_forward``."""
         overrides = self.overrides.items()
         globs = [glob for glob, arguments in overrides if "reshard_after_forward" in arguments]
         # The name "" stands for an input that is not a parameter.
@@ -226,7 +226,7 @@ def _without_ranks(value: object) -> object:
 
 
 def matches(glob: str, fqn: str) -> bool:
-    """Return whether ``glob`` matches a parameter or module, or a module that contains it."""
+    """Return whether ``glob`` matches ``fqn``, or the name of a module that contains it."""
     parts = fqn.split(".")
     parents = (".".join(parts[:depth]) for depth in range(len(parts)))
     return fnmatchcase(fqn, glob) or any(fnmatchcase(parent, glob) for parent in parents)

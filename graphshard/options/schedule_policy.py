@@ -54,14 +54,15 @@ class SchedulePolicy:
             waits become calls of shared subgraphs. "auto" does so only if it saves Inductor more
             time than the calls cost over a thousand steps.
         auto: whether to plan several strategies for saving tensors for backward, at the first
-            compile, and to use the one predicted to be fastest within ``memory_budget_gb`` (default
-            on a GPU: its free memory minus two optimizer states; required on a CPU). Strategies
-            combine five values of ``activation_memory_budget``, unless it is set; keeping
-            parameters unsharded (those with exposed gathers, or all); and, on a GPU, offloading
-            activations or not. ``reshard_after_forward`` still applies where it is set in
-            ``overrides`` or to a number of ranks. The first rank chooses for all ranks; a rank with
-            a larger batch, or a later graph, saves fewer activations if it exceeds the budget.
-            ``Backend.summary()`` shows all candidates.
+            compile, and to use the one predicted to be fastest within ``memory_budget_gb``, which
+            is required on a CPU. On a GPU, the default is the free memory, less a reserve for
+            fragmentation and for two optimizer values per parameter. Strategies combine five values
+            of ``activation_memory_budget``, unless it is set here or in torch; keeping parameters
+            unsharded (those with exposed gathers, or all); and, on a GPU, offloading activations or
+            not. ``reshard_after_forward`` still applies where it is set in ``overrides`` or to a
+            number of ranks. The first rank chooses for all ranks; a rank with a larger batch, or a
+            later graph, saves fewer activations if it exceeds the budget. ``Backend.summary()``
+            shows all candidates.
         node_cost: function that takes a node of a graph and returns its time in microseconds, or
             None for the time of the cost model. Graphs are then not cached.
 

@@ -54,7 +54,7 @@ class ForwardCheck:
         casts parameters or outputs. If Dynamo captures no graph, the call runs as plain Python.
         """
         enabled = os.environ.get("GRAPHSHARD_CHECK") == "1" and not self._casts
-        captured = capture_graph(call) if enabled else None  # up to the first graph break
+        captured = capture_graph(call) if enabled else None
         if captured is not None:
             self.expect(*captured, names_of(module))
 

@@ -184,7 +184,7 @@ class _Watched:
                 yield module, plain
 
 
-# Modules passed to torch.compile that are not sharded yet. Global, like the optimizer hook.
+# Modules and functions passed to torch.compile, until sharded. Global, like the optimizer hook.
 _watched: list[_Watched] = []
 # Backends that have sharded nothing and were never passed to ``torch.compile`` with a model.
 _idle: weakref.WeakSet[Sharder] = weakref.WeakSet()

@@ -30,7 +30,7 @@ def spec_of(dtensor: DTensor) -> ParamSpec | None:
 
 
 def gather(dtensor: DTensor) -> torch.Tensor | None:
-    """Gather a full copy to the host of the mesh's first rank; return None on other ranks."""
+    """Gather ``dtensor`` in full on the host of the mesh's first rank; return None on others."""
     spec = spec_of(dtensor)
     is_first = int(dtensor.device_mesh.mesh.flatten()[0]) == dist.get_rank()
     if spec is None:
@@ -54,7 +54,7 @@ def gather(dtensor: DTensor) -> torch.Tensor | None:
 def receive(
     full: torch.Tensor | None, like: torch.Tensor, groups: MeshGroups, spec: ParamSpec | None
 ) -> torch.Tensor:
-    """Send a tensor from the first rank; return a DTensor, or the full tensor on the host.
+    """Receive a tensor from the first rank, as a DTensor or in full on the host.
 
     Args:
         full: tensor to send, on any device of the first rank, and None on the others.

@@ -166,7 +166,7 @@ def _set_class(
     for name in names:
         sharded_param = owned_by(module, name)
         if sharded_param is None:
-            readings[name] = previous[name]  # has lost its sharded parameter
+            readings[name] = previous[name]  # the module has lost its sharded parameter
             continue
         sharded_param.syncs = module_flag(module, SYNCS)
         sharded_param.all_reduces = module_flag(module, ALL_REDUCES)
@@ -194,14 +194,14 @@ def class_error(cls: type[nn.Module]) -> str | None:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of ``module`` without accessors."""
+    """Return the class that ``module`` had before it was sharded."""
     if isinstance(module, ShardedModule):
         return type(module)._graphshard_plain_class
     return type(module)
 
 
 def had_sharded(module: nn.Module, name: str) -> bool:
-    """Return whether ``name`` has been sharded in ``module``, even if it was replaced since."""
+    """Return whether parameter ``name`` was sharded in ``module``, even if replaced since."""
     return isinstance(module, ShardedModule) and name in type(module)._graphshard_readings
 
 

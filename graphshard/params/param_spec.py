@@ -54,7 +54,7 @@ class TensorParallel(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Description of how a parameter is sharded, gathered and used, and its gradient reduced.
+    """How a parameter is sharded, gathered and used, and how its gradient is reduced.
 
     Attributes:
         shape: full shape, with dimensions in the model's order.
@@ -293,7 +293,7 @@ class ParamSpec:
 
 # --- memory that padding takes -------------------------------------------------------------------
 # All shards are padded to the size of the largest. If 8 experts are stacked in one parameter, each
-# of 64 ranks holds the memory of one expert: 8 times an even share.
+# of 64 ranks allocates the memory of one expert: 8 times an even share.
 
 # Padding is reported if it takes at least this fraction of an even share, and at least these bytes
 # per rank. Judgement call, not measured.
@@ -302,7 +302,7 @@ NOTABLE, LEAST_BYTES = 0.1, 1e6
 
 @dataclass(frozen=True)
 class Padding:
-    """Memory that padding costs a model.
+    """Memory that the padding of a model's shards takes.
 
     Attributes:
         names: parameters with fewer rows than shards, largest first.

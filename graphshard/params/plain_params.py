@@ -75,7 +75,7 @@ def instances_of(kind: type[_T]) -> Iterator[_T]:
     # Filter types, not objects: there are few types, and isinstance may run a proxy's code.
     objects = gc.get_objects()
     kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, kind)}
-    # get_objects() omits objects frozen by gc.freeze(), which are found only if registered.
+    # get_objects() omits objects frozen by gc.freeze(): add those that ``live_instances`` records.
     # gc.get_freeze_count() cannot rule them out cheaply: it visits each frozen object.
     frozen = live_instances(kind)
     for instance in objects if kinds else ():

@@ -389,10 +389,10 @@ def _shard_state(value: object, spec: ParamSpec) -> object:
 
 
 def sync_buffers(model: nn.Module) -> None:
-    """Copy the buffers of the mesh's first rank to all ranks, in one broadcast.
+    """Copy the buffers of the mesh's first rank to all ranks.
 
-    If tensor parallelism has split buffers, another broadcast copies them: each rank gets the
-    values of the first rank with the same coordinate along the tensor parallel axis.
+    This takes one broadcast, and another for buffers that tensor parallelism has split. Each rank
+    gets a split buffer from the first rank with the same coordinate along the tensor parallel axis.
 
     As under FSDP2, the forwards of each rank update only that rank's buffers. DDP broadcasts them
     at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.

@@ -385,7 +385,7 @@ def owned_by(module: nn.Module, name: str) -> ShardedParam | None:
 
 
 def refresh_accessors(module: nn.Module) -> None:
-    """Update the accessors of ``module`` if it is a ``ShardedModule``."""
+    """Update the accessors of ``module``, if any, to its current flags and accumulators."""
     refresh = getattr(type(module), "_graphshard_refresh_accessors", None)
     if refresh is not None:
         refresh(module)

@@ -152,7 +152,7 @@ def load_full_state_dict(
 def checked_module(
     model: nn.Module, optim: torch.optim.Optimizer | None = None, *, allow_meta: bool = False
 ) -> nn.Module:
-    """Check the arguments; return ``model`` without the wrapper of ``torch.compile``."""
+    """Validate the arguments; return ``model`` without the wrapper of ``torch.compile``."""
     root = uncompiled(model)
     if not isinstance(root, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
@@ -182,7 +182,7 @@ def mesh_groups_of(root: nn.Module) -> MeshGroups | None:
 
 
 def is_first_rank(groups: MeshGroups | None) -> bool:
-    """Return whether this is the first rank of the mesh, or of all ranks without a mesh."""
+    """Return whether this is the first rank of the mesh or, without a mesh, of all ranks."""
     if groups is not None:
         return int(groups.whole_mesh.mesh.flatten()[0]) == dist.get_rank()
     return not dist.is_initialized() or dist.get_rank() == 0

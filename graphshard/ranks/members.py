@@ -52,7 +52,7 @@ class Members:
         return is_registered(self._group())
 
     def timeout_s(self) -> float:
-        """Return the timeout of the group's collectives, or 0 if the group is gone."""
+        """Return the timeout of the group's collectives in seconds, or 0 if the group is gone."""
         group = self._group()
         return 0.0 if group is None else group_timeout_s(group)
 

@@ -111,7 +111,7 @@ class Watcher:
     # --- called by all threads ---------------------------------------------------------------
 
     def post_call(self, call: int) -> None:
-        """Post this rank's ``call``, unless the rank has agreed to it or a rank has posted it."""
+        """Post this rank's ``call``, unless it has agreed to the call or any rank has posted it."""
         # Once all ranks have agreed, another post would start another round.
         if self.events.progress < call:
             plan_id, history = self._history.entry(call)

@@ -262,7 +262,7 @@ def test_model_that_transformers_splits_is_refused(tmp_path: Path) -> None:
     as_by_torchrun()
     config = DistributedConfig(tp_size=2, tp_plan="auto")
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
-    with pytest.raises(ValueError, match="both must be slices of one mesh"):
+    with pytest.raises(ValueError, match="both meshes must be slices of one mesh"):
         graphshard.shard(model)
 
 
