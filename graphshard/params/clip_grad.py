@@ -66,10 +66,7 @@ def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | No
 
 
 def _over_all_ranks(norm: torch.Tensor, norm_type: float, spec: ParamSpec) -> torch.Tensor:
-    """Return the norm over all ranks if ranks outside of the mesh hold different parameters.
-
-    Otherwise, return ``norm``.
-    """
+    """Combine the norms of all ranks if ranks outside of the mesh hold different parameters."""
     if not spec.is_local:
         return norm
     group = process_group(spec.groups.all_ranks)

@@ -209,10 +209,7 @@ def _reduce(
 def _used_on_any_rank(
     sharded_params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
 ) -> list[bool]:
-    """Return, for each parameter, whether any rank has its gradient.
-
-    This is a collective if there are several parameters.
-    """
+    """Return per parameter whether any rank has its gradient; a collective if there are several."""
     used_here = [grad is not None for grad in grads]
     if len(sharded_params) <= 1:  # backward only runs if a gradient exists
         return used_here

@@ -4,8 +4,7 @@
 Dynamo falls back to Python at the recompile limit. Collectives outside of graphs are therefore
 logged in the mesh's call log, which makes diverging ranks raise a ``BackendError`` instead of
 hanging. In compiled code, a rank's first run of a gather waits until all ranks have reached it.
-Gathers in plain calls of a model are only logged, as are reductions, whose order follows from the
-gathers.
+Gathers in plain calls of a model and reductions (their order follows from gathers) are only logged.
 """
 
 from __future__ import annotations
