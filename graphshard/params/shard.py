@@ -374,15 +374,16 @@ def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> 
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
                 optimizer.state[sharded_param.dtensor] = {
-                    name: _shard_state(value, sharded_param.spec) for name, value in state.items()
+                    # The step has the shape of a scalar parameter, but no optimizer shards it.
+                    name: value if name == "step" else _shard_state(value, sharded_param.spec)
+                    for name, value in state.items()
                 }
 
 
 def _shard_state(value: object, spec: ParamSpec) -> object:
-    is_split = spec.rows is not None or spec.tp_placements is not None
-    if isinstance(value, torch.Tensor) and value.shape == spec.shape and is_split:
+    if isinstance(value, torch.Tensor) and value.shape == spec.shape:
         return spec.dtensor(spec.padded_shard(value))
-    return value  # replicated, or of another shape, such as ``step``
+    return value
 
 
 # --- buffers: each rank updates its own, such as the statistics of BatchNorm ---------------------

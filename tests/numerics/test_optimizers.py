@@ -88,6 +88,33 @@ def test_optimizer_built_before_first_step_gets_sharded_parameters(
     assert len(optimizers[0].state) == len(list(twins.model.parameters()))
 
 
+class _Scaled(MLP):
+    """An MLP with a scalar parameter, which is replicated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.scale * x)
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
+@on_ranks(2)
+def test_state_of_replicated_parameters_steps_with_sharded_state(options: dict[str, Any]) -> None:
+    models = _Scaled(), _Scaled()
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2, **options) for model in models]
+    for model, optimizer in zip(models, optimizers):
+        _plain_step(model, optimizer)
+    twins = Twins(*models)
+    for step in range(2):
+        _step_both(twins, optimizers, step)
+    state = optimizers[0].state[twins.model.scale]
+    assert state["exp_avg"].placements == twins.model.scale.placements
+    assert not isinstance(state["step"], DTensor)
+
+
 @pytest.mark.parametrize("build", [_adamw, _grouped, _momentum])
 @on_ranks(2)
 def test_optimizer_built_after_first_step_has_sharded_state(build: Build) -> None:
