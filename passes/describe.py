@@ -68,10 +68,12 @@ def _describe_param(marker: fx.Node, position: int) -> PlanParam:
     full, shard = (marker, source_of(marker)) if gathers else (source_of(marker), marker)
     split = marker.target in (markers.unshard, markers.reduce_grad)
     shard_value = value_of(shard)
+    # In mxfp8, a gathered row is longer.
+    shape = *value_of(full).shape[:1], *shard_value.shape[1:]
     # A gradient's size may be symbolic, taken from an input. Its hint is the parameter's size.
     return PlanParam(
         input=position,
-        shape=tuple(map(size_hint, value_of(full).shape)),
+        shape=tuple(map(size_hint, shape)),
         dtype=str(shard_value.dtype),
         padded_rows=size_hint(shard_value.shape[0]) if split else None,
     )
@@ -117,11 +119,11 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
     assert isinstance(spec, UnshardSpec | ReduceGradSpec | AllReduceGradSpec | MaxOverRanksSpec)
     sent, span = spec.collective_input(), span_of(spec.group)
     gathers, source = kind == TransferKind.ALL_GATHER, value_of(source_of(marker))
-    shard = source if gathers else value
+    shard, sent_shard = (source, sent.shape) if gathers else (value, value.shape)
     num_shards = span.world if kind in (TransferKind.ALL_GATHER, TransferKind.REDUCE_SCATTER) else 1
     transfer = dataclasses.replace(
         transfer,
-        num_bytes=size_hint(shard.numel()) * num_shards * sent.wire_dtype.itemsize,
+        num_bytes=size_hint(sent_shard.numel()) * num_shards * sent.wire_dtype.itemsize,
         dtype=str(sent.wire_dtype),
         shard_bytes=num_bytes(shard),
         casts=sent.tensor.dtype != sent.wire_dtype,

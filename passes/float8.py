@@ -9,9 +9,10 @@ products:
              w8 = unshard(p, .., scales=s)   x8 = cast(x, ..)         y = _scaled_mm(x8, w8.T, ..)
 
 All casts to fp8 are ATen ops, which Inductor fuses into the kernels that compute their inputs. A
-weight that is not gathered in fp8 is used in its own dtype, and the plan records why. With the
-recipe "mxfp8", a weight is gathered in its own dtype and then cast, because forward and backward
-cast it in different blocks.
+weight that is not gathered in fp8 is used in its own dtype, and the plan records why.
+
+With the recipe "mxfp8", forward and backward cast a weight in different blocks, so each gathers its
+own cast. A weight for which that is not possible is gathered in its own dtype and then cast.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard._torch.distributed import process_group
+from graphshard._torch.inductor import has_activation_budget
 from graphshard._torch.recompute import REGION
 from graphshard._torch.tensors import fake_mode_of, quiet_fake_tensors
-from graphshard.ops import float8_math, float8_ops, markers
+from graphshard.ops import float8_math, float8_ops, markers, mx_math
 from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.marker_specs import MaxOverRanksSpec, UnshardSpec
 from graphshard.ops.mx_math import BLOCK, MXFP8
 from graphshard.ops.nodes import REASON, Call, Emitter, graph_modules, run, value_of
 from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import source_of
+from graphshard.passes.single_rank import is_alone
 
 _CallKey: TypeAlias = tuple[Hashable, ...]  # an op and its arguments
 
@@ -70,7 +73,7 @@ def gather_float8(gm: fx.GraphModule, context: PassContext) -> None:
     """Gather weights in fp8 where possible, and lower all fp8 products, in place."""
     graph = gm.graph
     refused: dict[str, str | None] = {}  # torch's error or None, keyed by product
-    chosen = _choose_weights(graph, refused)
+    chosen = _choose_weights(graph, refused, context)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for scaling, weights in chosen.items():
         with graph.inserting_before(first):
@@ -96,9 +99,13 @@ class _Scaling(NamedTuple):
 
 
 def _choose_weights(
-    graph: fx.Graph, refused: dict[str, str | None]
+    graph: fx.Graph, refused: dict[str, str | None], context: PassContext
 ) -> dict[_Scaling, list[fx.Node]]:
-    """Return the weights to gather in fp8, keyed by scaling; record why others are not."""
+    """Return the weights to gather with shared scales, keyed by scaling.
+
+    Markers of weights that are gathered in mxfp8 are changed in place. Records why others are not
+    gathered in fp8.
+    """
     chosen: dict[_Scaling, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=markers.unshard):
         spec, dtype = UnshardSpec.of_node(node), value_of(node).dtype
@@ -107,6 +114,12 @@ def _choose_weights(
         if spec.float8_recipe == MXFP8:
             if refusal := _mx_refusal(value_of(node)):
                 node.meta[REASON] = f"computes in {dtype} instead of mxfp8: {refusal}"
+            elif is_alone(spec.group):
+                pass  # nothing to gather
+            elif refusal := _mx_gather_refusal(node, refused, context):
+                node.meta[REASON] = f"travels as {dtype} instead of mxfp8: {refusal}"
+            else:
+                _gather_blocks(node)
             continue
         if refusal := _refusal(node, refused):
             node.meta[REASON] = f"travels as {dtype} instead of fp8: {refusal}"
@@ -119,6 +132,10 @@ def _choose_weights(
 def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
     if value_of(weight).dtype not in float8_math.DTYPES:
         return _OF_DTYPES
+    return _use_refusal(weight, refused)
+
+
+def _use_refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
     for user in weight.users:
         if user.target not in float8_ops.PRODUCTS or weight in (user.args[0], user.args[2]):
             return f"{user.target} uses it"
@@ -133,6 +150,35 @@ def _mx_refusal(weight: torch.Tensor) -> str | None:
     if any(size % BLOCK for size in weight.shape):
         return f"its sizes {tuple(weight.shape)} are not multiples of {BLOCK}"
     return None
+
+
+def _mx_gather_refusal(
+    weight: fx.Node, refused: dict[str, str | None], context: PassContext
+) -> str | None:
+    spec = UnshardSpec.of_node(weight)
+    rows = value_of(source_of(weight)).shape[0]
+    if spec.regather_group is None:
+        return "backward uses the values gathered in forward"
+    if spec.regather_group != spec.group:
+        return f"backward gathers from the ranks of {spec.regather_group}, which have no casts"
+    if rows % BLOCK:
+        return f"the {rows} rows of a rank are not a multiple of {BLOCK}"
+    if context.ranks_differ or has_activation_budget():
+        # Only some ranks might compute a product again in backward, and gather its weight for it.
+        return "ranks may differ in what backward recomputes"
+    return _use_refusal(weight, refused)
+
+
+def _gather_blocks(weight: fx.Node) -> None:
+    """Make a marker gather mxfp8 in the blocks of forward, and add one for those of backward."""
+    backward = [user for user in weight.users if user.target is float8_ops.float8_mm_grad_input]
+    if backward:
+        with weight.graph.inserting_after(weight):
+            other = weight.graph.node_copy(weight)
+        for user in backward:
+            user.replace_input_with(weight, other)
+        markers.change(other, block_dim=0)
+    markers.change(weight, block_dim=1)
 
 
 def _device_refusal(node: fx.Node, refused: dict[str, str | None]) -> str | None:
@@ -180,11 +226,9 @@ def _insert_scales(emit: Call, weights: Sequence[fx.Node], scaling: _Scaling) ->
 def _lower_product(node: fx.Node, emit: Call, refused: dict[str, str | None]) -> None:
     weight = node.args[1]
     assert isinstance(weight, fx.Node)
-    is_scaled = _INVERSES in weight.meta
-    if node.args[-1] == MXFP8:
-        is_scaled = not (_mx_refusal(value_of(weight)) or _device_refusal(node, refused))
-    if is_scaled:
-        product = float8_ops.product(emit, node.target, node.args, _scaled(weight, emit))
+    in_fp8 = _in_fp8(weight, emit)
+    if in_fp8 is not None or _casts_to_mx(node, refused):
+        product = float8_ops.product(emit, node.target, node.args, in_fp8)
     else:
         product = _plain_product(node, emit)  # the weight is not in fp8
     product.meta.update({key: node.meta[key] for key in _REGION if key in node.meta})
@@ -192,15 +236,27 @@ def _lower_product(node: fx.Node, emit: Call, refused: dict[str, str | None]) ->
     node.graph.erase_node(node)
 
 
-def _scaled(weight: fx.Node, emit: Call) -> float8_math.Scaled | None:
-    """Return a weight gathered in fp8 with its inverse scale; None if it is not gathered in fp8.
+def _casts_to_mx(product: fx.Node, refused: dict[str, str | None]) -> bool:
+    """Return whether to cast a weight that was gathered in its own dtype."""
+    weight: Any = product.args[1]
+    if product.args[-1] != MXFP8 or _mx_refusal(value_of(weight)):
+        return False
+    return _device_refusal(product, refused) is None
 
-    The inverse scale is ``[1, 1]`` or ``[1, rows]``, without padding.
+
+def _in_fp8(weight: fx.Node, emit: Call) -> float8_math.Scaled | mx_math.Blocks | None:
+    """Return a weight gathered in fp8 with its scales; None if it is not gathered in fp8.
+
+    An inverse scale is ``[1, 1]`` or ``[1, rows]``, without padding.
     """
+    if weight.target is not markers.unshard:  # for example, a cast by autocast
+        return None
+    spec = UnshardSpec.of_node(weight)
+    if spec.block_dim is not None:
+        return mx_math.unpacked(emit, weight, spec.block_dim)
     if _INVERSES not in weight.meta:
         return None
-    index = UnshardSpec.of_node(weight).scale_index
-    inverse: fx.Node = emit(operator.getitem, weight.meta[_INVERSES], index)
+    inverse: fx.Node = emit(operator.getitem, weight.meta[_INVERSES], spec.scale_index)
     num_scales, rows = value_of(inverse).shape[1], value_of(weight).shape[0]
     if num_scales > rows:
         inverse = emit(_aten.slice.Tensor, inverse, 1, 0, rows)

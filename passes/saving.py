@@ -90,6 +90,8 @@ def _regathered_params(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node
     pairs = {}
     for marker in context.backward_graph.find_nodes(op="call_function", target=unshard):
         shard = source_of(marker)
+        if UnshardSpec.of_node(marker).block_dim is not None:
+            continue  # forward gathers other values
         if len(shard.users) == 1 and saved.get(shard.name) in gathered:
             pairs[marker] = gathered[saved[shard.name]]
     return pairs

@@ -26,6 +26,7 @@ from .float8_ops import own_rows
 from .groups import averages
 from .host_copy import copy_to_device, copy_to_host
 from .library import dtype_name
+from .mx_math import packed, packed_shape
 from .nodes import Call, Value, Values, run, value_of
 
 _c10d = torch.ops._c10d_functional
@@ -49,6 +50,8 @@ class CollectiveInput(NamedTuple):
         scales: scales of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded
             shards]``, applied to sources before the cast to ``wire_dtype``; None without scaling.
         scale_index: position of this tensor's scale in ``scales``.
+        block_dim: dimension of the blocks in which the source is cast to mxfp8 and packed into
+            uint8, or None.
         partial: key of an accumulator whose total is added to the reduced shard before the average
             over replicas, or None.
         summed_in: dtype in which each rank sums the rows that it receives in an all-to-all; None
@@ -61,12 +64,19 @@ class CollectiveInput(NamedTuple):
     result_dtype: torch.dtype
     scales: Values | None = None
     scale_index: int = 0
+    block_dim: int | None = None
     partial: Value | None = None
     summed_in: torch.dtype | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
         return value_of(self.source)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the sent data, in elements of ``wire_dtype``."""
+        shape = self.tensor.shape
+        return shape if self.block_dim is None else packed_shape(shape)
 
 
 BufferInputs: TypeAlias = Sequence[CollectiveInput]  # transfers that share one buffer
@@ -89,8 +99,8 @@ def launch_bucket(
 
     If buffers differ in dtype, all are sent as uint8.
     """
-    buffers = [[_scaled(call, sent, group) for sent in inputs] for inputs in buffers]
-    packed = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}
+    buffers = [[_cast_to_fp8(call, sent, group) for sent in inputs] for inputs in buffers]
+    ready = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}
     # ``copy_in`` does not pack fp8 weights: Inductor's kernels do.
     copied = [
         i
@@ -108,8 +118,8 @@ def launch_bucket(
             [dtype_name(buffer_dtype(kind, buffers[i])) for i in copied],
             world if kind == TransferKind.REDUCE_SCATTER else 1,
         )
-        packed |= {i: call(operator.getitem, results, k) for k, i in enumerate(copied)}
-    to_send = list(packed.values())
+        ready |= {i: call(operator.getitem, results, k) for k, i in enumerate(copied)}
+    to_send = list(ready.values())
     if len({value_of(buffer).dtype for buffer in to_send}) > 1:
         # gloo would cast all buffers to the first one's dtype.
         to_send = [_viewed_as(call, buffer, torch.uint8) for buffer in to_send]
@@ -117,13 +127,15 @@ def launch_bucket(
     return launch_collective(call, kind, to_send, group, world, exchanges=exchanges)
 
 
-def _scaled(call: Call, sent: CollectiveInput, group: str) -> CollectiveInput:
-    if sent.scales is None:
+def _cast_to_fp8(call: Call, sent: CollectiveInput, group: str) -> CollectiveInput:
+    if sent.scales is None and sent.block_dim is None:
         return sent
+    wide = as_dtype(call, sent.source, sent.result_dtype)
+    if sent.block_dim is not None:
+        return sent._replace(source=packed(call, wide, sent.block_dim), block_dim=None)
     scale = call(operator.getitem, sent.scales, sent.scale_index)
     if value_of(scale).numel() > 1:
         scale = call(own_rows, scale, group)
-    wide = as_dtype(call, sent.source, sent.result_dtype)
     return sent._replace(source=cast(call, wide, scale, sent.wire_dtype, 1), scales=None)
 
 
@@ -289,8 +301,8 @@ def results_in_buffer(
 
 def _gathered(call: Call, inputs: BufferInputs, buffer: Value, world: int) -> list[Any]:
     """Return the full tensor ``[rows, ...]`` of each padded shard ``[ceil(rows / world), ...]``."""
-    packed = buffer_dtype(TransferKind.ALL_GATHER, inputs)
-    shapes = [_gathered_shape(sent, packed, world) for sent in inputs]
+    dtype = buffer_dtype(TransferKind.ALL_GATHER, inputs)
+    shapes = [_gathered_shape(sent, dtype, world) for sent in inputs]
     parts = [buffer]
     if len(inputs) > 1:
         sizes = [shape.numel() // world for shape in shapes]
@@ -298,23 +310,23 @@ def _gathered(call: Call, inputs: BufferInputs, buffer: Value, world: int) -> li
         parts = [call(operator.getitem, copies, i) for i in range(len(inputs))]
     results = []
     for part, sent, shape in zip(parts, inputs, shapes):
-        full = _unpacked(call, _viewed(call, part, shape), sent.wire_dtype, packed)
+        full = _unpacked(call, _viewed(call, part, shape), sent.wire_dtype, dtype)
         if sent.tensor.shape[0] * world != sent.rows:  # cut off the padding
             full = call(_aten.slice.Tensor, full, 0, 0, sent.rows)
         results.append(full)
     return results
 
 
-def _gathered_shape(sent: CollectiveInput, packed: torch.dtype, world: int) -> torch.Size:
+def _gathered_shape(sent: CollectiveInput, buffer: torch.dtype, world: int) -> torch.Size:
     """Return the shape ``[world * padded rows, ...]``, plus ``itemsize`` if sent as bytes."""
-    rows, *others = sent.tensor.shape
+    rows, *others = sent.shape
     size = sent.wire_dtype.itemsize
-    as_bytes = packed != sent.wire_dtype and size > 1
+    as_bytes = buffer != sent.wire_dtype and size > 1
     return torch.Size([world * rows, *others, *([size] if as_bytes else [])])
 
 
-def _unpacked(call: Call, full: Value, dtype: torch.dtype, packed: torch.dtype) -> Any:
-    if packed == dtype:
+def _unpacked(call: Call, full: Value, dtype: torch.dtype, buffer: torch.dtype) -> Any:
+    if buffer == dtype:
         return full
     if dtype is torch.bool:  # Inductor's C++ cannot view bytes as bool
         return call(convert, full, torch.bool)

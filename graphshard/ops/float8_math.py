@@ -27,7 +27,7 @@ from .._torch.inductor import lower_as_transposed_copy
 from .library import define, fake, implement
 from .nodes import Call, Value, value_of
 
-# Recipes whose weights are gathered in fp8. With ``mx_math.MXFP8``, the gather precedes the cast.
+# Recipes with scales that all ranks share; ``mx_math.MXFP8`` has a scale for every 32 values.
 TENSORWISE, ROWWISE = RECIPES = ("tensorwise", "rowwise")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.bfloat16, torch.float32)  # accepted for inputs and results of fp8 products

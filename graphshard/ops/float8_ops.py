@@ -5,7 +5,7 @@
                                        grad_w = float8_mm_grad_weight(g, w, x)
 
 ``w`` is a full weight in its own dtype; the eager ops cast it themselves. The pass moves this cast
-ahead of the all-gather, except for "mxfp8". (``float8_mm_grad_weight`` takes ``w`` only to identify
+ahead of the all-gather. (``float8_mm_grad_weight`` takes ``w`` only to identify
 the weight whose gradient it computes.) To scale shards, ``local_amax`` returns the largest absolute
 values of shards, and ``own_rows`` the scales of the rows that this rank owns.
 """
@@ -23,7 +23,7 @@ from .._torch.tensors import OpOverload, foreach_max_abs
 from . import mx_math
 from .float8_math import E4M3, ROWWISE, Scaled, forward, grad_input, grad_weight, quantized
 from .library import define, differentiate, fake, implement
-from .mx_math import MXFP8
+from .mx_math import MXFP8, Blocks
 from .nodes import Call, run
 
 float8_linear = define("float8_linear(Tensor x, Tensor weight, Tensor? bias, str recipe) -> Tensor")
@@ -55,12 +55,14 @@ def _float8_linear(
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def product(call: Call, op: object, arguments: Sequence[Any], weight: Scaled | None = None) -> Any:
+def product(
+    call: Call, op: object, arguments: Sequence[Any], weight: Scaled | Blocks | None = None
+) -> Any:
     """Return the result of ``op``, one of ``PRODUCTS``.
 
     Args:
-        weight: fp8 weight, or None to cast the weight in ``arguments``; ignored for "mxfp8" and
-            for weight gradients.
+        weight: fp8 weight (for "mxfp8", in the blocks of the product's right side), or None to cast
+            the weight in ``arguments``; ignored for weight gradients.
 
     Raises:
         RuntimeError: torch or the device does not support the product.
@@ -72,7 +74,10 @@ def product(call: Call, op: object, arguments: Sequence[Any], weight: Scaled | N
             return mx_math.grad_weight(call, left, x)
         return grad_weight(call, left, x, recipe)
     if recipe == MXFP8:
-        return (mx_math.forward if op is float8_mm else mx_math.grad_input)(call, left, own)
+        by_blocks = mx_math.by_rows if op is float8_mm else mx_math.by_columns
+        blocks = weight if isinstance(weight, Blocks) else by_blocks(call, own)
+        return mx_math.times_transposed(call, left, blocks)
+    assert not isinstance(weight, Blocks), "only mxfp8 has blocks"
     weight = weight or quantized(call, own, E4M3, recipe, 1)
     return (forward if op is float8_mm else grad_input)(call, left, weight, recipe)
 

@@ -35,6 +35,7 @@ _SCHEMA_TYPES: dict[object, str] = {
     Value | None: "Tensor?",
     Values | None: "Tensor[]?",
     int: "int",
+    int | None: "int?",
     bool: "bool",
     str: "str",
     str | None: "str?",
@@ -125,6 +126,8 @@ class UnshardSpec(MarkerSpec):
         float8_recipe: fp8 recipe of linears that use the parameter, or None.
         scales: scales of several parameters, or None if the parameter is not gathered in fp8.
         scale_index: position of this parameter's scale in ``scales``.
+        block_dim: dimension of the blocks of a parameter that is gathered in mxfp8, as uint8 (see
+            ``ops.mx_math.packed``), or None.
         device: device that the shard is copied to before the gather, or None if already there.
         host_memory: kind of host memory that holds the shard (``ops.host_copy``), or None.
         unsynced: accumulator of full gradients, as a stand-in or a key (``ops.markers``).
@@ -144,6 +147,7 @@ class UnshardSpec(MarkerSpec):
     float8_recipe: str | None = None
     scales: Values | None = None
     scale_index: int = 0
+    block_dim: int | None = None
     device: torch.device | None = None
     host_memory: str | None = None
     unsynced: Value | None = None
@@ -151,13 +155,15 @@ class UnshardSpec(MarkerSpec):
 
     def collective_input(self) -> CollectiveInput:
         used = used_dtype(value_of(self.shard), self.dtype)
+        wire_dtype = used if self.scales is None else E4M3
         return CollectiveInput(
             source=self.shard,
             rows=self.rows,
-            wire_dtype=used if self.scales is None else E4M3,
+            wire_dtype=wire_dtype if self.block_dim is None else torch.uint8,
             result_dtype=used,
             scales=self.scales,
             scale_index=self.scale_index,
+            block_dim=self.block_dim,
         )
 
     def reduction(

@@ -145,9 +145,9 @@ def _unshard(spec: UnshardSpec) -> torch.Tensor:
 
 @_fake(UnshardSpec)
 def _unshard_fake(spec: UnshardSpec) -> torch.Tensor:
-    shard = value_of(spec.shard)
-    dtype = spec.collective_input().wire_dtype
-    return shard.new_empty((spec.rows, *shard.shape[1:]), dtype=dtype, device=spec.device)
+    sent = spec.collective_input()
+    shape = (spec.rows, *sent.shape[1:])
+    return sent.tensor.new_empty(shape, dtype=sent.wire_dtype, device=spec.device)
 
 
 @_implement(ReduceGradSpec)

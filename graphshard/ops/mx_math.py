@@ -9,7 +9,8 @@ saturates ("rceil", as in cuBLAS and torchao/prototype/mx_formats/mx_tensor.py).
     grad_x = g @ w       blocks along a row of g,      and along a column of w
     grad_w = g.T @ x     blocks along a column of g,   and along a column of x
 
-The blocks of a weight differ between forward and backward, and so do its bytes.
+The blocks of a weight differ between forward and backward, and so do its bytes. A gather sends the
+scales after the values of each row (``packed``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .float8_math import E4M3, as_dtype, contiguous, convert, transposed_copy
+from .float8_math import ALIGNMENT, E4M3, as_dtype, contiguous, convert, transposed_copy
 from .nodes import Call, Value, value_of
 
 MXFP8 = "mxfp8"
@@ -38,14 +39,9 @@ class Blocks(NamedTuple):
     exponents: Any  # uint8, [rows, columns / 32]: biased exponents of the blocks' scales
 
 
-def forward(call: Call, x: Value, weight: Value) -> Any:
-    """Return ``x @ weight.T``."""
-    return _product(call, by_rows(call, x), by_rows(call, weight), value_of(x).dtype)
-
-
-def grad_input(call: Call, grad: Value, weight: Value) -> Any:
-    """Return ``grad @ weight``."""
-    return _product(call, by_rows(call, grad), by_columns(call, weight), value_of(grad).dtype)
+def times_transposed(call: Call, left: Value, right: Blocks) -> Any:
+    """Return ``left @ right.T``."""
+    return _product(call, by_rows(call, left), right, value_of(left).dtype)
 
 
 def grad_weight(call: Call, grad: Value, x: Value) -> Any:
@@ -62,24 +58,56 @@ def by_rows(call: Call, x: Value) -> Blocks:
     columns = value_of(x).shape[1]
     if columns % BLOCK:
         raise RuntimeError(f"mxfp8: rows have {columns} values; pad them to a multiple of {BLOCK}")
-    values, exponents = _cast(call, _view(call, x, [-1, columns // BLOCK, BLOCK]), 2)
-    return Blocks(
-        _view(call, values, [-1, columns]), _view(call, exponents, [-1, columns // BLOCK])
-    )
+    return _cast(call, x, 1)
 
 
 def by_columns(call: Call, x: Value) -> Blocks:
     """Return ``x.T`` in blocks along its rows, which are padded to a multiple of 32 values."""
-    x, columns = _padded(call, x, 0, BLOCK), value_of(x).shape[1]
-    values, exponents = _cast(call, _view(call, x, [-1, BLOCK, columns]), 1)
-    values = call(transposed_copy, _view(call, values, [-1, columns]))
-    exponents = call(_aten.permute.default, _view(call, exponents, [-1, columns]), [1, 0])
-    return Blocks(values, contiguous(call, exponents))
+    return _transposed(call, _cast(call, _padded(call, x, 0, BLOCK), 0))
 
 
-def _cast(call: Call, blocks: Value, dim: int) -> tuple[Any, Any]:
-    """Return the values and the exponents of blocks along ``dim``."""
-    amax = call(_aten.amax.default, call(_aten.abs.default, blocks), [dim], True)
+def packed(call: Call, shard: Value, dim: int) -> Any:
+    """Return a matrix cast in blocks along ``dim``, as uint8 ``[rows, columns * 33 / 32]``.
+
+    Both sizes must be multiples of 32. Scales follow the values of each row; with ``dim=0``, the
+    scales that 32 rows share are spread over these rows.
+    """
+    values, exponents = _cast(call, shard, dim)
+    columns = value_of(values).shape[1]
+    scales = _view(call, exponents, [-1, columns // BLOCK])
+    return call(_aten.cat.default, [call(_aten.view.dtype, values, torch.uint8), scales], 1)
+
+
+def packed_shape(shape: torch.Size) -> torch.Size:
+    """Return the shape of a matrix that ``packed`` has cast."""
+    rows, columns = shape
+    return torch.Size([rows, columns + columns // BLOCK])
+
+
+def unpacked(call: Call, rows: Value, dim: int) -> Blocks:
+    """Return the right side of a product, given the gathered rows of ``packed`` shards."""
+    width = value_of(rows).shape[1]
+    columns = width * BLOCK // (BLOCK + 1)
+    values = call(_aten.slice.Tensor, rows, 1, 0, columns)
+    values = call(_aten.view.dtype, values, E4M3)
+    exponents = call(_aten.slice.Tensor, rows, 1, columns, width)
+    if dim == 0:
+        return _transposed(call, Blocks(values, _view(call, exponents, [-1, columns])))
+    # Tensor cores read rows that are a multiple of 16 bytes apart.
+    return Blocks(contiguous(call, values) if width % ALIGNMENT else values, exponents)
+
+
+def _transposed(call: Call, matrix: Blocks) -> Blocks:
+    exponents = call(_aten.permute.default, matrix.exponents, [1, 0])
+    return Blocks(call(transposed_copy, matrix.values), contiguous(call, exponents))
+
+
+def _cast(call: Call, x: Value, dim: int) -> Blocks:
+    """Return ``x`` in blocks along ``dim``, of which ``exponents`` has one element per block."""
+    columns = value_of(x).shape[1]
+    num_across = columns // BLOCK if dim else columns
+    blocks = _view(call, x, [-1, num_across, BLOCK] if dim else [-1, BLOCK, columns])
+    amax = call(_aten.amax.default, call(_aten.abs.default, blocks), [dim + 1], True)
     # Smallest scale with which no value of a block exceeds the largest e4m3 value, 448.
     least = call(_aten.div.Tensor, as_dtype(call, amax, torch.float32), torch.finfo(E4M3).max)
     bits = call(_aten.view.dtype, least, torch.int32)
@@ -89,7 +117,10 @@ def _cast(call: Call, blocks: Value, dim: int) -> tuple[Any, Any]:
     inverse = call(_aten.mul.Tensor, call(_aten.sub.Tensor, exponent, 254), -_MANTISSA)
     inverse = call(_aten.view.dtype, inverse, torch.float32)
     scaled = call(_aten.mul.Tensor, as_dtype(call, blocks, torch.float32), inverse)
-    return call(convert, scaled, E4M3), call(convert, exponent, torch.uint8)
+    return Blocks(
+        _view(call, call(convert, scaled, E4M3), [-1, columns]),
+        _view(call, call(convert, exponent, torch.uint8), [-1, num_across]),
+    )
 
 
 def _product(call: Call, a: Blocks, b: Blocks, dtype: torch.dtype) -> Any:

@@ -29,13 +29,12 @@ def is_inner_linear(fqn: str, shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Float8Policy:
-    """Policy for linears that compute in fp8 and, except with "mxfp8", gather weights in fp8.
+    """Policy for linears that compute in fp8 and gather their weights in fp8.
 
     Attributes:
         recipe_name: "tensorwise" (one scale per tensor), "rowwise" (one scale per row), which is
             more accurate, or "mxfp8" (one scale per 32 values of a row or column), for Blackwell
-            GPUs, which gathers weights in their own dtype. See ``graphshard.ops.float8_math`` and,
-            for "mxfp8", ``graphshard.ops.mx_math``.
+            GPUs. See ``graphshard.ops.float8_math`` and, for "mxfp8", ``graphshard.ops.mx_math``.
         filter_fn: function that takes a weight's FQN and shape ``(out, in)`` and returns whether
             its linears compute in fp8. It is called for every sharded 2D floating-point parameter
             that no ``nn.Embedding`` holds; a tied weight needs True for each of its FQNs. A weight

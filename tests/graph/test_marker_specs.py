@@ -46,7 +46,7 @@ def test_marker_of_another_kind_is_refused(group: str) -> None:
 
 def test_gradients_are_at_positions_of_their_arguments() -> None:
     grad = torch.ones(1)
-    assert UnshardSpec.gradients(shard=grad) == (grad, *[None] * 13)
+    assert UnshardSpec.gradients(shard=grad) == (grad, *[None] * 14)
     assert ReplicateSpec.gradients(unsynced=grad) == (*[None] * 4, grad)
     with pytest.raises(AssertionError):
         ReplicateSpec.gradients(shard=grad)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
@@ -106,6 +106,11 @@ def test_training_matches_fsdp2_with_torchao(compiler: str, mp_policy: Any) -> N
     ranks.run(2, _against_torchao, compiler, mp_policy)
 
 
+@pytest.mark.low_precision
+def test_training_with_few_rows_per_rank_matches_fsdp2_with_torchao() -> None:
+    ranks.run(4, _against_torchao, "aot_eager", BF16)  # of "down.weight", each rank has 16 rows
+
+
 def _by_torchao(x: Tensor) -> tuple[Tensor, Tensor]:
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_mx
@@ -145,18 +150,61 @@ def test_rows_are_padded_with_zeros() -> None:
 def test_values_that_are_not_finite_reach_the_result(value: float) -> None:
     x = torch.randn(2, DIM)
     x[0, 3] = value
-    y = mx_math.forward(run, x, torch.randn(BLOCK, DIM))
+    y = mx_math.times_transposed(run, x, mx_math.by_rows(run, torch.randn(BLOCK, DIM)))
     assert y.isfinite().any(1).tolist() == [False, True]
 
 
-@on_ranks(2)
-def test_weights_are_gathered_in_their_own_dtype() -> None:
-    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BF16, fp8=FP8)
-    torch.compile(Net(), backend=backend)(_batches(40)[0]).backward()
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("columns", [96, 512])  # rows with and without a multiple of 16 bytes
+def test_packed_shards_unpack_to_the_blocks_of_the_whole(dim: int, columns: int) -> None:
+    weight = torch.randn(2 * DIM, columns)
+    packed = torch.cat([mx_math.packed(run, shard, dim) for shard in weight.chunk(2)])
+    assert packed.shape == mx_math.packed_shape(weight.shape)
+    blocks = mx_math.unpacked(run, packed, dim)
+    expected = (mx_math.by_columns, mx_math.by_rows)[dim](run, weight)
+    assert torch.equal(blocks.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(blocks.exponents, expected.exponents)
+
+
+def _gathers(model: nn.Module, **options: Any) -> list[tuple[dict[str, tuple[str, int]], str]]:
+    """Return the dtype and bytes of each gather by parameter, and the reasons, of both graphs."""
+    options = {"mesh": world_mesh(), "mp_policy": BF16, **options}
+    backend = graphshard.backend(compiler="aot_eager", fp8=FP8, **options)
+    torch.compile(model, backend=backend)(_batches(40)[0]).sum().backward()
+    gathers = []
     for plan in backend.plans:
-        gathered = {t.dtype for t in plan.problem.transfers if t.kind == TransferKind.ALL_GATHER}
-        assert gathered == {"torch.bfloat16"} and not plan.reasons
         assert not plan.count(TransferKind.ALL_REDUCE_MAX)
+        sent = [t for t in plan.problem.transfers if t.kind == TransferKind.ALL_GATHER]
+        by_name = {plan.params[t.param].fqn: (t.dtype, t.num_bytes) for t in sent}
+        gathers.append((by_name, str(plan.reasons)))
+    return gathers
+
+
+@on_ranks(2)
+def test_weights_of_linears_alone_are_gathered_in_mxfp8() -> None:
+    gathers = _gathers(Net())
+    for gathered, _ in gathers:
+        assert gathered["down.weight"] == ("torch.uint8", 3 * DIM * DIM * 33 // 32)
+    gathered, reasons = gathers[0]
+    assert gathered["up.weight"] == ("torch.bfloat16", 3 * DIM * DIM * 2)
+    assert "travels as torch.bfloat16 instead of mxfp8: aten" in reasons
+
+
+@on_ranks(4)
+def test_weights_that_cannot_be_gathered_in_mxfp8_name_the_reason() -> None:
+    def reason(rows: int, **options: Any) -> str:
+        gathers = _gathers(nn.Sequential(nn.Linear(DIM, rows)), **options)
+        assert {dtype for by_name, _ in gathers for dtype, _ in by_name.values()} == {
+            "torch.bfloat16"
+        }
+        return gathers[0][1]
+
+    assert "the 16 rows of a rank are not a multiple of 32" in reason(DIM)
+    kept = reason(128, reshard_after_forward=False)
+    assert "backward uses the values gathered in forward" in kept
+    assert "backward gathers from the ranks of" in reason(128, reshard_after_forward=2)
+    schedule = graphshard.SchedulePolicy(activation_memory_budget=0.5)
+    assert "ranks may differ in what backward recomputes" in reason(128, schedule=schedule)
 
 
 @on_ranks(2)
@@ -210,7 +258,11 @@ def _loss_and_gradients(model: Net, **options: Any) -> list[Tensor]:
     return [loss.detach(), *gradients]
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["zero3", "zero2"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}],
+    ids=["zero3", "zero2", "offload"],
+)
 @on_ranks(2)
 def test_recomputation_and_kept_weights_do_not_change_gradients(options: dict[str, Any]) -> None:
     expected = _loss_and_gradients(Net())
