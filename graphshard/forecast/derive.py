@@ -67,19 +67,24 @@ class ShallowCopies(NamedTuple):
     layers: Layers
     shallow: Depth  # depth of the first step
 
-    def at_depth(self, depth: Depth) -> TracedStep:
-        """Return the step at ``depth``, rounded down to ``shallow`` plus whole periods.
+    def nearest(self, depth: Depth) -> Depth:
+        """Return ``depth`` rounded down to ``shallow`` plus whole periods, or else ``shallow``."""
+        pairs = zip(self.shallow, self._periods(depth))
+        return Depth(*(few + self.layers.period * number for few, number in pairs))
 
-        Numbers below those of ``shallow`` are rounded up.
+    def at_depth(self, depth: Depth) -> TracedStep:
+        """Return the step at the depth ``nearest`` to ``depth``.
 
         Raises:
             NotPeriodicError: as ``deepen``.
         """
-        first, rest = (
-            max(0, deep - few) // self.layers.period for deep, few in zip(depth, self.shallow)
-        )
+        first, rest = self._periods(depth)
         rows = [self._deepened(row, first) for row in self.steps]
         return dataclasses.replace(self._deepened(rows, rest), notes=(self._note(),))
+
+    def _periods(self, depth: Depth) -> list[int]:
+        period = self.layers.period
+        return [max(0, deep - few) // period for deep, few in zip(depth, self.shallow)]
 
     def _deepened(self, steps: Sequence[TracedStep], periods: int) -> TracedStep:
         return steps[0] if len(steps) == 1 else deepen(steps[0], steps[1], periods, self.layers)

@@ -72,8 +72,8 @@ class LargestResult:
         return page(title, [], tables=tables, charts=charts)
 
 
-def _layers(number: int) -> str:
-    return f"{number} layers" if number < MOST_LAYERS else f"{number} layers or more"
+def _layers(depth: Depth, period: int) -> str:
+    return f"{sum(depth)} layers" + (" or more" if sum(depth) + period > MOST_LAYERS else "")
 
 
 def strategies(cluster: Cluster, tp: int = 1) -> list[str]:
@@ -162,11 +162,11 @@ class _Grower:
 
     def by_depth(self) -> Iterator[LargestFit]:
         # Shallow copies determine any number of layers, so deeper models need no trace.
-        step_at = self._steps(self.make_workload(1.0, self.size))
+        copies = self._copies(self.make_workload(1.0, self.size))
         for strategy in strategies(self.cluster, self.recipe.tp):
-            layers = self._most(step_at, strategy, LEAST_PERIODS + 1, MOST_LAYERS)
-            if layers is not None:
-                yield self._fit(strategy, "layers", _layers(layers), step_at(layers))
+            if (deepest := self._deepest(copies, strategy, LEAST_PERIODS + 1)) is not None:
+                what = _layers(deepest, copies.layers.period)
+                yield self._fit(strategy, "layers", what, copies.at_depth(deepest))
 
     def by_width(self) -> Iterator[LargestFit]:
         """Yield, for each strategy, the deepest model of the largest width that fits.
@@ -175,16 +175,15 @@ class _Grower:
         """
         for strategy, factor in self._widest().items():
             workload = self.make_workload(factor, self.size)
-            step_at = self._steps(workload)
-            layers = self._most(step_at, strategy, workload.num_layers or 0, MOST_LAYERS)
-            if layers is not None:
-                what = f"{workload.name}, {_layers(layers)}"
-                yield self._fit(strategy, "layers and width", what, step_at(layers))
+            copies = self._copies(workload)
+            if (deepest := self._deepest(copies, strategy, workload.num_layers or 0)) is not None:
+                what = f"{workload.name}, {_layers(deepest, copies.layers.period)}"
+                yield self._fit(strategy, "layers and width", what, copies.at_depth(deepest))
 
     def by_batch(self) -> Iterator[LargestFit]:
         def step_at(size: int) -> TracedStep:
             workload = self.make_workload(1.0, size)
-            return self._steps(workload)(workload.num_layers or 0)
+            return self._step(self._copies(workload), workload.num_layers or 0)
 
         for strategy in strategies(self.cluster, self.recipe.tp):
             size = self._most(step_at, strategy, 1)
@@ -205,10 +204,14 @@ class _Grower:
 
     def _fitting(self, factor: float) -> list[str]:
         workload = self.make_workload(factor, self.size)
-        step = self._steps(workload)(workload.num_layers or 0)
+        step = self._step(self._copies(workload), workload.num_layers or 0)
         limit = self.cluster.memory_bytes
         tried = strategies(self.cluster, self.recipe.tp)
         return [strategy for strategy in tried if self._memory(step, strategy) <= limit]
+
+    def _deepest(self, copies: ShallowCopies, strategy: str, least: int) -> Depth | None:
+        layers = self._most(lambda n: self._step(copies, n), strategy, least, MOST_LAYERS)
+        return None if layers is None else copies.nearest(Depth.at(layers, self.recipe))
 
     def _most(
         self,
@@ -234,16 +237,20 @@ class _Grower:
         num_params, memory = int(step.held.num_params), planned.memory.total
         return LargestFit(strategy, grown, what, num_params, planned.time.step_us, memory)
 
-    def _steps(self, workload: Workload) -> Callable[[int], TracedStep]:
-        """Return a function that maps a number of layers to the step; trace each model once."""
+    def _step(self, copies: ShallowCopies, num_layers: int) -> TracedStep:
+        return copies.at_depth(Depth.at(num_layers, self.recipe))
+
+    def _copies(self, workload: Workload) -> ShallowCopies:
+        """Trace shallow copies of a model, once; the model's own depth can be derived from them."""
         # Depth, width and batch grow from one model, and several factors may round to one model.
         key = workload.name, workload.num_layers, workload.tokens
         if key not in self._traced:
             self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
-            deep = Depth.at((LEAST_PERIODS + 2) * workload.period, self.recipe)
-            self._traced[key] = trace_copies(workload, deep, self.recipe, self.cluster)
-        copies = self._traced[key]
-        return lambda num_layers: copies.at_depth(Depth.at(num_layers, self.recipe))
+            deep = (LEAST_PERIODS + 2) * workload.period
+            deep += (workload.num_layers or 0) % workload.period
+            depth = Depth.at(deep, self.recipe)
+            self._traced[key] = trace_copies(workload, depth, self.recipe, self.cluster)
+        return self._traced[key]
 
     def _plan(self, step: TracedStep, strategy: str) -> PlannedStep | None:
         recipe = dataclasses.replace(self.recipe, strategy=strategy)

@@ -1,7 +1,7 @@
 """Report the changes between two plans of a graph, as text or as a page.
 
 Buckets of one kind that share a parameter are related. A set of related buckets yields one line if
-their number or their parameters changed:
+their number, order or parameters changed:
 
     merged     2 all_gather -> 1: norm.weight, up.weight -> norm.weight .. up.weight (2)
     split, regrouped, changed, added, removed
@@ -107,10 +107,13 @@ def _shape(param: PlanParam) -> str:
 
 def _bucket_changes(before: Dump, after: Dump) -> Iterator[str]:
     for old, new in _related_buckets(before, after):
-        if len(old) == len(new) == 1 and (
-            set(before.param_names(old[0])) == set(after.param_names(new[0]))
-        ):
-            yield from _moves(before, old[0], after, new[0])
+        names = [
+            [set(dump.param_names(bucket)) for bucket in buckets]
+            for dump, buckets in ((before, old), (after, new))
+        ]
+        if names[0] == names[1]:
+            for pair in zip(old, new):
+                yield from _moves(before, pair[0], after, pair[1])
         else:
             yield _regrouping(before, old, after, new)
 

@@ -15,6 +15,7 @@ from graphshard.fake_mesh import Ranks
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.command import gigabytes
 from graphshard.forecast.deepen import Layers
+from graphshard.forecast.derive import Depth, ShallowCopies
 from graphshard.forecast.estimate import PlannedGraph, bytes_by_kind
 from graphshard.forecast.largest import largest_that_fits
 from graphshard.forecast.planned_step import keep_unsharded
@@ -188,6 +189,12 @@ def test_invalid_recipes_and_batches_are_refused() -> None:
     assert gigabytes("--budget", "72.5GB") == 72.5
     with pytest.raises(ValueError, match="72GB"):
         gigabytes("--budget", "lots")
+
+
+@pytest.mark.parametrize(("layers", "nearest"), [(3, 20), (25, 20), (26, 26), (31, 26)])
+def test_nearest_depth_adds_whole_periods(layers: int, nearest: int) -> None:
+    copies = ShallowCopies([], Layers("layers", period=6), Depth(0, 20))
+    assert copies.nearest(Depth(0, layers)) == Depth(0, nearest)
 
 
 def test_shifted_changes_layer_number() -> None:

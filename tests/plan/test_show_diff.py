@@ -81,6 +81,15 @@ def test_diff_describes_changed_buckets(
     assert _changes(_gathers(*before), _gathers(*after)) == changes
 
 
+def test_buckets_of_a_parameter_gathered_twice_are_matched_by_order() -> None:
+    gathers = [gather(0, SIZE, 0), dataclasses.replace(gather(1, SIZE, 1), param=0)]
+    asked = problem([30.0] * 4, gathers)
+    one, other = (dump(asked, (_of(0), _of(1, at=at)), ["a"]) for at in ((0, 1), (1, 1)))
+    assert diff(one, one) == ""
+    moved = "moved: all_gather of a: launch before 0 step0 -> before 1 step1"
+    assert _changes(one, other) == [moved]
+
+
 def test_diff_describes_changed_parameters() -> None:
     one, other = _gathers(*APART[:3], names="a b c"), _gathers(*APART[:3], names="a b x")
     param = other.plan.params[0]
