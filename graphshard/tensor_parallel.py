@@ -114,7 +114,7 @@ def _check_styles(name: str, styles: dict[str, str]) -> None:
 def _check_sizes(name: str, lm: Any, size: int) -> None:
     fields = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     numbers = {field: getattr(lm.config, field, None) for field in fields}
-    numbers["out_features of the output layer"] = lm.get_output_embeddings().out_features
+    numbers["output_embeddings.out_features"] = lm.get_output_embeddings().out_features
     for field, number in numbers.items():
         if number and number % size:
             raise ValueError(

@@ -114,12 +114,16 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith("tangents_")
 
 
+# Wrappers of recomputed random operators: by default, GPUs use the second one.
+_WITH_RNG_STATE = ("run_with_rng_state", "graphsafe_run_with_rng_state")
+
+
 def is_recomputed(node: fx.Node) -> bool:
     """Return whether a node of a backward graph recomputes a part of forward."""
     # Backward's copies of forward nodes keep the tag that AOTAutograd sets in the joint graph. The
     # partitioner's wrappers of recomputed random operators have no tag.
     is_forward = node.meta.get("partitioner_tag") == "is_forward"
-    return is_forward or str(node.target) == "run_with_rng_state"
+    return is_forward or str(node.target) in _WITH_RNG_STATE
 
 
 def mutated_inputs(forward: fx.Graph) -> set[fx.Node]:

@@ -50,7 +50,8 @@ def call_with_fallback(
     """Return ``predict(*args)`` or, if that raises, ``fallback``; warn once for each ``what``.
 
     Args:
-        what: predicted quantity, for the warning (default: the time of the node ``args[0]``).
+        what: predicted quantity, for the warning (default: the time of the operator that the node
+            ``args[0]`` calls).
     """
     try:
         return predict(*args)

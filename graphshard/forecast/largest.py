@@ -11,7 +11,15 @@ from tabulate import tabulate
 
 from ..show.page import page, table_data
 from .cluster import Cluster
-from .derive import LEAST_PERIODS, Depth, Progress, ShallowCopies, for_strategy, trace_copies
+from .derive import (
+    LEAST_PERIODS,
+    Depth,
+    Progress,
+    ShallowCopies,
+    for_strategy,
+    trace_copies,
+    trace_step,
+)
 from .forecast import GB
 from .planned_step import PlannedStep, plan_step
 from .recipe import Recipe
@@ -159,12 +167,13 @@ class _Grower:
 
     def __post_init__(self) -> None:
         self._traced: dict[tuple[str, int | None, int], ShallowCopies] = {}
+        self._shallow: dict[tuple[str, int | None, int], TracedStep] = {}
 
     def by_depth(self) -> Iterator[LargestFit]:
         # Shallow copies determine any number of layers, so deeper models need no trace.
         copies = self._copies(self.make_workload(1.0, self.size))
         for strategy in strategies(self.cluster, self.recipe.tp):
-            if (deepest := self._deepest(copies, strategy, LEAST_PERIODS + 1)) is not None:
+            if (deepest := self._deepest(copies, strategy, sum(copies.shallow))) is not None:
                 what = _layers(deepest, copies.layers.period)
                 yield self._fit(strategy, "layers", what, copies.at_depth(deepest))
 
@@ -182,8 +191,7 @@ class _Grower:
 
     def by_batch(self) -> Iterator[LargestFit]:
         def step_at(size: int) -> TracedStep:
-            workload = self.make_workload(1.0, size)
-            return self._step(self._copies(workload), workload.num_layers or 0)
+            return self._own_step(self.make_workload(1.0, size))
 
         for strategy in strategies(self.cluster, self.recipe.tp):
             size = self._most(step_at, strategy, 1)
@@ -203,8 +211,7 @@ class _Grower:
         return best
 
     def _fitting(self, factor: float) -> list[str]:
-        workload = self.make_workload(factor, self.size)
-        step = self._step(self._copies(workload), workload.num_layers or 0)
+        step = self._own_step(self.make_workload(factor, self.size))
         limit = self.cluster.memory_bytes
         tried = strategies(self.cluster, self.recipe.tp)
         return [strategy for strategy in tried if self._memory(step, strategy) <= limit]
@@ -240,8 +247,17 @@ class _Grower:
     def _step(self, copies: ShallowCopies, num_layers: int) -> TracedStep:
         return copies.at_depth(Depth.at(num_layers, self.recipe))
 
+    def _own_step(self, workload: Workload) -> TracedStep:
+        """Return the step of a model with its own number of layers."""
+        if (workload.num_layers or 0) >= LEAST_PERIODS * workload.period:
+            return self._step(self._copies(workload), workload.num_layers or 0)
+        key = workload.name, workload.num_layers, workload.tokens
+        if key not in self._shallow:
+            self._shallow[key] = trace_step(workload, self.recipe, self.cluster, self.progress)
+        return self._shallow[key]
+
     def _copies(self, workload: Workload) -> ShallowCopies:
-        """Trace shallow copies of a model, once; the model's own depth can be derived from them."""
+        """Return shallow copies of a model, from which to derive it; trace each model once."""
         # Depth, width and batch grow from one model, and several factors may round to one model.
         key = workload.name, workload.num_layers, workload.tokens
         if key not in self._traced:

@@ -118,8 +118,8 @@ def module_workload(
 def count_tokens(inputs: Inputs) -> tuple[int, str]:
     """Return the number of tokens or samples in a microbatch, and its unit.
 
-    The first tensor that is not 0-dim decides. An integer tensor of two or more dimensions holds
-    tokens; otherwise, the size of the first dimension is the number of samples.
+    The first tensor that is not 0-dim decides. An integer or bool tensor of two or more dimensions
+    holds tokens; otherwise, the size of the first dimension is the number of samples.
 
     Raises:
         ValueError: no input is a tensor with a batch dimension.
@@ -131,7 +131,7 @@ def count_tokens(inputs: Inputs) -> tuple[int, str]:
             "inputs: no tensor has a batch dimension; pass the inputs of a step on one rank"
         )
     first = tensors[0]
-    if first.is_floating_point() or first.dim() < 2:
+    if first.is_floating_point() or first.is_complex() or first.dim() < 2:
         return first.shape[0], "samples"
     return first.numel(), "tokens"
 

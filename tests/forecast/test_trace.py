@@ -19,6 +19,7 @@ from graphshard.fake_mesh import Ranks
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.deepen import Layers, NotPeriodicError, deepen
 from graphshard.forecast.derive import on_host, trace_step
+from graphshard.forecast.largest import _Grower
 from graphshard.forecast.planned_step import KEPT, find_changes, plan_step
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.search import RESERVED, search
@@ -107,6 +108,13 @@ def test_extrapolated_step_with_two_kinds_of_layers_equals_traced_step() -> None
     (note,) = derived.notes
     assert note.startswith("6, 7 and 8 layers were traced")
     assert_same_step(derived, trace_stack(10, recipe))
+
+
+def test_largest_batch_is_planned_for_own_number_of_layers() -> None:
+    # Shallow copies have at least three layers.
+    workload = Workload("stack", lambda n: (Stack(n or 2), (_ids(),)), 64, num_layers=2)
+    grower = _Grower(lambda factor, size: workload, Recipe(), cluster("H100", 8), 1, print)
+    assert_same_step(grower._own_step(workload), trace_stack(2, Recipe()))
 
 
 def test_recipe_code_recomputes_same_layers() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._prims import rng_prims
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
+from graphshard._torch.aot_graphs import is_recomputed
 from graphshard.planning.plan import Plan
 
 
@@ -34,6 +36,12 @@ def _plans(mesh: DeviceMesh, recompute: bool) -> list[Plan]:
         torch.randn(2, 128, 64)
     ).backward()
     return backend.plans
+
+
+@pytest.mark.parametrize("wrapper", ["run_with_rng_state", "graphsafe_run_with_rng_state"])
+def test_random_operators_of_a_checkpoint_are_recomputed(wrapper: str) -> None:
+    node = fx.Graph().call_function(getattr(rng_prims, wrapper))  # which the partitioner inserts
+    assert is_recomputed(node)
 
 
 def test_checkpointed_region_takes_time_in_forward_and_backward(mesh: DeviceMesh) -> None:
