@@ -64,9 +64,9 @@ Split = Sequence[CandidateBucket]  # a partition of a queue, in queue order
 class Queue:
     """All gathers or all reductions of a problem, hardest to hide first.
 
-    Only transfers with the same ``_key`` may share a bucket. The queue is therefore regrouped into
-    one run per key, and a bucket takes neighbors of one run, even if they are not neighbors in
-    ``order``. A position is an index into the concatenated runs.
+    Only transfers with the same ``sharing_key`` may share a bucket. The queue is therefore
+    regrouped into one run per key, and a bucket takes neighbors of one run, even if they are not
+    neighbors in ``order``. A position is an index into the concatenated runs.
 
     Args:
         cap: maximum size of a candidate with more than one transfer, or None for no limit.
@@ -90,7 +90,7 @@ class Queue:
         self._reduce: Reduce = reduce
         runs: dict[tuple[str, ...], list[int]] = {}
         for rank, i in enumerate(order):
-            runs.setdefault(_key(problem, i, reduce), []).append(rank)
+            runs.setdefault(sharing_key(problem, i, reduce), []).append(rank)
         # Index in ``order``, by position.
         self._rank = [rank for run in runs.values() for rank in run]
         self._order = [order[rank] for rank in self._rank]
@@ -295,7 +295,7 @@ def _powers_of_two(stop: int) -> list[int]:
     return [1 << k for k in range((stop - 1).bit_length())]
 
 
-def _key(problem: Problem, i: int, reduce: Reduce) -> tuple[str, ...]:
+def sharing_key(problem: Problem, i: int, reduce: Reduce) -> tuple[str, ...]:
     """Return a key that is equal for transfers that may share a bucket."""
     transfer = problem.transfers[i]
     if not transfer.kind.is_reduction:

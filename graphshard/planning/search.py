@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..errors import BackendError
-from .bucketing import Queue, gathers_by_due, may_exchange
+from .bucketing import Queue, gathers_by_due, may_exchange, sharing_key
 from .live_bytes import smallest_peak
 from .memory_budget import ScheduleLimits
 from .placement import BucketSizes, CandidateSchedule, Placer, Score, Splits
@@ -195,12 +195,12 @@ def schedule_without_overlap(problem: Problem, *, exchanges: bool = False) -> tu
     """
     # The result depends only on the transfers, not on predicted times.
     members: list[list[int]] = []
-    filling: dict[tuple[str, ...], list[int]] = {}  # bucket being filled, keyed by _small_key
+    filling: dict[tuple[str, ...], list[int]] = {}  # bucket being filled, by key and dtype
     for i, transfer in enumerate(problem.transfers):
-        key = _small_key(problem, transfer, exchanges)
-        if key is None:
+        if transfer.num_bytes > SMALL_BYTES:
             members.append([i])
             continue
+        key = *sharing_key(problem, i, "exchange" if exchanges else "ring"), transfer.dtype
         bucket = filling.get(key)
         if bucket and _fits([*(problem.transfers[j] for j in bucket), transfer]):
             bucket.append(i)
@@ -215,15 +215,6 @@ def schedule_without_overlap(problem: Problem, *, exchanges: bool = False) -> tu
 def _fits(transfers: Sequence[Transfer]) -> bool:
     in_time = max(t.ready for t in transfers) <= min(t.due for t in transfers)
     return in_time and sum(t.num_bytes for t in transfers) <= SMALL_CAP_BYTES
-
-
-def _small_key(problem: Problem, transfer: Transfer, exchanges: bool) -> tuple[str, ...] | None:
-    """Return a key that is equal for transfers that may share a bucket, or None for no sharing."""
-    used_in_graph = transfer.kind.is_reduction and transfer.due < problem.num_steps
-    if used_in_graph or transfer.num_bytes > SMALL_BYTES:
-        return None
-    dtypes = transfer.dtype, transfer.exchange_dtype if exchanges else ""
-    return transfer.kind, transfer.group, transfer.replicas, *dtypes, str(transfer.host)
 
 
 def _bucket(problem: Problem, members: list[int], exchanges: bool) -> Bucket:

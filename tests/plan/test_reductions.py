@@ -113,6 +113,16 @@ def test_other_gradients_never_share_an_exchange() -> None:
         assert any(bucket.exchanges for bucket in buckets)
 
 
+def test_gradients_summed_in_other_dtypes_never_share_a_bucket() -> None:
+    # As over gloo, if only some of the bfloat16 gradients have ``reduce_dtype=float32``.
+    wide = [_gradient(i, SMALL, i + 1, 8, 1).exchanged() for i in range(4)]
+    sent = [t if i % 2 else dataclasses.replace(t, summed_in=t.dtype) for i, t in enumerate(wide)]
+    graph = problem([2000.0] * LAYERS, sent)
+    assert len(schedule_without_overlap(graph)) == 2
+    for buckets in (schedule_without_overlap(graph), _planned(graph, "ring")):
+        assert all(len({i % 2 for i in bucket.transfers}) == 1 for bucket in buckets)
+
+
 def test_exchange_needs_copy_in_only_for_padding_and_packing() -> None:
     cost_model, graph = CostModel(H100), _backward(8)
     padded = dataclasses.replace(graph.transfers[0], copied_in=True)
