@@ -7,51 +7,23 @@ torch's partitioner splits the joint graph, and the compiler runs its own passes
 from __future__ import annotations
 
 from graphshard.passes.casts import cast_before_gather
-from graphshard.passes.contract import Fact, Pass, PassContext, Stage, ordered
+from graphshard.passes.contract import Fact, Pass, Stage, ordered
 from graphshard.passes.dedup import merge_markers
 from graphshard.passes.float8 import gather_float8, use_float8
-from graphshard.passes.layers import (
-    SHARED_LAYER,
-    LayersDiffer,
-    inline_layers,
-    keep_calls,
-    share_layers,
-)
+from graphshard.passes.layers import inline_layers, share_layers
 from graphshard.passes.lower import lower
 from graphshard.passes.normalize import normalize
 from graphshard.passes.regions import share_regions
-from graphshard.passes.reshard import (
-    bypass_sync_nodes,
-    fix_backward_gathers,
-    param_derived,
-    reshard,
-)
+from graphshard.passes.reshard import bypass_sync_nodes, fix_backward_gathers, reshard
 from graphshard.passes.saving import (
     clone_mutated_inputs,
     keep_gathered,
     keep_secondary_shards,
     note_held_bytes,
     offload_activations,
-    read_partition,
 )
 from graphshard.passes.single_rank import elide_single_rank_collectives
 from graphshard.passes.traced import hoist_reads, inline_regions, use_dense_gradients
-
-__all__ = [
-    "PIPELINE",
-    "SHARED_LAYER",
-    "Fact",
-    "LayersDiffer",
-    "Pass",
-    "PassContext",
-    "Stage",
-    "inline_regions",
-    "keep_calls",
-    "ordered",
-    "param_derived",
-    "read_partition",
-]
-
 
 # ``graphshard.pipeline.run_passes`` runs one stage at a time.
 PIPELINE = ordered(

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from .. import passes
 from .._torch.dynamo import Restart
 from .._torch.inductor import (
     KEEP_HOST_COPIES,
@@ -32,6 +31,7 @@ from .._torch.inductor import (
 )
 from ..cost.devices import FRAGMENTATION
 from ..errors import BackendError
+from ..passes.saving import read_partition
 from ..planning.saving import (
     PARTS,
     NothingFitsError,
@@ -366,7 +366,7 @@ def _plan(parts: tuple[fx.GraphModule, fx.GraphModule], settings: CompileSetting
     context, cost_model = settings.pass_context(), settings.cost_model()
     forward, context.backward = parts
     step_us, peak_bytes, refused = 0.0, 0, ""
-    for read in passes.read_partition(forward, context):
+    for read in read_partition(forward, context):
         problem = read.problem
         try:
             buckets = settings.plan_buckets(problem, (), cost_model, refine=False)

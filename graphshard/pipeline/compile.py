@@ -42,7 +42,9 @@ from .._torch.inductor import (
 from ..cpython_tuning import with_stack_room, without_full_collections
 from ..kinds import GraphKind
 from ..ops.in_flight import wait_in_flight_on_error
-from ..passes import SHARED_LAYER, LayersDiffer, Stage, inline_regions, keep_calls
+from ..passes.contract import Stage
+from ..passes.layers import SHARED_LAYER, LayersDiffer, keep_calls
+from ..passes.traced import inline_regions
 from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
 from ..progress import is_logged, report

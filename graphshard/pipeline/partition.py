@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from .. import passes
 from .._torch.aot_graphs import number_inputs
 from .._torch.inductor import (
     CustomPartitionerFn,
     min_cut_rematerialization_partition,
     saving_activations,
 )
-from ..passes import Stage
+from ..passes.contract import Stage
+from ..passes.reshard import param_derived
 from ..show.dump_folder import DumpWriter
 from .run_passes import run_stage
 from .settings import CompileSettings
@@ -48,10 +48,10 @@ class Partitioner(CustomPartitionerFn):
         """Run the joint passes on ``gm``, in place, then torch's min-cut partitioner."""
         with saving_activations(self._settings.schedule.activation_memory_budget):
             run_stage(Stage.JOINT, gm, self._settings.pass_context(), self._writer)
-            param_derived = {node.name for node in passes.param_derived(gm.graph)}
+            derived = frozenset(node.name for node in param_derived(gm.graph))
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         number_inputs(forward.graph, backward.graph)
-        return CutGraphs(forward, backward, frozenset(param_derived), kwargs["num_fwd_outputs"])
+        return CutGraphs(forward, backward, derived, kwargs["num_fwd_outputs"])
 
     def save(self, cut: CutGraphs) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Choose what forward saves, rewrite both graphs in place, and return them."""

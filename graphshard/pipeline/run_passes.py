@@ -13,8 +13,8 @@ from .. import passes
 from ..cost.model import CostModel
 from ..kinds import GraphKind
 from ..ops.nodes import erase_unused, graph_modules
-from ..passes import PassContext, Stage
 from ..passes.build_problem import build_problem
+from ..passes.contract import PassContext, Stage
 from ..passes.describe import number_params
 from ..planning.plan import PlanParam, Problem
 from ..show.dump_folder import DumpWriter

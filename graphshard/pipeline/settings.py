@@ -28,7 +28,7 @@ from ..cost.model import CostModel
 from ..kinds import GraphKind
 from ..ops.groups import span_of
 from ..options.schedule_policy import SchedulePolicy
-from ..passes import PassContext
+from ..passes.contract import PassContext
 from ..planning.keep_unsharded import choose_kept
 from ..planning.offload import add_host_copies, choose_offloaded, without_host_copies
 from ..planning.place_buckets import place_buckets

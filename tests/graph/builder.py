@@ -21,7 +21,7 @@ from graphshard.ops.marker_specs import (
     ReplicateSpec,
     UnshardSpec,
 )
-from graphshard.passes import PassContext, Stage
+from graphshard.passes.contract import PassContext, Stage
 from graphshard.pipeline.run_passes import run_stage
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.offload import add_host_copies

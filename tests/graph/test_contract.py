@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphshard.passes import PIPELINE, Fact, Pass, Stage, ordered
+from graphshard.passes import PIPELINE
+from graphshard.passes.contract import Fact, Pass, Stage, ordered
 from graphshard.passes.reshard import reshard
 from tests.graph.builder import CONTEXT
 

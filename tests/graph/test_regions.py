@@ -13,7 +13,7 @@ from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.ops.nodes import PLANNED
-from graphshard.passes import share_regions
+from graphshard.passes.regions import share_regions
 from graphshard.planning.plan import Regions
 from tests.graph.builder import CONTEXT
 
