@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import BackendError
 from ..kinds import HOST_COPIES, TransferKind
 from .offload import without_host_copies
-from .plan import Bucket, Plan, PlanParam, Problem, Transfer
+from .plan import RANK_DEPENDENT, Bucket, Plan, PlanParam, Problem, Transfer
 
 
 class _LaunchRange(NamedTuple):
@@ -30,14 +30,13 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
     the launch of the average.
 
     Args:
-        plan: first rank's plan for the same transfers, possibly in a different order and with
+        plan: first rank's plan for the same transfers and user collectives (compared by
+            ``ranks.plan_consensus``), possibly with transfers in a different order and with
             different steps. ``PlanParam.input`` already refers to this rank's graph inputs.
 
     Raises:
-        BackendError: ``problem`` has different transfers or user collectives, or does not allow
-            their order.
+        BackendError: ``problem`` does not allow the order of the buckets.
     """
-    _check_user_collectives(problem, plan.problem)
     end, buckets = problem.num_steps, _buckets_for(problem, params, plan)
     bucket_transfers = [[problem.transfers[i] for i in bucket.transfers] for bucket in buckets]
     due = [min([end, *(t.due for t in transfers)]) for transfers in bucket_transfers]
@@ -57,20 +56,6 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
     return tuple(_waited_before_replicas(bucket, placed) for bucket in placed)
 
 
-def _check_user_collectives(problem: Problem, theirs: Problem) -> None:
-    names = [
-        [f"{i}: {user}" for i, user in enumerate(some.user_collectives)]
-        for some in (problem, theirs)
-    ]
-    for our, their in zip_longest(*names, fillvalue="none"):
-        if our != their:
-            raise BackendError(
-                f"this rank's {problem.graph} graph and the first rank's have different user "
-                f"collectives: {our} instead of {their}. The forward must call the same "
-                "collectives in the same order on all ranks"
-            )
-
-
 def _section(problem: Problem, plan: Plan, bucket: Bucket) -> _LaunchRange:
     """Return the steps between the same user collectives as the bucket's launch in ``plan``."""
     number, users = plan.problem.num_user_launches(bucket.launch), problem.user_collectives
@@ -81,18 +66,9 @@ def _section(problem: Problem, plan: Plan, bucket: Bucket) -> _LaunchRange:
 
 
 def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> list[Bucket]:
-    collectives = without_host_copies(plan.problem).transfers
-    ours = _positions(problem.transfers)
-    theirs = _positions(_numbered(collectives, plan.params, params))
-    if {t: len(positions) for t, positions in ours.items()} != {
-        t: len(positions) for t, positions in theirs.items()
-    }:
-        raise BackendError(
-            f"this rank's {problem.graph} graph does not gather and reduce the same parameters, in "
-            "the same dtypes and sizes, as the first rank's: use the same model and options, and "
-            "similar batches, on all ranks"
-        )
-    moved = {i: j for t, positions in theirs.items() for i, j in zip(positions, ours[t])}
+    ours = _positions(problem.transfers, params)
+    theirs = _positions(without_host_copies(plan.problem).transfers, plan.params)
+    moved = {i: j for t in theirs for i, j in zip(theirs[t], ours[t], strict=True)}
     return [
         dataclasses.replace(b, buffers=tuple(tuple(moved[i] for i in buf) for buf in b.buffers))
         for b in plan.buckets
@@ -100,24 +76,16 @@ def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> l
     ]
 
 
-def _numbered(
-    transfers: Sequence[Transfer], theirs: Sequence[PlanParam], ours: Sequence[PlanParam]
-) -> list[Transfer]:
-    """Return ``transfers`` with the positions of their parameters in ``ours``, or -1 if missing."""
-    numbers = {param.input: i for i, param in enumerate(ours)}
-    return [
-        t
-        if t.param is None
-        else dataclasses.replace(t, param=numbers.get(theirs[t.param].input, -1))
-        for t in transfers
-    ]
-
-
-def _positions(transfers: Sequence[Transfer]) -> dict[Transfer, list[int]]:
+def _positions(
+    transfers: Sequence[Transfer], params: Sequence[PlanParam]
+) -> dict[Transfer, list[int]]:
+    """Map each transfer, as all ranks describe it, to its positions in ``transfers``."""
     positions: dict[Transfer, list[int]] = {}
-    for i, transfer in enumerate(transfers):
+    for i, t in enumerate(transfers):
+        number = None if t.param is None else params[t.param].input
         # Transfers that differ only in steps share a key and are matched in order.
-        positions.setdefault(_without_steps(transfer), []).append(i)
+        common = dataclasses.replace(t, param=number, **RANK_DEPENDENT)
+        positions.setdefault(common, []).append(i)
     return positions
 
 
@@ -144,17 +112,3 @@ def _waited_before_replicas(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket
         if other.kind == TransferKind.ALL_REDUCE_SHARDS and other.buffers == bucket.buffers
     ]
     return dataclasses.replace(bucket, wait=averages[0].launch) if averages else bucket
-
-
-def _without_steps(transfer: Transfer) -> Transfer:
-    """Return ``transfer`` with constants for the fields that may differ between ranks."""
-    return dataclasses.replace(
-        transfer,
-        ready=0,
-        due=0,
-        last=0,
-        stride=1,
-        replica_stride=1,
-        grad_bytes=0,
-        copied_in=False,
-    )

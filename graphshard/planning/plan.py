@@ -138,6 +138,20 @@ class Transfer:
         return shard_bytes * _num_bits(self.summed_in) // _num_bits(self.dtype)
 
 
+# Fields of a transfer that may differ between ranks, with constants to replace them by. The
+# gradient of a batch of one sample, for example, may be an expanded tensor, which takes less memory
+# and must be copied in.
+RANK_DEPENDENT: dict[str, Any] = {
+    "ready": 0,
+    "due": 0,
+    "last": 0,
+    "stride": 1,
+    "replica_stride": 1,
+    "grad_bytes": 0,
+    "copied_in": False,
+}
+
+
 @dataclass(frozen=True)
 class UserCollective:
     """A collective that the model itself calls, as tensor parallelism does.

@@ -27,20 +27,15 @@ from .._torch.autograd import on_graph_error
 from .._torch.distributed import process_group
 from ..kinds import GraphKind, TransferKind
 from ..planning.offload import without_host_copies
-from ..planning.plan import Plan, PlanParam, Problem, Transfer
+from ..planning.plan import RANK_DEPENDENT, Plan, PlanParam, Problem, Transfer
 from .agree import broadcast_from_rank, digest, max_over_ranks
 from .call_log import CallLog, call_log_of
 from .calls import CHOICE_AGAIN, INFERENCE, TRAINING
 
 R = TypeVar("R")
 
-# Fields omitted from the text of a transfer: ``param`` and ``kind``, with which the text starts
-# anyway, and fields that may differ between ranks. The gradient of a batch of one sample, for
-# example, may be an expanded tensor, which takes less memory and must be copied in.
-_NOT_COMMON = {
-    *("param", "kind", "ready", "due", "last", "stride", "replica_stride", "grad_bytes"),
-    "copied_in",
-}
+# Fields omitted from the text of a transfer, which starts with its kind and parameter anyway.
+_OMITTED = {"param", "kind", *RANK_DEPENDENT}
 
 
 class PlanConsensus:
@@ -320,7 +315,7 @@ def collectives_text(plans: Sequence[Plan]) -> str:
 def _transfer_text(plan: Plan, transfer: Transfer) -> str:
     """Describe the properties of a transfer that ranks must share, its parameter first."""
     names = (field.name for field in dataclasses.fields(transfer))
-    facts = {name: getattr(transfer, name) for name in names if name not in _NOT_COMMON}
+    facts = {name: getattr(transfer, name) for name in names if name not in _OMITTED}
     param = None if transfer.param is None else plan.params[transfer.param]
     if param is not None:
         facts |= {"shape": param.shape, "stored": param.dtype, "padded_rows": param.padded_rows}

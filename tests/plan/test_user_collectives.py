@@ -71,16 +71,6 @@ def test_gradient_ready_on_other_side_is_an_error() -> None:
         place_buckets(_plan(1, ready=2).problem, PARAMS, _plan(2))
 
 
-def test_different_user_collectives_are_an_error() -> None:
-    with pytest.raises(BackendError, match="1: all_reduce in group t instead of none"):
-        place_buckets(_plan(1, 2).problem, PARAMS, _plan(1))
-    plan = _plan(1)
-    other = dataclasses.replace(plan.problem.user_collectives[0], group="u")
-    moved = dataclasses.replace(plan.problem, user_collectives=(other,))
-    with pytest.raises(BackendError, match="0: all_reduce in group u instead of 0: all_reduce in"):
-        place_buckets(moved, PARAMS, plan)
-
-
 def test_plans_with_different_sides_differ_in_text() -> None:
     lines = _plan(1).collectives_text().splitlines()
     assert lines[1] == "user collective: all_reduce in group t"
