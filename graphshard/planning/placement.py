@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
@@ -61,6 +61,9 @@ class BucketSizes(NamedTuple):
     in_flight: int
 
 
+_Placed = tuple[CandidateBucket | CostedBucket, int, int]  # a bucket, its launch and its wait
+
+
 class Splits(NamedTuple):
     """Candidate buckets: gathers in due order, reductions from the last to the first."""
 
@@ -87,40 +90,25 @@ class Score(NamedTuple):
 
 
 class CandidateSchedule(NamedTuple):
-    """A candidate schedule: launches and waits as steps, in the order of ``splits``.
+    """A candidate schedule.
 
     Attributes:
         sizes: sizes that the search started from. Local search changes the splits, but keeps
             ``in_flight``.
-        average_waits: waits of ``splits.averages``; each is launched where its reduction is waited
-            for.
     """
 
     score: Score
     sizes: BucketSizes
     splits: Splits
-    gather_launches: Sequence[int]
-    reduction_waits: Sequence[int]
-    average_waits: Sequence[int]
+    placed: Sequence[_Placed]
 
     def buckets(self) -> tuple[Bucket, ...]:
-        gathers, reductions = self.splits
-        buckets = [
-            dataclasses.replace(candidate.bucket, launch=launch)
-            for candidate, launch in zip(gathers, self.gather_launches, strict=True)
-        ]
-        buckets += [
-            dataclasses.replace(candidate.bucket, wait=wait)
-            for candidate, wait in zip(reductions, self.reduction_waits, strict=True)
-        ]
-        launches = _average_launches(reductions, self.reduction_waits)
-        buckets += [
-            dataclasses.replace(average.bucket, launch=launch, wait=wait)
-            for average, launch, wait in zip(
-                self.splits.averages, launches, self.average_waits, strict=True
-            )
-        ]
-        return in_launch_order(buckets)
+        return in_launch_order(
+            [
+                dataclasses.replace(sent.bucket, launch=launch, wait=wait)
+                for sent, launch, wait in self.placed
+            ]
+        )
 
 
 class Placer:
@@ -163,8 +151,8 @@ class Placer:
         launches = self._place_gathers(splits.gathers, sizes.in_flight, self._free_memory(splits))
         max_alive = self._modest_peak - int((1 - room) * self._room)
         waits, average_waits = self._place_reductions(splits, launches, max_alive)
-        score = self._score(splits, launches, waits, average_waits)
-        return CandidateSchedule(score, sizes, splits, launches, waits, average_waits)
+        placed = _placed(splits, launches, waits, average_waits)
+        return CandidateSchedule(self._score(splits, placed), sizes, splits, placed)
 
     def _free_memory(self, splits: Splits) -> FreeMemory | None:
         """Return the memory left with the shortest-lived buckets, or None if unlimited."""
@@ -172,7 +160,7 @@ class Placer:
             return None
         due = [candidate.bucket.wait for candidate in splits.gathers]
         ready = [candidate.bucket.launch for candidate in splits.reductions]
-        return FreeMemory(self._alive(splits, due, ready), self._limits)
+        return FreeMemory(self._alive(_placed(splits, due, ready)), self._limits)
 
     def _place_reductions(
         self, splits: Splits, gather_launches: Sequence[int], max_alive: int
@@ -180,7 +168,7 @@ class Placer:
         """Return the waits of the reductions, and of their all-reduces over replicas."""
         reductions = splits.reductions[::-1]  # in launch order
         at_once = [c.bucket.launch for c in splits.reductions]
-        alive = self._alive(splits, gather_launches, at_once)
+        alive = self._alive(_placed(splits, gather_launches, at_once))
         gather_waits = [c.bucket.wait for c in splits.gathers]
         in_flight = self._in_flight(splits.gathers, gather_launches, gather_waits)
         sent = [
@@ -191,7 +179,7 @@ class Placer:
         averaged = [(c.replica_average, w) for c, w in zip(reductions, waits) if c.replica_average]
         if not averaged:
             return waits[::-1], []
-        alive = self._alive(splits, gather_launches, waits[::-1])
+        alive = self._alive(_placed(splits, gather_launches, waits[::-1]))
         sent = [
             Sent(wait, max(wait, average.bucket.wait), average.footprint)
             for average, wait in averaged
@@ -242,30 +230,17 @@ class Placer:
             launches.append(launch)
         return launches
 
-    def _score(
-        self,
-        splits: Splits,
-        gather_launches: Sequence[int],
-        reduction_waits: Sequence[int],
-        average_waits: Sequence[int],
-    ) -> Score:
-        gathers, reductions = splits
-        alive = self._alive(splits, gather_launches, reduction_waits, average_waits)
-        peak = max(alive, default=0)
-        launches = [*gather_launches, *(c.bucket.launch for c in reductions)]
-        waits = [*(c.bucket.wait for c in gathers), *reduction_waits]
+    def _score(self, splits: Splits, placed: Sequence[_Placed]) -> Score:
+        peak = max(self._alive(placed), default=0)
         if self._limits.peak is None:
             over_budget, excess = 0, max(0.0, peak / self._modest_peak - 1)
         else:  # memory up to the budget is free
             over_budget, excess = max(0, peak - self._limits.peak), 0.0
-        costs = [candidate.cost for candidates in splits for candidate in candidates]
-        costs += [average.cost for average in splits.averages]
-        launches += _average_launches(reductions, reduction_waits)
-        waits += average_waits
         # ``sweep`` needs launch order, and the all-reduce over replicas that continues each
         # reduction.
-        order = sorted(range(len(costs)), key=launches.__getitem__)
-        launches, waits = [launches[i] for i in order], [waits[i] for i in order]
+        order = sorted(range(len(placed)), key=lambda i: placed[i][1])
+        launches, waits = [placed[i][1] for i in order], [placed[i][2] for i in order]
+        costs = [*(placed[i][0].cost for i in order), *self._user_costs]
         successors = _successors(splits, order)
         total_us = 0.0
         for scenario in SCENARIOS:
@@ -273,39 +248,21 @@ class Placer:
                 self._start_us,
                 launches=launches,
                 waits=waits,
-                costs=[
-                    *(scenario.cost(costs[i]) for i in order),
-                    *map(scenario.cost, self._user_costs),
-                ],
+                costs=list(map(scenario.cost, costs)),
                 successors=successors,
                 users=self._users,
             )
             total_us += times.total_us / len(SCENARIOS)
         price_us = total_us * (1 + MEMORY_PRICE * excess**2)
-        price_us += sum(self._cost_model.slowdown_us(cost.lane_us) for cost in costs)
+        price_us += sum(self._cost_model.slowdown_us(sent.cost.lane_us) for sent, _, _ in placed)
         return Score(over_budget, price_us, peak)
 
-    def _alive(
-        self,
-        splits: Splits,
-        gather_launches: Sequence[int],
-        reduction_waits: Sequence[int],
-        average_waits: Sequence[int] | None = None,
-    ) -> list[int]:
+    def _alive(self, placed: Iterable[_Placed]) -> list[int]:
         """Return the bytes alive at each point in time, like ``live_bytes.alive_by_point``."""
         changes = self._changes.copy()
-        for candidate, launch in zip(splits.gathers, gather_launches):
-            candidate.footprint.launch(changes, launch)
-            candidate.footprint.wait(changes, candidate.bucket.wait)
-        for candidate, wait in zip(splits.reductions, reduction_waits):
-            candidate.footprint.launch(changes, candidate.bucket.launch)
-            candidate.footprint.wait(changes, wait)
-        launches = _average_launches(splits.reductions, reduction_waits)
-        # By default, each is waited for at its launch.
-        waits = launches if average_waits is None else average_waits
-        for average, launch, wait in zip(splits.averages, launches, waits):
-            average.footprint.launch(changes, launch)
-            average.footprint.wait(changes, wait)
+        for sent, launch, wait in placed:
+            sent.footprint.launch(changes, launch)
+            sent.footprint.wait(changes, wait)
         return list(map(add, self._fixed_bytes, accumulate(changes)))
 
     def _in_flight(
@@ -336,10 +293,27 @@ def _with_average(candidate: CandidateBucket) -> Footprint:
     )
 
 
-def _average_launches(
-    reductions: Sequence[CandidateBucket], reduction_waits: Sequence[int]
-) -> list[int]:
-    return [wait for c, wait in zip(reductions, reduction_waits) if c.replica_average]
+def _placed(
+    splits: Splits,
+    gather_launches: Sequence[int],
+    reduction_waits: Sequence[int],
+    average_waits: Sequence[int] | None = None,
+) -> list[_Placed]:
+    """Return all gathers, then all reductions, then ``splits.averages``.
+
+    An average is launched where its reduction is waited for.
+
+    Args:
+        average_waits: by default, each average is waited for at its launch.
+    """
+    gathers, reductions = splits
+    placed: list[_Placed] = [
+        (c, launch, c.bucket.wait) for c, launch in zip(gathers, gather_launches)
+    ]
+    placed += [(c, c.bucket.launch, wait) for c, wait in zip(reductions, reduction_waits)]
+    launches = [wait for c, wait in zip(reductions, reduction_waits) if c.replica_average]
+    placed += zip(splits.averages, launches, launches if average_waits is None else average_waits)
+    return placed
 
 
 def _successors(splits: Splits, order: Sequence[int]) -> dict[int, int]:
