@@ -65,16 +65,12 @@ def _inline(gm: fx.GraphModule, call: fx.Node, context: PassContext) -> None:
     code = gm.get_submodule(prefix)
     assert isinstance(code, fx.GraphModule)
     inline_regions(code, context)
-    copies = dict(zip(code.graph.find_nodes(op="placeholder"), arguments, strict=True))
-    for node in code.graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        with gm.graph.inserting_before(call):
-            copy = gm.graph.node_copy(node, lambda used: copies[used])
-        if node.op == "get_attr":
-            copy.target = f"{prefix}.{node.target}"
-        copies[node] = copy
-    results: Any = fx.map_arg(code.graph.output_node().args[0], lambda used: copies[used])
+    inputs = code.graph.find_nodes(op="placeholder")
+    copies: dict[fx.Node, Any] = dict(zip(inputs, arguments, strict=True))
+    with gm.graph.inserting_before(call):
+        results: Any = gm.graph.graph_copy(code.graph, copies)
+    for node in code.graph.find_nodes(op="get_attr"):
+        copies[node].target = f"{prefix}.{node.target}"
     for item in list(call.users):
         item.replace_all_uses_with(results[item.args[1]])
         gm.graph.erase_node(item)
