@@ -26,7 +26,6 @@ from graphshard._torch.aot_graphs import mutated_inputs, outputs_of
 from graphshard._torch.tensors import size_hint
 from graphshard.kinds import GraphKind
 from graphshard.ops import markers
-from graphshard.ops.bucket_copy import copy_out
 from graphshard.ops.groups import span_of
 from graphshard.ops.host_copy import PINNED
 from graphshard.ops.marker_specs import OffloadSpec, ReloadSpec, UnshardSpec
@@ -34,6 +33,7 @@ from graphshard.ops.markers import change, secondary_shard, unshard
 from graphshard.ops.nodes import (
     HELD_BYTES,
     Emitter,
+    erase_unused,
     num_bytes,
     root_of,
     users_through_views,
@@ -115,7 +115,7 @@ def keep_secondary_shards(gm: fx.GraphModule, context: PassContext) -> None:
             marker, group=spec.regather_group, dtype=None, scales=None, scale_index=0, device=None
         )
     _replace_saved(gm.graph, saved, context.num_outputs)
-    _drop_unused_scales(context.backward_graph)
+    erase_unused(context.backward_graph)
 
 
 def note_held_bytes(gm: fx.GraphModule, context: PassContext) -> None:
@@ -138,7 +138,7 @@ def keep_gathered(gm: fx.GraphModule, context: PassContext) -> None:
     chosen = context.choose_kept(before.problem, after.problem, gathered, context.cost_model)
     kept = {after.markers[i]: pairs[after.markers[i]] for i in chosen}
     _keep(gm.graph, kept, context.num_outputs)
-    _drop_unused_scales(context.backward_graph)
+    erase_unused(context.backward_graph)
     context.kept = [node.name for node in kept.values()]
 
 
@@ -163,12 +163,6 @@ def _gathered_bytes(gathered: fx.Node) -> int:
     spec, full = UnshardSpec.of_node(gathered), value_of(gathered)
     rows = span_of(spec.group).world * size_hint(value_of(source_of(gathered)).shape[0])
     return num_bytes(full) // max(size_hint(full.shape[0]), 1) * rows
-
-
-def _drop_unused_scales(backward: fx.Graph) -> None:
-    for scales in backward.find_nodes(op="call_function", target=copy_out):
-        if not scales.users:
-            backward.erase_node(scales)
 
 
 # --- activations ---------------------------------------------------------------------------------
