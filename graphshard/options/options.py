@@ -345,23 +345,21 @@ def check_mesh(mesh: object) -> None:
         )
 
 
-def _default_mesh(device_type: str) -> DeviceMesh:
-    if not dist.is_available() or not dist.is_initialized():
-        raise BackendError(
-            "there is no process group to shard over: launch with torchrun, and call "
-            "torch.distributed.init_process_group() before the first step; to train in a single "
-            f"process, as in a notebook, add\n{_ONE_PROCESS}"
-        )
-    return init_device_mesh(device_type, (dist.get_world_size(),))
-
-
 def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
     """Return the mesh of ``options``, or else one over all ranks on the device to train on.
 
     Raises:
         BackendError: there is neither a mesh nor a process group.
     """
-    return options.mesh or _default_mesh(_device_type(params, options))
+    if options.mesh is not None:
+        return options.mesh
+    if not dist.is_available() or not dist.is_initialized():
+        raise BackendError(
+            "there is no process group to shard over: launch with torchrun, and call "
+            "torch.distributed.init_process_group() before the first step; to train in a single "
+            f"process, as in a notebook, add\n{_ONE_PROCESS}"
+        )
+    return init_device_mesh(_device_type(params, options), (dist.get_world_size(),))
 
 
 def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
