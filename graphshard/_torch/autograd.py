@@ -146,15 +146,11 @@ def on_graph_error(
 
     The error then propagates. If a graph is wrapped again, the inner ``act`` runs first.
     """
-    is_first = True
+    forward, is_first = _acting_on_errors(compiled, act), True
 
     def run(*args: object) -> _R:
         nonlocal is_first
-        try:
-            outputs = compiled(*args)
-        except BaseException as error:
-            act(error)
-            raise
+        outputs = forward(*args)
         if is_first and isinstance(outputs, Sequence):
             # AOTAutograd creates one ``autograd.Function`` class per compiled graph, whose
             # ``backward`` runs the backward graph (torch/_functorch/_aot_autograd/
@@ -168,12 +164,12 @@ def on_graph_error(
 
 
 def _acting_on_errors(
-    backward: Callable[..., object], act: Callable[[BaseException], None]
-) -> Callable[..., object]:
-    @functools.wraps(backward)
-    def run(*args: object) -> object:
+    compiled: Callable[..., _R], act: Callable[[BaseException], None]
+) -> Callable[..., _R]:
+    @functools.wraps(compiled)
+    def run(*args: object) -> _R:
         try:
-            return backward(*args)
+            return compiled(*args)
         except BaseException as error:
             act(error)
             raise
