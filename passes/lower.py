@@ -195,13 +195,10 @@ def _wait(
 def _copy_out(
     emit: Emitter, bucket: Bucket, nodes: Sequence[BufferMarkers], buffers: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    kind = bucket.kind
-    if kind == TransferKind.ALL_REDUCE_SHARDS:
-        kind = TransferKind.REDUCE_SCATTER
     return [
         result
         for inputs, buffer in zip(_inputs_of(bucket, nodes), buffers, strict=True)
-        for result in collectives.results_in_buffer(emit, kind, inputs, buffer, bucket.world)
+        for result in collectives.results_in_buffer(emit, bucket.kind, inputs, buffer, bucket.world)
     ]
 
 

@@ -349,8 +349,9 @@ def _reduced(call: Call, kind: TransferKind, inputs: BufferInputs, buffer: Value
 
 
 def _reduced_shape(kind: TransferKind, sent: CollectiveInput) -> torch.Size:
+    scatters = kind in (TransferKind.REDUCE_SCATTER, TransferKind.ALL_REDUCE_SHARDS)
     shape = sent.tensor.shape
-    return torch.Size([sent.rows, *shape[1:]]) if kind == TransferKind.REDUCE_SCATTER else shape
+    return torch.Size([sent.rows, *shape[1:]]) if scatters else shape
 
 
 def _viewed(call: Call, buffer: Value, shape: torch.Size) -> Any:
