@@ -269,7 +269,8 @@ def _alive_bytes(
             shares = is_view(node) or node.target is WAIT
             holders[node] = holders[node.args[0]] if shares else {node}
         if node.op == "placeholder":
-            last_use[node] = -1 if _is_freed(node, kind) else end
+            is_freed = kind == GraphKind.BACKWARD and not _is_shard(node)
+            last_use[node] = -1 if is_freed else end
     owners = [n for n, own in holders.items() if n in own and n.op != "output"]
     at, before = [], []
     for node in owners:
@@ -305,10 +306,6 @@ def _is_cast_copy(node: fx.Node) -> bool:
     if node.target is not markers.replicate or not node.users:
         return False
     return value_of(node).dtype != value_of(source_of(node)).dtype
-
-
-def _is_freed(placeholder: fx.Node, kind: GraphKind) -> bool:
-    return kind == GraphKind.BACKWARD and not _is_shard(placeholder)
 
 
 def waits_on_host(node: fx.Node) -> bool:

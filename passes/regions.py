@@ -62,10 +62,11 @@ def _find_regions(graph: fx.Graph) -> list[_Region]:
     # Inductor keeps a channels-last layout from one convolution to the next, and a region's border
     # would add copies between layouts. Layers with convolutions therefore stay inline.
     keeps_layouts = not uses_channels_last(graph, graph_kind(graph))
+    conv = torch.ops.aten.convolution.default
     runs = [
         [compute[i] for i in piece]
         for repeat in find_repeats(sequence, _LEAST_SAVED)
-        if keeps_layouts or not any(map(_convolves, compute[repeat.start : repeat.stop]))
+        if keeps_layouts or all(n.target is not conv for n in compute[repeat.start : repeat.stop])
         for piece in pieces(repeat, cuts)
     ]
     regions = map(_Region, _recompute_at_users(graph, runs))
@@ -102,10 +103,6 @@ def _may_be_inside(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return _may_be_inside(node.args[0])  # type: ignore[arg-type]  # the tuple's node
     return bool(node.all_input_nodes) and _is_pure(node)
-
-
-def _convolves(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.convolution.default
 
 
 def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:

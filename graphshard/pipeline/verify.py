@@ -92,7 +92,8 @@ def _planned_events(plan: Plan) -> list[Event]:
             # In a graph, an all-reduce of shards looks like any other all-reduce.
             over_replicas = bucket.kind == TransferKind.ALL_REDUCE_SHARDS
             kind = TransferKind.ALL_REDUCE if over_replicas else bucket.kind
-            buffers = range(_num_waits(bucket))
+            waits = bucket.transfers if bucket.kind in HOST_COPIES else bucket.buffers
+            buffers = range(len(waits))
             if is_wait:
                 events += [Wait(kind, launch_of[i, buffer]) for buffer in buffers]
                 continue
@@ -102,10 +103,6 @@ def _planned_events(plan: Plan) -> list[Event]:
                 launch_of[i, buffer] = num_launched + min(buffer, len(sizes) - 1)
             num_launched += len(sizes)
     return events
-
-
-def _num_waits(bucket: Bucket) -> int:
-    return len(bucket.transfers if bucket.kind in HOST_COPIES else bucket.buffers)
 
 
 def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
