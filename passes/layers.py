@@ -47,7 +47,7 @@ from graphshard._torch.tensors import (
     tree_map,
     writes_arguments,
 )
-from graphshard.ops.nodes import erase_unused
+from graphshard.ops.nodes import erase_unused, replace_by_results
 from graphshard.passes.contract import PassContext
 from graphshard.passes.regions import frozen, metadata
 from graphshard.planning.repeats import Repeat, find_repeats
@@ -421,13 +421,5 @@ def _inline(
     results: Any = joint.output_node().args[0]
     *gradients, output = [n if n is None else copies[n] for n in results]
     if backward is not forward:
-        _replace_results(backward, gradients)
-    _replace_results(forward, [output])
-
-
-def _replace_results(call: fx.Node, results: Sequence[Any]) -> None:
-    for item in list(call.users):
-        position: Any = item.args[1]
-        item.replace_all_uses_with(results[position])
-        call.graph.erase_node(item)
-    call.graph.erase_node(call)
+        replace_by_results(backward, gradients)
+    replace_by_results(forward, [output])

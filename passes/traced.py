@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from graphshard._torch.tensors import HigherOrderOperator, traced_storage
 from graphshard.ops.markers import UNSHARD_MARKERS
-from graphshard.ops.nodes import graph_modules
+from graphshard.ops.nodes import graph_modules, replace_by_results
 from graphshard.passes.contract import PassContext
 
 _INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -71,10 +71,7 @@ def _inline(gm: fx.GraphModule, call: fx.Node, context: PassContext) -> None:
         results: Any = gm.graph.graph_copy(code.graph, copies)
     for node in code.graph.find_nodes(op="get_attr"):
         copies[node].target = f"{prefix}.{node.target}"
-    for item in list(call.users):
-        item.replace_all_uses_with(results[item.args[1]])
-        gm.graph.erase_node(item)
-    gm.graph.erase_node(call)
+    replace_by_results(call, results)
     if not target.users:
         gm.graph.erase_node(target)
 

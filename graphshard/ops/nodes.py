@@ -110,6 +110,15 @@ def replace_in_output(graph: fx.Graph, replacements: Mapping[fx.Node, fx.Node]) 
     output.args = fx.map_arg(output.args, lambda node: replacements.get(node, node))
 
 
+def replace_by_results(call: fx.Node, results: Sequence[Any]) -> None:
+    """Replace the items of a call with several results by ``results``, and erase the call."""
+    for item in list(call.users):
+        position: Any = item.args[1]
+        item.replace_all_uses_with(results[position])
+        call.graph.erase_node(item)
+    call.graph.erase_node(call)
+
+
 def erase_unused(graph: fx.Graph) -> None:
     """Erase nodes that have neither users nor side effects."""
     # Unlike ``Graph.eliminate_dead_code``, check only unused nodes for side effects, keep random
