@@ -11,7 +11,9 @@
     grad_sync, clip_grad       ``no_sync`` and related functions; clipping by the total norm
     loading, full_tensor, state_dict
                                load full tensors; gather and scatter one; full state dicts
-    meta_init, stored          initialize a model on the meta device; read tensors lazily
+    meta_init, uninitialized, stored
+                               initialize a model on the meta device; marks of elements that are
+                               not initialized; read tensors lazily
     save_pretrained, pickling  save through other libraries; refuse lossy pickles
     memory_report              memory of a model on a rank
 

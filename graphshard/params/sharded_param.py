@@ -51,6 +51,7 @@ from ..options.options import Options
 from .mesh import eager_reduction
 from .param_spec import ParamSpec
 from .pickling import refuse_pickling
+from .uninitialized import mark_uninitialized, num_uninitialized
 
 # Attribute of a DTensor and of a shard that holds their ``ShardedParam``.
 SHARDED_PARAM = "_graphshard_sharded_param"
@@ -505,40 +506,6 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
     if dtensor.dtype != dtype:
         sharded_param.refresh_accessors()
     return True
-
-
-# --- uninitialized elements ----------------------------------------------------------------------
-# Memory from to_empty is filled with a reserved NaN. A DTensor must be initialized as a whole:
-# values written to some of its rows (p.data[i] = x) go to a copy and are lost, under FSDP2 too.
-
-# These bytes, repeated, are a NaN in every floating-point dtype of 2 bytes or more, and differ from
-# the NaN that arithmetic produces.
-_HALF_WORD = 0x7FFB
-
-
-def mark_uninitialized(tensor: torch.Tensor) -> bool:
-    """Fill a contiguous tensor with the reserved NaN; return False if it cannot be marked.
-
-    Floating-point tensors with elements of 2 bytes or more can be marked, except on meta.
-    """
-    half_words = _half_words(tensor)
-    if half_words is not None:
-        half_words.fill_(_HALF_WORD)
-    return half_words is not None
-
-
-def num_uninitialized(tensor: torch.Tensor) -> int:
-    """Count the reserved NaNs in a contiguous tensor; waits for its device."""
-    half_words = _half_words(tensor)
-    return 0 if half_words is None else int((half_words == _HALF_WORD).all(1).sum())
-
-
-def _half_words(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return ``tensor`` viewed as a row of int16 per element, or None if it cannot be marked."""
-    length = tensor.element_size() // 2
-    if not length or tensor.is_meta or not tensor.is_floating_point():
-        return None
-    return tensor.detach().view(-1).view(torch.int16).view(-1, length)
 
 
 # --- the model of a parameter --------------------------------------------------------------------

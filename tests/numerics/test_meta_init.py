@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 import graphshard
-from graphshard.params.sharded_param import mark_uninitialized, num_uninitialized
+from graphshard.params.uninitialized import mark_uninitialized, num_uninitialized
 from tests.models import MLP
 from tests.numerics.compare import compile_sharded, world_mesh
 from tests.ranks import on_ranks
