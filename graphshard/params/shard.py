@@ -48,17 +48,9 @@ from .param_spec import ParamSpec, padding_advice
 from .pickling import require_collective_save
 from .plain_params import PlainParam, find_plain_params, instances_of
 from .save_pretrained import has_save_pretrained
-from .sharded_param import (
-    ShardedModel,
-    ShardedParam,
-    assign_data,
-    gradient_of,
-    is_unattached,
-    join_model,
-    leaves_of,
-    sharded_model_of,
-)
+from .sharded_param import ShardedModel, ShardedParam, is_unattached, join_model, sharded_model_of
 from .state_dict import is_first_rank, mesh_groups_of
+from .torch_calls import assign_data, gradient_of, leaves_of
 
 # Parts of descriptions from which ``_advice`` infers why ranks differ.
 ARGUMENTS = "arguments of graphshard"

@@ -1,0 +1,93 @@
+"""What torch's functions do with a sharded parameter, registered by ``shard``.
+
+The functions are ``torch.autograd.grad``, ``backward(inputs=)`` and ``p.data = x``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .._torch.dtensor import local_tensor, replace_data
+from ..errors import BackendError
+from .sharded_param import sharded_param_of
+
+# --- inputs of torch.autograd.grad and backward(inputs=) -----------------------------------------
+# Users pass the DTensor, but the autograd graph has only the shard and the accumulators' stand-ins
+# as leaves, so autograd would return None.
+
+
+def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
+    """Return the leaves that get a sharded parameter's gradient, or None for any other value."""
+    sharded_param = sharded_param_of(value)
+    if sharded_param is None:
+        return None
+    if accumulates:  # backward(), which returns no gradients
+        return [sharded_param.shard, *sharded_param.stand_ins()]
+    if sharded_param.model.accumulates:
+        raise BackendError(
+            f"torch.autograd.grad cannot return the gradient of {sharded_param.fqn!r} while "
+            "unreduced gradients accumulate (no_sync, set_requires_gradient_sync, "
+            "set_requires_all_reduce): call backward(), or call grad after they are reduced"
+        )
+    return [sharded_param.shard]
+
+
+def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Convert the padded gradient of a shard to the gradient of its sharded parameter."""
+    sharded_param = sharded_param_of(param)
+    assert sharded_param is not None
+    sharded_param.model.raise_if_changed()
+    if padded_grad is None:
+        return None
+    if padded_grad.requires_grad:
+        raise BackendError(
+            f"parameter {sharded_param.fqn!r} is sharded and has no second-order gradients "
+            "(create_graph=True): use an unsharded model"
+        )
+    return sharded_param.gradient(padded_grad)
+
+
+# --- p.data = x: sharpness-aware optimizers, clamping and averaging swap values like this --------
+
+
+@torch.no_grad()
+def assign_data(dtensor: DTensor, value: object) -> bool:
+    """Assign this rank's part of ``value`` to a sharded parameter: ``p.data = value``.
+
+    ``value`` is copied; a DTensor with other placements is redistributed, which is a collective.
+
+    Returns:
+        Whether ``value`` was assigned: False if it is not a tensor, or if ``dtensor`` is not
+        sharded or no longer attached to its shard.
+
+    Raises:
+        BackendError: ``value`` has another shape, or is a DTensor on another mesh.
+    """
+    sharded_param = sharded_param_of(dtensor)
+    if sharded_param is None or not isinstance(value, torch.Tensor):
+        return False
+    if not sharded_param.is_attached_to(dtensor):
+        return False
+    spec, dtype = sharded_param.spec, dtensor.dtype
+    error = None
+    if value.shape != spec.shape:
+        error = f"the value has the shape {tuple(value.shape)} instead of {tuple(spec.shape)}"
+    elif isinstance(value, DTensor) and value.device_mesh != spec.mesh:
+        error = f"the value is on {value.device_mesh} instead of {spec.mesh}"
+    if error is not None:
+        raise BackendError(
+            f"cannot assign to the data of parameter {spec.fqn!r}: {error}. Assign a full tensor "
+            "that is equal on all ranks, or a DTensor on the parameter's mesh"
+        )
+    if isinstance(value, DTensor):
+        local = local_tensor(value.redistribute(placements=spec.placements))
+    else:
+        local = value[spec.part].to(local_tensor(dtensor).device)
+    # A new shard: the old values stay valid for tensors that ``p.data`` returned before, and for a
+    # forward whose backward has yet to run.
+    replace_data(dtensor, spec.dtensor(local.clone() if spec.rows is None else spec.padded(local)))
+    sharded_param.attach(dtensor)
+    if dtensor.dtype != dtype:
+        sharded_param.refresh_accessors()
+    return True
