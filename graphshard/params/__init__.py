@@ -1,6 +1,7 @@
 """Shard the parameters of a module; read, reduce, load and save the shards.
 
-    plain_params, checks       find and validate parameters; options ─► ``ParamSpec``
+    plain_params, checks, shared_memory
+                               find and validate parameters; options ─► ``ParamSpec``
     param_spec, mesh           how a parameter is split and gathered; process groups of its mesh
     shard                      shards a module in place: broadcast, split, free
     sharded_param              the DTensor that users see, its shard, its gradients, its model
