@@ -11,6 +11,7 @@
                                guards and checks of graphs, dtype casts, the first forward, a check
                                that sharding does not change what forward computes
     grad_sync, clip_grad       ``no_sync`` and related functions; clipping by the total norm
+    trained_module             validate the module that users pass; its mesh
     loading, full_tensor, state_dict
                                load full tensors; gather and scatter one; full state dicts
     meta_init, uninitialized, stored

@@ -30,8 +30,8 @@ from .mesh import MeshGroups
 from .module_class import plain_class
 from .param_spec import ParamSpec
 from .sharded_param import SHARDED_PARAM, is_offloaded, sharded_param_of
-from .state_dict import checked_module, mesh_groups_of
 from .stored import StoredTensor, read_stored
+from .trained_module import checked_module, mesh_groups_of
 from .uninitialized import mark_uninitialized, num_uninitialized
 
 Init = Callable[[nn.Module], object]

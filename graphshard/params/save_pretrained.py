@@ -24,13 +24,8 @@ from torch import nn
 from .._torch.nn import uncompiled
 from ..ranks.agree import broadcast_from_rank, raise_on_all_ranks
 from .mesh import agree_on_gathering
-from .state_dict import (
-    StateDict,
-    full_state_dict,
-    is_first_rank,
-    mesh_groups_of,
-    plain_name,
-)
+from .state_dict import StateDict, full_state_dict
+from .trained_module import is_first_rank, mesh_groups_of, plain_name
 
 if TYPE_CHECKING:
     from peft import PeftModel

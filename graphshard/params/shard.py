@@ -49,8 +49,8 @@ from .pickling import require_collective_save
 from .plain_params import PlainParam, find_plain_params, instances_of
 from .save_pretrained import has_save_pretrained
 from .sharded_param import ShardedModel, ShardedParam, is_unattached, join_model, sharded_model_of
-from .state_dict import is_first_rank, mesh_groups_of
 from .torch_calls import assign_data, gradient_of, leaves_of
+from .trained_module import is_first_rank, mesh_groups_of
 
 # Parts of descriptions from which ``_advice`` infers why ranks differ.
 ARGUMENTS = "arguments of graphshard"

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor
-from .._torch.nn import COMPILED_PREFIX, set_versions, uncompiled, versions_of
+from .._torch.nn import set_versions, versions_of
 from .._torch.tensors import is_traceable_wrapper_subclass
 from ..errors import BackendError
 from ..ranks.agree import raise_if_different
@@ -41,6 +41,7 @@ from .loading import Incoming
 from .mesh import MeshGroups, agree_on_gathering
 from .param_spec import ParamSpec
 from .sharded_param import sharded_param_of
+from .trained_module import checked_module, is_first_rank, mesh_groups_of, plain_name
 
 # A module's state dict; torch attaches module versions to it as ``_metadata``.
 StateDict = OrderedDict[str, Any]
@@ -146,51 +147,7 @@ def load_full_state_dict(
     return result
 
 
-# --- checks and names ----------------------------------------------------------------------------
-
-
-def checked_module(
-    model: nn.Module, optim: torch.optim.Optimizer | None = None, *, allow_meta: bool = False
-) -> nn.Module:
-    """Validate the arguments; return ``model`` without the wrapper of ``torch.compile``."""
-    root = uncompiled(model)
-    if not isinstance(root, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
-    if optim is not None and not isinstance(optim, torch.optim.Optimizer):
-        raise ValueError(f"optim is a {type(optim).__name__}: pass a torch.optim.Optimizer")
-    for name, param in root.named_parameters():
-        if param.is_meta and not allow_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device: first call "
-                "model.to_empty(device=...) if you load all parameters, otherwise "
-                "graphshard.materialize(model)"
-            )
-        if (sharded := sharded_param_of(param)) is not None and sharded.spec.is_local:
-            raise ValueError(
-                f"parameter {name!r} is on {sharded.spec.mesh} only, and other ranks have "
-                "different parameters of that name: make them one DTensor before sharding, for "
-                "example with "
-                'distribute_tensor(param, mesh["ep"], [Shard(0)])'
-            )
-    return root
-
-
-def mesh_groups_of(root: nn.Module) -> MeshGroups | None:
-    """Return the groups of the mesh that ``root`` is sharded over, or None if not sharded."""
-    sharded_params = (sharded_param_of(param) for param in root.parameters())
-    return next((p.spec.groups.of_model for p in sharded_params if p is not None), None)
-
-
-def is_first_rank(groups: MeshGroups | None) -> bool:
-    """Return whether this is the first rank of the mesh or, without a mesh, of all ranks."""
-    if groups is not None:
-        return int(groups.whole_mesh.mesh.flatten()[0]) == dist.get_rank()
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter or module name without the prefixes of ``torch.compile``."""
-    return name.replace(COMPILED_PREFIX, "")
+# --- names and versions --------------------------------------------------------------------------
 
 
 def _plain_versions(state_dict: Mapping[str, object]) -> dict[str, Any]:
