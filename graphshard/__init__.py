@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .forecast.plan import plan as plan
     from .options.float8_policy import Float8Policy as Float8Policy
     from .options.schedule_policy import SchedulePolicy as SchedulePolicy
+    from .params.broadcast import sync_buffers as sync_buffers
     from .params.clip_grad import clip_grad_norm_ as clip_grad_norm_
     from .params.grad_sync import no_sync as no_sync
     from .params.grad_sync import set_gradient_divide_factor as set_gradient_divide_factor
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from .params.memory_report import MemoryReport as MemoryReport
     from .params.memory_report import memory_report as memory_report
     from .params.meta_init import materialize as materialize
-    from .params.shard import sync_buffers as sync_buffers
     from .params.state_dict import full_state_dict as full_state_dict
     from .params.state_dict import load_full_state_dict as load_full_state_dict
     from .pipeline.cache_files import load_compiled as load_compiled
@@ -61,7 +61,7 @@ _MODULES = {
     "set_requires_gradient_sync": "params.grad_sync",
     "shard": "dynamo_backend",
     "show": "show",
-    "sync_buffers": "params.shard",
+    "sync_buffers": "params.broadcast",
 }
 __all__ = ["__version__", *(name for name, module in _MODULES.items() if name != module)]
 

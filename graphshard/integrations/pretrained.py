@@ -34,11 +34,12 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from .._torch.nn import buffers_of, parameters_of
 from ..dynamo_backend import backend, shard
 from ..options.options import mesh_for
+from ..params.broadcast import broadcast_from_first_rank
 from ..params.checks import find_groups
 from ..params.mesh import MeshGroups
 from ..params.meta_init import fill, plain_twin
 from ..params.plain_params import find_plain_params
-from ..params.shard import broadcast_from_first_rank, move_buffers
+from ..params.shard import move_buffers
 from ..params.stored import StoredTensor, read_stored
 from ..ranks.agree import raise_if_different, raise_on_all_ranks
 from ..tools.checkpoint import reading

@@ -33,15 +33,16 @@ from .._torch.autograd import (
 from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor, on_data_assigned, set_local_tensor, values_on_rank
 from .._torch.dynamo import run_with_callees_as_python
-from .._torch.nn import before_loading_optimizers, parameters_of, uncompiled
+from .._torch.nn import before_loading_optimizers, parameters_of
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
 from ..ranks.agree import first_text, raise_if_different
+from .broadcast import broadcast_from_first_rank
 from .checks import find_error, find_groups
-from .full_tensor import as_bytes, without_expanded_dims
+from .full_tensor import as_bytes
 from .loading import check_optimizer_state
-from .mesh import MeshGroups, agreed_exchange, call_log_of_mesh, eager_reduction
+from .mesh import MeshGroups, call_log_of_mesh, eager_reduction
 from .mixed_precision import cast_at_boundary, find_cast_boundaries
 from .module_class import ShardedModule, had_sharded, install
 from .param_spec import ParamSpec, padding_advice
@@ -50,7 +51,7 @@ from .plain_params import PlainParam, find_plain_params, instances_of
 from .save_pretrained import has_save_pretrained
 from .sharded_param import ShardedModel, ShardedParam, is_unattached, join_model, sharded_model_of
 from .torch_calls import assign_data, gradient_of, leaves_of
-from .trained_module import is_first_rank, mesh_groups_of
+from .trained_module import is_first_rank
 
 # Parts of descriptions from which ``_advice`` infers why ranks differ.
 ARGUMENTS = "arguments of graphshard"
@@ -232,22 +233,6 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
             buffer.data = buffer.to(device)
 
 
-def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
-    """Overwrite ``tensor`` with the values of the first rank that has the same part of it."""
-    is_part = isinstance(tensor, DTensor) or groups.default is not None
-    group = process_group(groups.data_ranks if is_part else groups.all_ranks)
-    tensor = values_on_rank(tensor)
-    if tensor.numel() == 0:
-        return
-    tensor = without_expanded_dims(tensor)
-    values = tensor.detach().to(groups.device).contiguous()
-    source = dist.get_global_rank(group, 0)
-    # As bytes, which every backend supports.
-    dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=group)
-    if values.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(values)
-
-
 def _shard_parameters(
     plain_params: Sequence[PlainParam],
     model: ShardedModel,
@@ -376,51 +361,3 @@ def _shard_state(value: object, spec: ParamSpec) -> object:
     if isinstance(value, torch.Tensor) and value.shape == spec.shape:
         return spec.dtensor(spec.padded_shard(value))
     return value
-
-
-# --- buffers: each rank updates its own, such as the statistics of BatchNorm ---------------------
-
-
-def sync_buffers(model: nn.Module) -> None:
-    """Copy the buffers of the mesh's first rank to all ranks.
-
-    This takes one broadcast, and another for buffers that tensor parallelism has split. Each rank
-    gets a split buffer from the first rank with the same coordinate along the tensor parallel axis.
-
-    As under FSDP2, the forwards of each rank update only that rank's buffers. DDP broadcasts them
-    at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.
-    Called at the same points, this makes them bitwise equal to DDP's. Called only before an
-    evaluation or a save, it still yields the buffers that DDP evaluates with or saves, because the
-    first rank's buffers do not depend on broadcasts. :func:`full_state_dict` needs no such call.
-
-    All ranks of the mesh must call this. A model that is not sharded yet is left unchanged, since
-    sharding makes buffers equal (``sync_module_states``).
-
-    Raises:
-        ValueError: ``model`` is not a module.
-        BackendError: ranks do not all call this, or their buffers differ in name, shape or dtype.
-    """
-    root = uncompiled(model)
-    if not isinstance(root, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
-    groups = mesh_groups_of(root)
-    named = sorted(root.named_buffers())
-    facts = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in named]
-    if groups is None or not any(buffer.numel() for _, buffer in named):
-        return
-    text = "\n".join(["a broadcast of buffers", *facts])
-    with agreed_exchange(groups, text), torch.no_grad():
-        for group, is_split in ((groups.all_ranks, False), (groups.data_ranks, True)):
-            buffers = [b.detach() for _, b in named if isinstance(b, DTensor) == is_split]
-            _broadcast_packed(list(map(values_on_rank, buffers)), groups.device, group)
-
-
-def _broadcast_packed(tensors: Sequence[torch.Tensor], device: torch.device, group: str) -> None:
-    tensors = [without_expanded_dims(tensor) for tensor in tensors if tensor.numel()]
-    if not tensors:
-        return
-    packed = torch.cat([as_bytes(tensor.contiguous()).to(device) for tensor in tensors])
-    dist.broadcast(packed, group=process_group(group), group_src=0)
-    for tensor, part in zip(tensors, packed.split([t.nbytes for t in tensors])):
-        # Clone for alignment: a part may start at any byte.
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
