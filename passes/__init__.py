@@ -10,7 +10,8 @@ from graphshard.passes.casts import cast_before_gather
 from graphshard.passes.contract import Fact, Pass, Stage, ordered
 from graphshard.passes.dedup import merge_markers
 from graphshard.passes.float8 import gather_float8, use_float8
-from graphshard.passes.layers import inline_layers, share_layers
+from graphshard.passes.inline_layers import inline_layers
+from graphshard.passes.layers import share_layers
 from graphshard.passes.lower import lower
 from graphshard.passes.normalize import normalize
 from graphshard.passes.regions import share_regions

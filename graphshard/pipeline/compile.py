@@ -43,7 +43,8 @@ from ..cpython_tuning import with_stack_room, without_full_collections
 from ..kinds import GraphKind
 from ..ops.in_flight import wait_in_flight_on_error
 from ..passes.contract import Stage
-from ..passes.layers import SHARED_LAYER, LayersDiffer, keep_calls
+from ..passes.inline_layers import LayersDiffer, keep_calls
+from ..passes.layers import SHARED_LAYER
 from ..passes.traced import inline_regions
 from ..planning.live_bytes import gathered_bytes
 from ..planning.plan import Plan
