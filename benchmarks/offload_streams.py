@@ -29,7 +29,8 @@ import graphshard
 from benchmarks import common
 from benchmarks.models import GPT
 from graphshard.kinds import TransferKind
-from graphshard.planning.plan import Plan, next_in_chain
+from graphshard.planning.buckets import next_in_chain
+from graphshard.planning.plan import Plan
 from graphshard.show import profile
 from graphshard.show.trace import Trace, TraceEvent
 

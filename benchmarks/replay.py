@@ -34,8 +34,9 @@ from benchmarks.gpu_trace import Kernel, parse, streams
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.model import CostModel
 from graphshard.kinds import TransferKind
+from graphshard.planning.buckets import next_in_chain
 from graphshard.planning.memory_budget import Reduce, ScheduleLimits
-from graphshard.planning.plan import Plan, Problem, next_in_chain
+from graphshard.planning.plan import Plan, Problem
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import (
     COMMUNICATION,

@@ -35,9 +35,10 @@ from benchmarks.llama import DEVICE, LLAMA3, TOKENS, trace
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
+from graphshard.planning.buckets import bucket_of, in_launch_order
 from graphshard.planning.live_bytes import fixed_by_point, smallest_peak, with_fixed_bytes
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.plan import Bucket, Plan, Problem, Transfer, bucket_of, in_launch_order
+from graphshard.planning.plan import Bucket, Plan, Problem, Transfer
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import (
     COMMUNICATION,

@@ -45,8 +45,9 @@ from graphshard.forecast.trace import TracedStep
 from graphshard.forecast.workload import BatchShape, find_workload
 from graphshard.kinds import TransferKind
 from graphshard.planning.bucketing import packed_bucket
+from graphshard.planning.buckets import next_in_chain
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.plan import Bucket, Plan, Problem, Transfer, next_in_chain
+from graphshard.planning.plan import Bucket, Plan, Problem, Transfer
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import (
     BucketCost,

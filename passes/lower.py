@@ -29,7 +29,8 @@ from graphshard.ops.nodes import PLANNED, REASON, Emitter, is_returned, root_of,
 from graphshard.passes.build_problem import GraphProblem, build_problem
 from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import number_params, source_of
-from graphshard.planning.plan import Bucket, Plan, events_by_step, next_in_chain
+from graphshard.planning.buckets import events_by_step, next_in_chain
+from graphshard.planning.plan import Bucket, Plan
 
 BufferMarkers: TypeAlias = Sequence[fx.Node]  # markers of transfers that share one buffer
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from ..kinds import TransferKind
 from ..planning import live_bytes
-from ..planning.plan import Bucket, Plan, UserCollective, events_by_step
+from ..planning.buckets import events_by_step
+from ..planning.plan import Bucket, Plan, UserCollective
 from .actions import HOST, Action, Allocate, Free, GraphCall, WaitEvent, Work
 
 # --- counts --------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from ..ops import collectives, host_copy, markers
 from ..ops.nodes import PLANNED, WAIT, is_user_launch, num_bytes
 from ..passes.describe import describe_user_collective
 from ..passes.saving import saved_nodes
-from ..planning.plan import Bucket, Plan, events_by_step, sent_buffers
+from ..planning.buckets import events_by_step
+from ..planning.plan import Bucket, Plan, sent_buffers
 
 _c10d = torch.ops._c10d_functional
 _KIND_OF_LAUNCH: dict[object, TransferKind] = {

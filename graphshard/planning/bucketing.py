@@ -19,9 +19,10 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..kinds import TransferKind
+from .buckets import bucket_of, replica_bucket
 from .live_bytes import Footprint, footprint
 from .memory_budget import Reduce
-from .plan import Bucket, Problem, Transfer, bucket_of, replica_bucket
+from .plan import Bucket, Problem, Transfer
 from .simulate import BucketCost, TransferCostModel, bucket_cost
 
 # An exchange must win even if its all-to-all takes this many times as long as predicted. Judgement

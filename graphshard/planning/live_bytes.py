@@ -23,7 +23,8 @@ from operator import add
 from typing import NamedTuple
 
 from ..kinds import TransferKind
-from .plan import Bucket, Problem, Transfer, bucket_of, is_copied_in, replica_bucket, sent_buffers
+from .buckets import bucket_of, is_copied_in, replica_bucket
+from .plan import Bucket, Problem, Transfer, sent_buffers
 
 
 def launches(step: int) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..kinds import HOST_COPIES, TransferKind
+from .buckets import bucket_of, in_launch_order, next_in_chain
 from .live_bytes import (
     LiveBytes,
     Span,
@@ -33,7 +34,7 @@ from .live_bytes import (
     with_fixed_bytes,
 )
 from .memory_budget import FreeMemory, ScheduleLimits
-from .plan import Bucket, Problem, Transfer, bucket_of, in_launch_order, next_in_chain
+from .plan import Bucket, Problem, Transfer
 from .search import find_schedule
 from .simulate import Lane, TransferCostModel, bucket_cost, clock
 

@@ -18,6 +18,7 @@ from operator import add
 from typing import NamedTuple
 
 from .bucketing import CandidateBucket, CostedBucket, Split
+from .buckets import in_launch_order
 from .live_bytes import (
     Footprint,
     Span,
@@ -28,7 +29,7 @@ from .live_bytes import (
     sum_spans,
 )
 from .memory_budget import FreeMemory, ScheduleLimits, Sent, place_waits
-from .plan import Bucket, Problem, in_launch_order
+from .plan import Bucket, Problem
 from .simulate import (
     AS_PREDICTED,
     Scenario,

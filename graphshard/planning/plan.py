@@ -18,8 +18,8 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
@@ -256,151 +256,12 @@ class Bucket:
         return tuple(i for buffer in self.buffers for i in buffer)
 
 
-def bucket_of(
-    problem: Problem,
-    buffers: tuple[tuple[int, ...], ...],
-    *,
-    launch: int,
-    wait: int,
-    exchanges: bool = False,
-) -> Bucket:
-    """Return the bucket for ``buffers``, whose transfers have the same kind and group."""
-    first = problem.transfers[buffers[0][0]]
-    bucket = Bucket(
-        kind=first.kind,
-        buffers=buffers,
-        num_bytes=0,
-        group=first.group,
-        world=first.world,
-        launch=launch,
-        wait=wait,
-        stride=first.stride,
-        exchanges=exchanges,
-    )
-    sent = sent_buffers(problem.transfers, bucket)
-    return dataclasses.replace(bucket, num_bytes=sum(t.num_bytes for buf in sent for t in buf))
-
-
 def sent_buffers(transfers: Sequence[Transfer], bucket: Bucket) -> list[list[Transfer]]:
     """Return the transfers in each buffer of ``bucket``, as the bucket sends them."""
     return [
         [transfers[i].exchanged() if bucket.exchanges else transfers[i] for i in buffer]
         for buffer in bucket.buffers
     ]
-
-
-def is_copied_in(buffer: Sequence[Transfer]) -> bool:
-    """Return whether the transfers of a buffer must be copied into it."""
-    return len(buffer) > 1 or buffer[0].copied_in or buffer[0].casts
-
-
-def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:
-    """Return the all-reduce over replicas that follows a reduce-scatter, or None.
-
-    It reduces the output buffers of ``bucket``; its launch and wait are both ``bucket.wait``.
-    """
-    reduced = [transfers[i] for i in bucket.transfers]
-    first = reduced[0]
-    if bucket.kind != TransferKind.REDUCE_SCATTER or not first.replicas:
-        return None
-    return dataclasses.replace(
-        bucket,
-        kind=TransferKind.ALL_REDUCE_SHARDS,
-        num_bytes=sum(transfer.reduced_bytes for transfer in reduced),
-        group=first.replicas,
-        world=first.num_replicas,
-        stride=first.replica_stride,
-        launch=bucket.wait,
-        exchanges=False,
-    )
-
-
-class BucketEvent(NamedTuple):
-    """The launch of, or the wait for, a bucket or a user collective.
-
-    Attributes:
-        bucket: position in ``Plan.buckets``; user collectives are numbered after the buckets.
-    """
-
-    bucket: int
-    is_wait: bool
-
-
-def events_by_step(
-    num_steps: int, buckets: Sequence[Bucket], users: Sequence[UserCollective] = ()
-) -> list[list[BucketEvent]]:
-    """Return the sorted events before each step; the last list is at the graph's end."""
-    events: list[list[BucketEvent]] = [[] for _ in range(num_steps + 1)]
-    launches, waits = [bucket.launch for bucket in buckets], [bucket.wait for bucket in buckets]
-    for step, _, _, is_launch, i in sorted_events(launches, waits, next_in_chain(buckets), users):
-        events[step].append(BucketEvent(i, is_wait=not is_launch))
-    return events
-
-
-def sorted_events(
-    launches: Sequence[int],
-    waits: Sequence[int],
-    successors: Mapping[int, int],
-    users: Sequence[UserCollective] = (),
-) -> list[tuple[int, bool, int, bool, int]]:
-    """Return the launches and waits of all buckets in order.
-
-    Before each step, launches come before waits, both in the order of the buckets. One exception:
-    the wait for a bucket with a successor comes right before the successor's launch. User
-    collectives come last: the step begins with their launch or wait.
-
-    Args:
-        launches: launch step of each bucket.
-        waits: wait step of each bucket; equal to the launch step of its successor, if any.
-        successors: result of ``next_in_chain``.
-        users: user collectives, numbered after the buckets.
-
-    Returns:
-        For each event: step, two sort keys, whether it is a launch, and the number of the bucket or
-        user collective.
-    """
-    events = [(launch, False, i, True, i) for i, launch in enumerate(launches)]
-    for i, wait in enumerate(waits):
-        if i in successors:
-            events.append((wait, False, successors[i], False, i))
-        else:
-            events.append((wait, True, i, False, i))
-    for i, user in enumerate(users, len(launches)):
-        events += [(user.launch, True, i, True, i), (user.wait, True, i, False, i)]
-    events.sort()
-    return events
-
-
-# Order of the kinds in a chain of buckets with the same buffers.
-_CHAIN = (
-    TransferKind.COPY_TO_DEVICE,
-    TransferKind.ALL_GATHER,
-    TransferKind.REDUCE_SCATTER,
-    TransferKind.ALL_REDUCE,
-    TransferKind.ALL_REDUCE_MAX,
-    TransferKind.ALL_REDUCE_SHARDS,
-    TransferKind.COPY_TO_HOST,
-)
-
-
-def next_in_chain(buckets: Sequence[Bucket]) -> dict[int, int]:
-    """Map the position of each bucket to that of the bucket that continues with its buffers.
-
-    Shards are copied to the device, then gathered; gradients are reduced, then averaged over
-    replicas, then copied to the host. The last bucket of a chain has no entry.
-    """
-    chains: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    for i, bucket in enumerate(buckets):
-        chains.setdefault(bucket.buffers, []).append(i)
-    successors: dict[int, int] = {}
-    for stages in chains.values():
-        successors.update(pairwise(sorted(stages, key=lambda i: _CHAIN.index(buckets[i].kind))))
-    return successors
-
-
-def in_launch_order(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Return ``buckets``, sorted by the step at which they are launched."""
-    return tuple(sorted(buckets, key=lambda bucket: bucket.launch))
 
 
 @dataclass(frozen=True)

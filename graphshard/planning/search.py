@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import BackendError
 from .bucketing import Queue, gathers_by_due, may_exchange, sharing_key
+from .buckets import bucket_of, in_launch_order, replica_bucket
 from .live_bytes import smallest_peak
 from .memory_budget import ScheduleLimits
 from .placement import BucketSizes, CandidateSchedule, Placer, Score, Splits
-from .plan import Bucket, Problem, Transfer, bucket_of, in_launch_order, replica_bucket
+from .plan import Bucket, Problem, Transfer
 from .simulate import TransferCostModel
 
 # Number of sizes on the scale: all bytes, repeatedly halved, and 0 (one transfer per bucket). The

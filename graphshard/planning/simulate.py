@@ -23,17 +23,9 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from ..kinds import HOST_COPIES, TransferKind
+from .buckets import events_by_step, is_copied_in, next_in_chain, sorted_events
 from .live_bytes import alive_bytes, in_flight_bytes
-from .plan import (
-    Bucket,
-    Problem,
-    UserCollective,
-    events_by_step,
-    is_copied_in,
-    next_in_chain,
-    sent_buffers,
-    sorted_events,
-)
+from .plan import Bucket, Problem, UserCollective, sent_buffers
 
 COMPUTE, COMMUNICATION, USER = "compute", "communication", "user collectives"
 LANES = (COMPUTE, COMMUNICATION, *HOST_COPIES, USER)
@@ -303,7 +295,7 @@ def sweep(
         start_us: result of ``start_times_us``.
         launches: launch step of each bucket, ascending, in the order of ``waits`` and ``costs``.
         costs: costs of the buckets, then of ``users``.
-        successors: result of ``plan.next_in_chain``.
+        successors: result of ``buckets.next_in_chain``.
     """
     end_us, exposed_us = [0.0] * len(costs), [0.0] * len(costs)
     lanes: defaultdict[str, Lane] = defaultdict(Lane)

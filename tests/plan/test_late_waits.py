@@ -18,9 +18,10 @@ from benchmarks.llama import LlamaSizes, trace
 from benchmarks.schedules import at_world
 from graphshard.cost.devices import HARDWARE
 from graphshard.kinds import TransferKind
+from graphshard.planning.buckets import next_in_chain
 from graphshard.planning.live_bytes import Footprint, in_flight_bytes, num_points
 from graphshard.planning.memory_budget import ScheduleLimits, Sent, place_waits
-from graphshard.planning.plan import Bucket, Plan, Problem, UserCollective, next_in_chain
+from graphshard.planning.plan import Bucket, Plan, Problem, UserCollective
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import simulate
 from tests.plan.problems import Line, lines, problem, problems, reduction

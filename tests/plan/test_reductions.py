@@ -11,10 +11,11 @@ from graphshard.cost.devices import HARDWARE
 from graphshard.cost.hardware import ALL_TO_ALL, Hardware
 from graphshard.cost.model import CostModel
 from graphshard.kinds import TransferKind
+from graphshard.planning.buckets import bucket_of
 from graphshard.planning.live_bytes import alive_bytes, smallest_peak
 from graphshard.planning.memory_budget import Reduce, ScheduleLimits
 from graphshard.planning.place_buckets import place_buckets
-from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer, bucket_of
+from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 from graphshard.planning.search import BudgetError, find_schedule, schedule_without_overlap
 from graphshard.planning.simulate import bucket_cost
 from graphshard.show import Dump

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from graphshard.errors import BackendError
 from graphshard.kinds import TransferKind
+from graphshard.planning.buckets import replica_bucket
 from graphshard.planning.live_bytes import alive_bytes, in_flight_bytes, smallest_peak
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.place_buckets import place_buckets
-from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, replica_bucket
+from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem
 from graphshard.planning.search import BudgetError, find_schedule, schedule_without_overlap
 from graphshard.planning.simulate import COLLECTIVE, clock, simulate
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction

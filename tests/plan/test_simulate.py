@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 
 from graphshard.kinds import TransferKind
+from graphshard.planning.buckets import bucket_of
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.plan import Bucket, Problem, bucket_of
+from graphshard.planning.plan import Bucket, Problem
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import (
     COLLECTIVE,
