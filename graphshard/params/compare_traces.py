@@ -22,7 +22,7 @@ from .._torch.tensors import HigherOrderOperator
 from ..errors import BackendError
 from ..ops.markers import UNSHARD_MARKERS
 from ..options.options import Options
-from . import module_class
+from . import param_spec
 from .sharded_param import sharded_param_of
 
 _Label = tuple[object, ...]
@@ -142,7 +142,7 @@ def _steps(gm: fx.GraphModule, labels: _Labels) -> Iterator[_Step]:
 
 def _is_of_accessor(node: fx.Node) -> bool:
     """Return whether an accessor added the node, to move a dimension or to make a DTensor."""
-    return node.op not in ("placeholder", "output") and module_class.__file__ in _line(node)
+    return node.op not in ("placeholder", "output") and param_spec.__file__ in _line(node)
 
 
 def _name(node: fx.Node) -> str:

@@ -31,6 +31,7 @@ from ..ops.accumulators import PARTIAL, UNSYNCED
 from ..ops.bucket_copy import add_accumulated
 from ..ops.marker_specs import used_dtype
 from .mesh import eager_gather, eager_reduction
+from .param_spec import reader
 from .sharded_param import ShardedParam, is_unattached, owned_by, sharded_model_of
 
 
@@ -108,11 +109,11 @@ class _Gathered:
 
 
 def _as_read(sharded_param: ShardedParam, rows: torch.Tensor) -> torch.Tensor:
-    unsharded = sharded_param.spec.in_place(rows)
-    if (parallel := sharded_param.spec.tensor_parallel) is not None:
-        return parallel.wrap(unsharded)
-    unsharded.__class__ = GatheredParameter
-    return unsharded
+    spec = sharded_param.spec
+    value: torch.Tensor = reader(spec.dim, spec.tensor_parallel)(rows)
+    if spec.tensor_parallel is None:
+        value.__class__ = GatheredParameter
+    return value
 
 
 def _sharded(module: nn.Module, name: str) -> ShardedParam:

@@ -37,7 +37,7 @@ from ..ops.marker_specs import ReplicateSpec, UnshardSpec
 from .eager import full_parameters
 from .grad_sync import ALL_REDUCES, SYNCS, module_flag, set_flags
 from .loading import prepare_loaded
-from .param_spec import ParamSpec, TensorParallel
+from .param_spec import ParamSpec, TensorParallel, reader
 from .pickling import Reduced, copyable_only
 from .save_pretrained import METHOD, has_save_pretrained, save_in_full
 from .sharded_param import (
@@ -231,31 +231,9 @@ def _accessor(name: str, reading: Reading) -> property:
     attributes = tuple(getattr(marker, argument) for argument in marker.accumulators)
     read_eagerly = functools.partial(_eager_value, name=name)
     getter = ParameterGetter(marker.op(), shard, marker.constants(), attributes, read_eagerly)
-    if reading.tensor_parallel is not None:
-        return property(_converted(getter, _wrap(reading.dim, reading.tensor_parallel)))
-    if reading.dim:
-        return property(_converted(getter, _move(reading.dim)))
+    if reading.dim or reading.tensor_parallel is not None:
+        return property(_converted(getter, reader(reading.dim, reading.tensor_parallel)))
     return property(getter)
-
-
-def _move(dim: int) -> Callable[[Any], Any]:
-    def move(rows: Any) -> torch.Tensor:
-        return rows.movedim(0, dim)
-
-    return move
-
-
-def _wrap(dim: int, parallel: TensorParallel) -> Callable[[Any], Any]:
-    mesh, placements, shape, stride = parallel
-
-    # Like ``TensorParallel.wrap``, but without the NamedTuple, which would add Dynamo guards.
-    def wrap(rows: Any) -> DTensor:
-        value = rows.movedim(0, dim) if dim else rows
-        return DTensor.from_local(
-            value, mesh, placements, run_check=False, shape=shape, stride=stride
-        )
-
-    return wrap
 
 
 def _converted(getter: Callable[[Any], Any], convert: Callable[[Any], Any]) -> Callable[[Any], Any]:

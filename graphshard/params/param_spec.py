@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,12 +44,25 @@ class TensorParallel(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def wrap(self, unsharded: torch.Tensor) -> DTensor:
-        """Return the DTensor of this rank's part; its gradient gets the same placements."""
-        mesh, placements, shape, stride = self
+
+def reader(dim: int, parallel: TensorParallel | None) -> Callable[[Any], Any]:
+    """Return a function that converts gathered rows to the tensor that forward reads.
+
+    With tensor parallelism, that is the DTensor of this rank's part; its gradient gets the same
+    placements.
+    """
+    if parallel is None:
+        return lambda rows: rows.movedim(0, dim) if dim else rows
+    # Graphs would guard on a NamedTuple.
+    mesh, placements, shape, stride = parallel
+
+    def read(rows: Any) -> DTensor:
+        part = rows.movedim(0, dim) if dim else rows
         return DTensor.from_local(
-            unsharded, mesh, placements, run_check=False, shape=shape, stride=stride
+            part, mesh, placements, run_check=False, shape=shape, stride=stride
         )
+
+    return read
 
 
 @dataclass(frozen=True)
