@@ -9,8 +9,8 @@ Gathers in plain calls of a model and reductions (their order follows from gathe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -129,9 +129,8 @@ class MeshGroups:
         return name_for_graphs(group)
 
 
-@contextmanager
-def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
-    """Log the gather of one module's parameters that runs in this context.
+def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> AbstractContextManager[None]:
+    """Log a gather of one module's parameters; return the context to run it in.
 
     In compiled code, the first such gather waits for all ranks: see [Note: logged collectives].
     """
@@ -144,22 +143,22 @@ def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
         limited = [describe_code(code) for code in call.codes if at_recompile_limit(code)]
         reason = f": {LIMIT} for {limited[0]}" if limited else ""
         call_log.announce(plan_id, "\n".join([plan_id + reason, *fqns]))
-    with call_log.raising_posted_error():
-        yield
+    return call_log.raising_posted_error()
 
 
-@contextmanager
-def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> Iterator[None]:
-    """Log the reduction of gradients that runs in this context."""
+def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> AbstractContextManager[None]:
+    """Log a reduction of gradients; return the context to run it in."""
     call_log = call_log_of_mesh(groups)
     call_log.run(f"a reduction of gradients of {fqns[0]!r} outside of a graph")
-    with call_log.raising_posted_error():
-        yield
+    return call_log.raising_posted_error()
 
 
-@contextmanager
-def agreed_exchange(groups: MeshGroups, text: str, *, is_new: bool = False) -> Iterator[None]:
-    """Log the communication in this context; wait until all ranks agree if ``text`` is new.
+def agreed_exchange(
+    groups: MeshGroups, text: str, *, is_new: bool = False
+) -> AbstractContextManager[None]:
+    """Log communication; return the context to run it in.
+
+    If ``text`` is new, wait until all ranks agree.
 
     Args:
         text: description that is equal on all ranks; its first line names the purpose.
@@ -171,8 +170,7 @@ def agreed_exchange(groups: MeshGroups, text: str, *, is_new: bool = False) -> I
         call_log.first_run(plan_id, text)
     else:
         call_log.announce(plan_id, text)
-    with call_log.raising_posted_error():
-        yield
+    return call_log.raising_posted_error()
 
 
 def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) -> None:
@@ -181,8 +179,7 @@ def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) ->
     If only some ranks call ``what``, the error quotes ``remedy``, the code to use instead.
     """
     text = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
-    with agreed_exchange(groups, text, is_new=True):
-        pass
+    agreed_exchange(groups, text, is_new=True)
 
 
 def call_log_of_mesh(groups: MeshGroups) -> CallLog:
