@@ -159,7 +159,7 @@ class _FirstForward:
             self._sharder.shard_now(module)
         elif not self.casts_anyway:
             return None
-        return cast_inputs(self._policy, args, kwargs)
+        return cast_inputs(self._policy, module, args, kwargs)
 
 
 for _traced in (_FirstForward.__call__, _Copied.__call__):

@@ -62,9 +62,7 @@ def cast_at_boundary(boundary: CastBoundary) -> None:
     module, policy = boundary
     if _input_dtype(policy) is not None:
         # Runs after the user's hooks: Dynamo in torch 2.11 cannot trace a prepended hook.
-        module.register_forward_pre_hook(
-            functools.partial(_before_forward, policy), with_kwargs=True
-        )
+        module.register_forward_pre_hook(functools.partial(cast_inputs, policy), with_kwargs=True)
     if policy.output_dtype is not None:
         module.register_forward_hook(functools.partial(_after_forward, policy.output_dtype))
 
@@ -104,14 +102,8 @@ def _is_cast(inputs: object, dtype: torch.dtype | None) -> bool:
     return any(other.is_floating_point and other != dtype for other in dtypes)
 
 
-def _before_forward(
-    policy: MixedPrecisionPolicy, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return cast_inputs(policy, args, kwargs)
-
-
 def cast_inputs(
-    policy: MixedPrecisionPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]
+    policy: MixedPrecisionPolicy, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast the floating-point tensors in a forward's arguments, if ``policy`` casts inputs."""
     dtype = _input_dtype(policy)
@@ -123,21 +115,18 @@ def _after_forward(dtype: torch.dtype, module: nn.Module, args: object, output: 
 
 
 def _cast_floating(values: _T, dtype: torch.dtype) -> _T:
-    if torch.compiler.is_compiling():
-        return apply_to_tensors(functools.partial(_cast, dtype), values)
-    return _cast_eagerly(values, dtype)
+    apply = apply_to_tensors if torch.compiler.is_compiling() else _apply_eagerly
+    return apply(functools.partial(_cast, dtype), values)
 
 
-@torch.compiler.disable
-def _cast_eagerly(values: _T, dtype: torch.dtype) -> _T:
-    return apply_to_tensors(functools.partial(_cast, dtype), values)
+_apply_eagerly = torch.compiler.disable(apply_to_tensors)
 
 
 def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-for _traced in (_before_forward, cast_inputs, _after_forward, _cast_floating):
+for _traced in (cast_inputs, _after_forward, _cast_floating):
     run_as_python(_traced)  # inlined into traces, never compiled on its own
 
 
