@@ -38,8 +38,10 @@ class StoredTensor(torch.Tensor):
     origin: Read | _Call
 
     @staticmethod
-    def create(meta: torch.Tensor, read: Read) -> StoredTensor:
-        return _stored(meta, read)
+    def create(meta: torch.Tensor, origin: Read | _Call) -> StoredTensor:
+        stored = meta.as_subclass(StoredTensor)
+        stored.meta, stored.origin = meta, origin
+        return stored
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares no classmethod
@@ -53,9 +55,9 @@ class StoredTensor(torch.Tensor):
         call = _Call(op, args, kwargs or {}, 0)
         result = op(*tree_map(_meta_of, args), **tree_map(_meta_of, call.kwargs))
         if isinstance(result, torch.Tensor):
-            return _stored(result, call)
+            return cls.create(result, call)
         return type(result)(
-            _stored(one, _Call(op, args, call.kwargs, number)) for number, one in enumerate(result)
+            cls.create(one, _Call(op, args, call.kwargs, i)) for i, one in enumerate(result)
         )
 
 
@@ -82,12 +84,6 @@ class _Call:
 
     def dim(self, position: int, name: str, ndim: int) -> int:
         return int(self.argument(position, name, 0)) % ndim  # dims may be negative
-
-
-def _stored(meta: torch.Tensor, origin: Read | _Call) -> StoredTensor:
-    stored = meta.as_subclass(StoredTensor)
-    stored.meta, stored.origin = meta, origin
-    return stored
 
 
 def _meta_of(value: object) -> object:
