@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .._torch.distributed import process_group
-from .param_spec import ParamSpec
 from .sharded_param import sharded_param_of
 
 
@@ -62,17 +61,13 @@ def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | No
     norm: Any = get_total_norm(grads, norm_type, foreach=foreach)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     known = sharded_param_of(params[0])
-    return norm if known is None else _over_all_ranks(norm, norm_type, known.spec)
-
-
-def _over_all_ranks(norm: torch.Tensor, norm_type: float, spec: ParamSpec) -> torch.Tensor:
-    """Combine the norms of all ranks if ranks outside of the mesh hold different parameters."""
-    if not spec.is_local:
+    if known is None or not known.spec.is_local:
         return norm
-    group = process_group(spec.groups.all_ranks)
+    # Ranks outside of the mesh hold different parameters.
+    group = process_group(known.spec.groups.all_ranks)
     if math.isinf(norm_type):
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
         return norm
-    total = norm**norm_type / spec.mesh.size()  # each rank of the mesh adds the same norm
+    total = norm**norm_type / known.spec.mesh.size()  # each rank of the mesh adds the same norm
     dist.all_reduce(total, group=group)
     return total ** (1 / norm_type)
