@@ -446,10 +446,7 @@ def _end_progress(_: object) -> None:
 
 def _after_compile_error(error: BaseException) -> None:
     advise(error)
-    call = compiled_call()
-    by_name = call.backend is from_string
-    failed = _named.get(_key(call.options)) if by_name else call.backend
-    if isinstance(failed, Backend):
+    if (failed := _backend_of(compiled_call())) is not None:
         stop_watching(failed)  # suppresses the warning that the backend sharded nothing
 
 
@@ -475,10 +472,6 @@ on_lookup("graphshard", _given_by_name)  # torch.compile(..., backend="graphshar
 _named: dict[Hashable, Backend] = {}
 
 
-def _key(options: Mapping[str, Any]) -> Hashable:
-    return frozenset((name, hashable(value)) for name, value in options.items())
-
-
 def _backend_for(options: Mapping[str, Any]) -> Backend:
     known = inspect.signature(backend).parameters
     if unknown := [name for name in options if name not in known]:
@@ -486,7 +479,7 @@ def _backend_for(options: Mapping[str, Any]) -> Backend:
             f"options has {unknown[0]!r}, which is not an argument of graphshard.backend: choose "
             f"from {list(known)}"
         )
-    key = _key(options)
+    key = frozenset((name, hashable(value)) for name, value in options.items())
     if key not in _named:
         _named[key] = backend(**options)
     return _named[key]
