@@ -78,11 +78,8 @@ def _scatter(full: torch.Tensor | None, dtype: torch.dtype, spec: ParamSpec) -> 
         parts = None
         if full is not None:
             assert spec.rows is not None
-            if spec.rows % groups.num_shards:  # the last ranks have fewer rows, or none
-                padded = shard.new_zeros(_all_padded_rows(spec))
-                padded[: spec.rows].copy_(spec.rows_first(full.detach()))
-            else:
-                padded = spec.rows_first(full.detach().to(groups.device)).contiguous()
+            padded = shard.new_zeros(_all_padded_rows(spec))
+            padded[: spec.rows].copy_(spec.rows_first(full.detach()))
             parts = _parts(padded, spec)
         dist.scatter(as_bytes(shard), parts, group=process_group(groups.shards), group_src=0)
     if groups.replicas is not None:
