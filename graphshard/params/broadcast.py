@@ -26,9 +26,7 @@ def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
         return
     tensor = without_expanded_dims(tensor)
     values = tensor.detach().to(groups.device).contiguous()
-    source = dist.get_global_rank(group, 0)
-    # As bytes, which every backend supports.
-    dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=group)
+    dist.broadcast(as_bytes(values), group=group, group_src=0)
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values)
 
