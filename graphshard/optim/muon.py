@@ -219,7 +219,7 @@ def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
         raise ValueError(f"Muon cannot step {name}, which {what}: give it to another optimizer")
     if not isinstance(param, DTensor):
         return None
-    mesh, spec = param.device_mesh, spec_of(param) if param.device_mesh.ndim <= 2 else None
+    mesh, spec = param.device_mesh, spec_of(param)
     if spec is None or spec.dim or not _has_fitting_gradient(param):
         of_grad = param.grad.placements if isinstance(param.grad, DTensor) else "not a DTensor"
         raise ValueError(
