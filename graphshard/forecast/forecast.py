@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from ..cost.hardware import CALIBRATED, DATASHEET
-from ..params.param_spec import find_padding
+from ..params.padding import find_padding
 from ..show.dump import Dump
 from .cluster import Cluster
 from .estimate import MemoryForecast, PlannedGraph, TimeForecast

@@ -3,7 +3,7 @@
     plain_params, checks, shared_memory
                                find and validate parameters; options ─► ``ParamSpec``
     param_spec, mesh           how a parameter is split and gathered; process groups of its mesh
-    shard, broadcast           shards a module in place: broadcast, split, free
+    shard, broadcast, padding  shards a module in place: broadcast, split, free; advice on padding
     sharded_param              the DTensor that users see, its shard, its gradients, its model
     torch_calls                let autograd and ``p.data = x`` take the DTensor
     module_class, eager        let forward read full parameters, inside and outside of graphs

@@ -19,8 +19,7 @@ rank's part of it, here called the unsharded tensor, like a plain parameter of t
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -302,103 +301,3 @@ class ParamSpec:
             grad=partial, group=self.groups.replicas, result_dtype=result_dtype
         )
         return to_host_memory(marker.call(run), self.host_memory)
-
-
-# --- memory that padding takes -------------------------------------------------------------------
-# All shards are padded to the size of the largest. If 8 experts are stacked in one parameter, each
-# of 64 ranks allocates the memory of one expert: 8 times an even share.
-
-# Padding is reported if it takes at least this fraction of an even share, and at least these bytes
-# per rank. Judgement call, not measured.
-NOTABLE, LEAST_BYTES = 0.1, 1e6
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Memory that the padding of a model's shards takes.
-
-    Attributes:
-        names: parameters with fewer rows than shards, largest first.
-        rows: number of rows of the first parameter in ``names``.
-        held_bytes: bytes of all split parameters on a rank, including padding.
-        even_bytes: bytes of all split parameters on a rank if they were split evenly.
-    """
-
-    names: tuple[str, ...]
-    rows: int
-    shards: int
-    held_bytes: float
-    even_bytes: float
-
-    def __str__(self) -> str:
-        first, others = self.names[0], len(self.names) - 1
-        who = f"{first} has" if not others else f"{first} and {others} more parameters have"
-        return (
-            f"{who} fewer rows ({self.rows}) than the {self.shards} ranks that share them: a rank "
-            f"holds {self.held_bytes / 1e6:,.0f} MB of parameters, "
-            f"{self.held_bytes / self.even_bytes:.3g} times the even share of "
-            f"{self.even_bytes / 1e6:,.0f} MB"
-        )
-
-    def splits_evenly(self, num_ranks: int) -> bool:
-        """Return whether HSDP with ``rows`` shards per replica would avoid this padding."""
-        return self.rows > 1 and num_ranks % self.rows == 0
-
-
-def find_padding(
-    shapes: Mapping[str, Sequence[int]], shards: int, held_bytes: float, full_bytes: float
-) -> Padding | None:
-    """Return the padding, or None if it is small or no parameter has fewer rows than shards.
-
-    Args:
-        shapes: shapes of all split parameters, ``[rows, ...]``, keyed by name.
-        shards: number of shards of each parameter.
-        held_bytes: bytes of all shards on a rank, including padding.
-        full_bytes: bytes of the full parameters.
-    """
-    padded = {name: shape for name, shape in shapes.items() if 0 < shape[0] < shards}
-    even_bytes = full_bytes / shards
-    if not padded or held_bytes - even_bytes < max(NOTABLE * even_bytes, LEAST_BYTES):
-        return None
-    names = sorted(padded, key=lambda name: math.prod(padded[name]), reverse=True)
-    return Padding(tuple(names), padded[names[0]][0], shards, held_bytes, even_bytes)
-
-
-def padding_advice(itemsizes: Mapping[ParamSpec, int]) -> str:
-    """Return a description of notable padding with a remedy, or "" if there is none."""
-    by_groups: dict[MeshGroups, dict[ParamSpec, int]] = {}
-    for spec, itemsize in itemsizes.items():
-        if spec.rows is not None:
-            by_groups.setdefault(spec.groups, {})[spec] = itemsize
-    return ". ".join(filter(None, map(_advice_on_mesh, by_groups.values())))
-
-
-def _advice_on_mesh(split: Mapping[ParamSpec, int]) -> str:
-    held_bytes = sum(itemsize * spec.padded_shape.numel() for spec, itemsize in split.items())
-    full_bytes = sum(itemsize * spec.unsharded_shape.numel() for spec, itemsize in split.items())
-    groups = next(iter(split)).groups
-    shapes = {spec.fqn: spec.unsharded_shape for spec in split}
-    padding = find_padding(shapes, groups.num_shards, held_bytes, full_bytes)
-    if padding is None:
-        return ""
-    largest = next(spec for spec in split if spec.fqn == padding.names[0])
-    return f"{padding}. {_remedy(padding, largest)}"
-
-
-def _remedy(padding: Padding, largest: ParamSpec) -> str:
-    num_ranks = largest.groups.mesh.size()
-    sizes = [part.stop - part.start for part in largest.tp_part]
-    even = (dim for dim, size in enumerate(sizes) if size % padding.shards == 0)
-    if (dim := next(even, None)) is not None:
-        return f"overrides={{{padding.names[0]!r}: {{'dim': {dim}}}}} splits it evenly"
-    if padding.rows == 1:
-        overrides = {padding.names[0]: {"shard": False}}
-        return f"With overrides={overrides}, a rank needs no more memory, and no gather"
-    evenly = "One parameter per row, as in nn.ParameterList, would be split evenly"
-    if not padding.splits_evenly(num_ranks):
-        return evenly
-    shape = (num_ranks // padding.rows, padding.rows)
-    return (
-        f"{evenly}; on a mesh of {shape}, i.e. HSDP over {padding.rows} ranks, a rank needs no "
-        "more memory, and no padding is sent"
-    )

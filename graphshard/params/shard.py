@@ -45,7 +45,8 @@ from .loading import check_optimizer_state
 from .mesh import MeshGroups, call_log_of_mesh, eager_reduction
 from .mixed_precision import cast_at_boundary, find_cast_boundaries
 from .module_class import ShardedModule, had_sharded, install
-from .param_spec import ParamSpec, padding_advice
+from .padding import padding_advice
+from .param_spec import ParamSpec
 from .pickling import require_collective_save
 from .plain_params import PlainParam, find_plain_params, instances_of
 from .save_pretrained import has_save_pretrained
