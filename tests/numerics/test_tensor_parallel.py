@@ -156,7 +156,7 @@ def _with_buffer(mesh: DeviceMesh) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "over", "match"),
     [
-        (_with_partial, "dp", "'out.weight'.*only Shard and Replicate"),
+        (_with_partial, "dp", "'out.weight'.*must be Shard or Replicate"),
         (_uneven, "dp", "'out.weight'.*size 3 in dim 0"),
         (_on_two_meshes, "dp", "'out.weight'.*(one axis|parallelize all)"),
         (_with_buffer, "dp", "buffer 'count' is a DTensor.*overlaps"),
