@@ -43,7 +43,7 @@ from benchmarks.links import (
     positive,
     write_with_wire,
 )
-from benchmarks.memory import peak_is_known, peak_of
+from benchmarks.memory import give_memory_back, peak_is_known, peak_of
 from benchmarks.models import GPT, parameter_bytes
 from benchmarks.variants import (
     Build,
@@ -60,7 +60,6 @@ from graphshard.planning.plan import Plan
 from graphshard.planning.simulate import simulate
 from tests import ranks, recording
 
-MMAP_ENV = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # see benchmarks.memory
 VOCAB, HEAD_DIM = 256, 64
 
 
@@ -179,6 +178,7 @@ def _peak(training: _Training) -> int:
 
 
 def measure_sent(args: argparse.Namespace, name: str) -> Sent:
+    give_memory_back()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     training = _Training(args, name, variants(args, "cpu")[name], mesh)
     training.step()
@@ -199,15 +199,14 @@ def on_this_machine(
     """Return results of rank 0, and memory and communication of the rank with the highest peak."""
     with tempfile.TemporaryDirectory() as cache:
         env = {"TORCHINDUCTOR_CACHE_DIR": cache}
-        run = functools.partial(ranks.run_fresh, args.ranks, timeout_s=600.0)
+        run = functools.partial(ranks.run_fresh, args.ranks, timeout_s=600.0, import_env=env)
         backend = recording.BACKEND if args.wire else "gloo"
-        results = run(measure, args, "cpu", env={**ranks.RANK_ENV, **env}, backend=backend)[0]
+        results = run(measure, args, "cpu", backend=backend)[0]
         sent = {}
         if args.sent and peak_is_known():
             for name in results:
                 for _ in range(2):  # the second run finds its graphs in the cache
-                    alone = {"env": {**env, **MMAP_ENV}, "backend": recording.BACKEND}
-                    each = run(measure_sent, args, name, **alone)
+                    each = run(measure_sent, args, name, backend=recording.BACKEND)
                 sent[name] = max(each, key=lambda of_rank: of_rank.peak_bytes)
     return results, sent
 

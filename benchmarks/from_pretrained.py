@@ -132,7 +132,7 @@ def load(variant: str, folder: Path, small: Path) -> Cost:
 
 
 def measure(variant: str, world: int, folder: Path, small: Path) -> Cost:
-    costs = ranks.run_fresh(world, load, variant, folder, small, env={}, timeout_s=600)
+    costs = ranks.run_fresh(world, load, variant, folder, small, import_env={}, timeout_s=600)
     return Cost(*map(max, zip(*costs)))
 
 

@@ -195,8 +195,9 @@ def sharding_memory(at_first_call: bool, num_bytes: float, linears: int) -> Memo
 
 
 def measure(kind: str, num_bytes: float, linears: int, world: int, give_back: bool) -> Memory:
-    # With ``env``, even an empty one, each rank imports only what it needs; see ``run_fresh``.
-    by_rank = ranks.run_fresh(world, step_memory, kind, num_bytes, linears, give_back, env={})
+    task = step_memory, kind, num_bytes, linears, give_back
+    # With ``import_env``, even an empty one, each rank imports only what it needs.
+    by_rank = ranks.run_fresh(world, *task, import_env={})
     return max(by_rank, key=lambda memory: memory.peak)
 
 

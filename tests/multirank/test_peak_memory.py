@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 
 import pytest
 
@@ -44,6 +45,17 @@ def test_step_needs_no_more_memory_than_fsdp2() -> None:
     if not _is_no_more(ours, theirs):
         ours = measure(kind, *STEP)
     assert _is_no_more(ours, theirs), (ours, theirs)
+
+
+def _graphshard_is_imported(*args: object) -> Memory:
+    return Memory(0, 0, peak="graphshard.dynamo_backend" in sys.modules)
+
+
+def test_process_that_runs_fsdp2_does_not_import_graphshard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.memory.step_memory", _graphshard_is_imported)
+    assert not measure(FSDP2, *STEP).peak
 
 
 def test_peak_memory_increases_from_zero3_to_ddp() -> None:
