@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -160,28 +159,3 @@ def write_report(path: Path | None, paragraphs: Sequence[str]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n\n".join(paragraphs) + "\n")
-
-
-def chart(steps_s: Mapping[str, Sequence[float]], path: Path) -> str:
-    """Draw a bar chart of median step times.
-
-    Args:
-        steps_s: seconds of each step, by training variant.
-        path: SVG file to write.
-
-    Returns:
-        Markdown that shows the chart, or the reason why it is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no chart: matplotlib is not installed (the extra `bench`)"
-    figure = Figure(figsize=(7, 0.5 * len(steps_s) + 1), layout="constrained")
-    axes = figure.subplots()
-    for name, seconds in reversed(steps_s.items()):
-        low, half, high = (s * 1e3 for s in statistics.quantiles(seconds, n=4))
-        spread = [[half - low], [high - half]]
-        axes.barh(name, half, xerr=spread, color="C1" if name == GRAPHSHARD else "C0")
-    axes.set_xlabel("step, ms (median, quartiles)")
-    figure.savefig(path)
-    return f"![a bar for each row]({path.name})"

@@ -346,9 +346,6 @@ def publish(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     head = common.heading("benchmarks.compare", device)
     parts = [head, *paragraphs(args, results, sent, setting)]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    steps_s = {name: result.steps_s for name, result in results.items()}
-    parts.insert(2, common.chart(steps_s, args.out.with_suffix(".svg")))
     common.show(*parts)
     common.write_report(args.out, parts)
 
