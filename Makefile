@@ -75,7 +75,7 @@ $(STAMP): $(DEMO_STAMP)
 	touch $@
 
 $(TEST_STAMP): $(STAMP)
-	$(BIN)/pip install -c $(CONSTRAINTS) -e ".[bench,docs]"
+	$(BIN)/pip install -c $(CONSTRAINTS) -e ".[docs]"
 	touch $@
 
 clean:
