@@ -3,7 +3,6 @@
     python -m benchmarks.compare                     2 gloo ranks on this machine
     python -m benchmarks.compare --wire 4,1          over a modelled wire: 4 ms and 1 GB/s
     python -m benchmarks.compare --wire 6,0.6 --planned-wire 4,1     planned for a faster wire
-    python -m benchmarks.compare --link-gbit 4       between network namespaces (root, Linux)
     python -m benchmarks.compare --mixed             in bfloat16, with a row in fp8
     torchrun --nproc-per-node 8 -m benchmarks.compare        over NCCL, if there are GPUs
 
@@ -15,7 +14,7 @@ process group in tests/recording.py also counts the bytes that a step sends.
 
 On CPUs, FSDP2 by default waits for every gather at once; "async" rows avoid that, for a fair
 comparison. On GPUs, --mixed includes torchao's fp8 under FSDP2 if torchao is installed. First steps
-compile with empty caches, except with --link-gbit and under torchrun.
+compile with empty caches, except under torchrun.
 """
 
 from __future__ import annotations
@@ -36,13 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks import common
 from benchmarks.common import DDP, GRAPHSHARD, GRAPHSHARD_FP8
-from benchmarks.links import (
-    add_planned_wire,
-    between_namespaces,
-    parse_wire,
-    positive,
-    write_with_wire,
-)
+from benchmarks.links import add_planned_wire, parse_wire, write_with_wire
 from benchmarks.memory import give_memory_back, peak_is_known, peak_of
 from benchmarks.models import GPT, parameter_bytes
 from benchmarks.variants import (
@@ -215,10 +208,7 @@ def main() -> None:
     args = _arguments()
     if args.planned_wire and not args.wire:
         sys.exit("--planned-wire: needs --wire, the wire that steps are run on")
-    if args.link_gbit is not None and "RANK" not in os.environ:
-        command = [sys.executable, "-m", "benchmarks.compare", *sys.argv[1:]]
-        between_namespaces(command, args.link_gbit)
-    elif "RANK" in os.environ:
+    if "RANK" in os.environ:
         if args.wire:
             sys.exit("--wire: not supported under torchrun, where ranks have real links; omit it")
         _under_torchrun(args)
@@ -246,8 +236,6 @@ def _under_torchrun(args: argparse.Namespace) -> None:
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     results = measure(args, device_type)
     setting = f"{dist.get_world_size()} {dist.get_backend()} ranks"
-    if args.link_gbit is not None:
-        setting += f", between namespaces, {args.link_gbit:g} Gb/s"
     if dist.get_rank() == 0:
         publish(args, results, {}, setting)
     dist.destroy_process_group()
@@ -256,12 +244,10 @@ def _under_torchrun(args: argparse.Namespace) -> None:
 def _arguments() -> argparse.Namespace:
     parser = common.new_parser(__doc__)
     common.add_counts(parser, ranks=2, dim=256, layers=6, context=64, rows=4, steps=20, warm_up=3)
-    links = parser.add_mutually_exclusive_group()
-    links.add_argument(
+    parser.add_argument(
         "--wire", type=parse_wire, metavar="ALPHA_MS,GB_PER_S", help="a modelled wire"
     )
     add_planned_wire(parser)
-    links.add_argument("--link-gbit", type=positive, help="Gb/s between two network namespaces")
     calibrated = "file of `graphshard calibrate` on this machine"
     parser.add_argument("--calibrated", dest="hardware", default="auto", help=calibrated)
     parser.add_argument("--mixed", action="store_true", help="in bfloat16 and in fp8")

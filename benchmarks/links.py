@@ -1,8 +1,7 @@
-"""Links that this machine lacks: modelled wires, and links between network namespaces.
+"""Modelled wires: links that this machine lacks.
 
 ``with_wire`` describes a modelled wire to the planner; ``modelled_group`` and ``tests.recording``
-run collectives on one. ``between_namespaces`` joins two network namespaces by a virtual link of
-limited rate, which carries the data.
+run collectives on one.
 
 In a ``modelled_group``, this process is the first of many ranks; the others do not exist. A
 collective copies as many bytes as it would write, and occupies the link for ``alpha + bytes of its
@@ -18,11 +17,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -36,9 +32,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 from graphshard.kinds import TransferKind
-
-NAMESPACES = ("graphshard0", "graphshard1")
-_PORT = "29583"
 
 
 class Wire(NamedTuple):
@@ -74,53 +67,6 @@ def write_with_wire(base: Hardware, wire: Wire, world: int, folder: str) -> str:
     return str(path)
 
 
-def between_namespaces(command: Sequence[str], gbit: float) -> None:
-    """Run ``command`` as two ranks in network namespaces, joined by a link of ``gbit`` Gb/s.
-
-    Raises:
-        SystemExit: this machine cannot create the link, or a rank failed.
-    """
-    if sys.platform != "linux" or os.geteuid() != 0:
-        sys.exit("--link-gbit: needs Linux and root, for network namespaces; see --wire")
-    try:
-        _shape(gbit)
-        environ = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "10.83.0.1"}
-        environ |= {"MASTER_PORT": _PORT, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "gs0"}
-        processes = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *command],
-                env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank, name in enumerate(NAMESPACES)
-        ]
-        statuses = [process.wait(900.0) for process in processes]
-        if any(statuses):
-            sys.exit(f"--link-gbit: ranks ended with {statuses}")
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        sys.exit(f"--link-gbit: this machine cannot create the link: {reason}; see --wire")
-    finally:
-        for name in NAMESPACES:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
-def _shape(gbit: float) -> None:
-    def run(*args: str) -> None:
-        subprocess.run(args, check=True, capture_output=True, text=True)
-
-    for name in NAMESPACES:
-        run("ip", "netns", "add", name)
-    pair = ["ip", "link", "add", "gs0", "netns", NAMESPACES[0], "type", "veth", "peer"]
-    run(*pair, "name", "gs0", "netns", NAMESPACES[1])
-    for rank, name in enumerate(NAMESPACES):
-        inside = ["ip", "-n", name]
-        run(*inside, "address", "add", f"10.83.0.{rank + 1}/24", "dev", "gs0")
-        for device in ("lo", "gs0"):
-            run(*inside, "link", "set", device, "up")
-        limits = ["rate", f"{gbit}gbit", "burst", "1mb", "latency", "50ms"]
-        run("tc", "-n", name, "qdisc", "add", "dev", "gs0", "root", "tbf", *limits)
-
-
 def parse_wire(text: str) -> Wire:
     try:
         alpha_ms, gb_per_s = map(float, text.split(","))
@@ -137,13 +83,6 @@ def add_planned_wire(parser: argparse.ArgumentParser) -> None:
     text = "wire to plan for; default: the wire that steps run on"
     metavar = "ALPHA_MS,GB_PER_S"
     parser.add_argument("--planned-wire", type=parse_wire, metavar=metavar, help=text)
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be positive")
-    return value
 
 
 # --- a process group on a modelled wire ----------------------------------------------------------
