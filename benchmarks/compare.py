@@ -38,15 +38,7 @@ from benchmarks.common import DDP, GRAPHSHARD, GRAPHSHARD_FP8
 from benchmarks.links import add_planned_wire, parse_wire, write_with_wire
 from benchmarks.memory import give_memory_back, peak_is_known, peak_of
 from benchmarks.models import GPT, parameter_bytes
-from benchmarks.variants import (
-    Build,
-    add_hooks,
-    ddp,
-    mixed_dtypes,
-    mp_policy,
-    sharded,
-    sharding,
-)
+from benchmarks.variants import Build, add_hooks, ddp, mp_policy, sharded, sharding
 from graphshard.cost.devices import load_hardware
 from graphshard.cost.model import CostModel
 from graphshard.planning.plan import Plan
@@ -54,6 +46,10 @@ from graphshard.planning.simulate import simulate
 from tests import ranks, recording
 
 VOCAB, HEAD_DIM = 256, 64
+MIXED = (
+    f"bfloat16 reduced in float32 ({DDP} and rows named float32: all in float32; "
+    "float8, fp8: all linears except the head compute, and their weights are gathered, in fp8)"
+)
 
 
 @dataclass(frozen=True)
@@ -272,7 +268,7 @@ def paragraphs(
         _row(args, name, medians[best], result, sent.get(name)) for name, result in results.items()
     ]
     size = parameter_bytes(_model(args)) / 4e6
-    dtypes = mixed_dtypes(DDP) if args.mixed else "float32"
+    dtypes = MIXED if args.mixed else "float32"
     note = (
         f"GPT of {args.layers} layers, d={args.dim}, {size:.1f} M parameters; {args.rows} × "
         f"{args.context} tokens on each rank, {dtypes}, SGD; {args.steps} steps; {setting}. "

@@ -116,18 +116,6 @@ def mp_policy(mixed: bool) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
 
 
-def mixed_dtypes(float32: str) -> str:
-    """Describe the dtypes of a mixed-precision run in words.
-
-    Args:
-        float32: name of a variant in the run that computes in float32.
-    """
-    return (
-        f"bfloat16 reduced in float32 ({float32} and rows named float32: all in float32; "
-        "float8, fp8: all linears except the head compute, and their weights are gathered, in fp8)"
-    )
-
-
 def sharded(device_type: str, *, mixed: bool, hardware: str = "auto") -> dict[str, Build]:
     """Return all variants of FSDP2 and of graphshard, plain graphshard last."""
     policy = mp_policy(mixed)
