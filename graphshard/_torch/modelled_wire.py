@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.futures import Future
 
 BACKEND = "modelled_wire"
+# How often a ring sends the full buffers of a collective; other kinds take only gloo's time.
+TIMES_SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 Tensors = list[Tensor]
 
@@ -29,8 +31,8 @@ _eager = torch.compiler.disable
 class ModelledWire:
     """The wire of this process; until ``bytes_per_s`` is set, collectives take only gloo's time."""
 
-    def __init__(self) -> None:
-        self.latency_s, self.bytes_per_s = 0.0, 0.0
+    def __init__(self, latency_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
+        self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
         self._free_at = 0.0
 
     def send(self, num_bytes: float) -> float:
@@ -48,7 +50,7 @@ class ModelledWire:
 WIRE = ModelledWire()
 
 
-class _Work(dist.Work):
+class WireWork(dist.Work):
     """The gloo works of one collective; done when all of them and the wire are done."""
 
     def __init__(self, works: Sequence[dist.Work], done_at: float) -> None:
@@ -57,6 +59,7 @@ class _Work(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         for work in self._works:
+            # None and zero mean the group's timeout; gloo would take zero literally.
             work.wait(timeout) if timeout else work.wait()
         self._await_wire()
         return True
@@ -71,6 +74,7 @@ class _Work(dist.Work):
     def get_future(self) -> Future[Any]:  # for DDP
         futures = [work.get_future() for work in self._works]
         future = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+        # It may block a thread of gloo: later collectives have to wait for the wire anyway.
         return future.then(self._value)
 
     def _value(self, done: Future[Any]) -> Any:
@@ -81,7 +85,7 @@ class _Work(dist.Work):
         time.sleep(max(0.0, self._done_at - time.perf_counter()))
 
 
-class _WireGroup(dist.ProcessGroup):
+class WireGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -90,11 +94,11 @@ class _WireGroup(dist.ProcessGroup):
         self._set_default_backend(self.BackendType.GLOO)
 
     def _send(
-        self, full: Sequence[Tensor], works: Callable[[], Sequence[dist.Work]], times: int = 1
+        self, kind: str, full: Sequence[Tensor], works: Callable[[], Sequence[dist.Work]]
     ) -> dist.Work:
-        sent = times * self._share * sum(tensor.nbytes for tensor in full)
+        sent = TIMES_SENT.get(kind, 0) * self._share * sum(tensor.nbytes for tensor in full)
         done_at = WIRE.send(sent) if sent else 0.0
-        return _Work(works(), done_at)
+        return WireWork(works(), done_at)
 
     # Method names of torch 2.13.
 
@@ -107,7 +111,9 @@ class _WireGroup(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         gather = self._gloo._allgather_base
-        return self._send(outputs, lambda: [gather(o, i) for o, i in zip(outputs, inputs)])
+        return self._send(
+            "all_gather", outputs, lambda: [gather(o, i) for o, i in zip(outputs, inputs)]
+        )
 
     @_eager
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
@@ -118,7 +124,9 @@ class _WireGroup(dist.ProcessGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any
     ) -> dist.Work:
         scatter = self._gloo._reduce_scatter_base
-        return self._send(inputs, lambda: [scatter(o, i, opts) for o, i in zip(outputs, inputs)])
+        return self._send(
+            "reduce_scatter", inputs, lambda: [scatter(o, i, opts) for o, i in zip(outputs, inputs)]
+        )
 
     # Method names of torch 2.11.
 
@@ -131,30 +139,33 @@ class _WireGroup(dist.ProcessGroup):
 
     @_eager
     def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        return self._send(tensors, lambda: [self._gloo.allreduce(tensors, opts)], times=2)
+        return self._send("all_reduce", tensors, lambda: [self._gloo.allreduce(tensors, opts)])
 
     @_eager
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> dist.Work:
-        return self._send(tensors, lambda: [self._gloo.allreduce_coalesced(tensors, opts)], times=2)
+        return self._send(
+            "all_reduce", tensors, lambda: [self._gloo.allreduce_coalesced(tensors, opts)]
+        )
 
     @_eager
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
-        return self._send([], lambda: [self._gloo.broadcast(tensors, opts)])
+        return self._send("broadcast", tensors, lambda: [self._gloo.broadcast(tensors, opts)])
 
     @_eager
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        return self._send([], lambda: [self._gloo.allgather(outputs, inputs)])
+        full = [tensor for per_input in outputs for tensor in per_input]
+        return self._send("all_gather_list", full, lambda: [self._gloo.allgather(outputs, inputs)])
 
     @_eager
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._send([], lambda: [self._gloo.barrier()])
+        return self._send("barrier", [], lambda: [self._gloo.barrier()])
 
     def getBackendName(self) -> str:
         return BACKEND
 
 
 def register() -> None:
-    dist.Backend.register_backend(BACKEND, _WireGroup, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, WireGroup, devices=["cpu"])
 
 
 def gather_ahead(model: Any) -> None:
