@@ -66,25 +66,16 @@ def wire(alpha_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
     _wire = ModelledWire(alpha_s, bytes_per_s)
 
 
-def max_in_flight(*kinds: str) -> int:
-    """Return the largest number of collectives (of `kinds`, if given) issued but not waited for."""
-    return _peak(kinds, lambda event: 1)
-
-
-def max_bytes_in_flight(*kinds: str) -> int:
-    """Return the most full-buffer bytes of collectives (of `kinds`) issued but not waited for."""
-    return _peak(kinds, lambda event: event.bytes)
-
-
-def _peak(kinds: Sequence[str], size: Callable[[Event], int]) -> int:
-    in_flight: dict[int, int] = {}
+def max_in_flight() -> int:
+    """Return the largest number of collectives issued but not waited for."""
+    in_flight: set[int] = set()
     peak = 0
     for event in _events:
         if event.kind == WAIT:
-            in_flight.pop(event.index, None)
-        elif not kinds or event.kind in kinds:
-            in_flight[event.index] = size(event)
-            peak = max(peak, sum(in_flight.values()))
+            in_flight.discard(event.index)
+        else:
+            in_flight.add(event.index)
+            peak = max(peak, len(in_flight))
     return peak
 
 
