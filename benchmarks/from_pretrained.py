@@ -14,7 +14,6 @@ anonymous memory (``RssAnon``), sampled every five milliseconds.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import statistics
@@ -137,7 +136,10 @@ def measure(variant: str, world: int, folder: Path, small: Path) -> Cost:
 
 
 def main() -> None:
-    args = _arguments()
+    parser = common.new_parser(__doc__)
+    common.add_counts(parser, layers=14, ranks=2, rounds=3)
+    common.add_out(parser)
+    args = parser.parse_args()
     heading = common.heading("benchmarks.from_pretrained", torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         large, small = Path(folder, "large"), Path(folder, "small")
@@ -172,13 +174,6 @@ def main() -> None:
     paragraphs = [heading, common.table(rows), note]
     common.show(*paragraphs)
     common.write_report(args.out, paragraphs)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = common.new_parser(__doc__)
-    common.add_counts(parser, layers=14, ranks=2, rounds=3)
-    common.add_out(parser)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

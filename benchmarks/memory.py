@@ -16,7 +16,6 @@ environment). Then each parameter has its own mapping, and resident memory is on
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import gc
@@ -202,7 +201,9 @@ def measure(kind: str, num_bytes: float, linears: int, world: int, give_back: bo
 
 
 def main() -> None:
-    args = _arguments()
+    parser = common.new_parser(__doc__)
+    common.add_counts(parser, mb=400, linears=52, ranks=4)
+    args = parser.parse_args()
     if not peak_is_known():
         sys.exit("this kernel does not report the peak memory of a process (/proc/self/clear_refs)")
     common.show(common.heading("benchmarks.memory", torch.device("cpu")))
@@ -228,12 +229,6 @@ def main() -> None:
         "holes: with glibc's own threshold, where freed blocks may stay resident"
     )
     common.show(common.table(rows), note)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = common.new_parser(__doc__)
-    common.add_counts(parser, mb=400, linears=52, ranks=4)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -156,13 +156,6 @@ def _versions(cases: Sequence[Case]) -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = common.new_parser(__doc__)
-    common.add_counts(parser, dim=320, layers=8, steps=7, warm_up=2)
-    common.add_out(parser, "benchmarks/results/optimizers.md")
-    return parser.parse_args()
-
-
 def _size(args: argparse.Namespace) -> str:
     device = torch.device("meta")
     model: Any = GPT.seeded(
@@ -177,7 +170,10 @@ def _size(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    args = _arguments()
+    parser = common.new_parser(__doc__)
+    common.add_counts(parser, dim=320, layers=8, steps=7, warm_up=2)
+    common.add_out(parser, "benchmarks/results/optimizers.md")
+    args = parser.parse_args()
     heading = common.heading("benchmarks.optimizers", torch.device("cpu"))
     muon = _muon_table(args)
     common.show(heading, _size(args), muon)

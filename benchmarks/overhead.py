@@ -9,7 +9,6 @@ all of them sharded (over one rank). The variants are interleaved step by step.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
@@ -25,7 +24,9 @@ DIM, HEAD_DIM, VOCAB, CONTEXT = 16, 8, 64, 4
 
 
 def main() -> None:
-    args = _arguments()
+    parser = common.new_parser(__doc__, with_device=True)
+    common.add_counts(parser, layers=24, steps=60, warm_up=10)
+    args = parser.parse_args()
     device = common.pick_device(args.device)
     with common.group_of_one(device) as mesh:
         models = {
@@ -40,12 +41,6 @@ def main() -> None:
     note = f"GPT of {args.layers} layers, d={DIM}, {num_params} parameters; forward and backward"
     ratio = f"overhead: graphshard {ours * 1e3:.2f} ms = {ours / theirs:.2f} × torch.compile"
     common.show(_table(timings, device), f"{note}, {args.steps} steps", ratio)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = common.new_parser(__doc__, with_device=True)
-    common.add_counts(parser, layers=24, steps=60, warm_up=10)
-    return parser.parse_args()
 
 
 def _model(layers: int, device: torch.device) -> GPT:

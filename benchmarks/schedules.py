@@ -20,7 +20,6 @@ All schedules are simulated by ``graphshard.planning.simulate``, on the hardware
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import time
@@ -313,7 +312,11 @@ given, it needs Triton to query a GPU's memory bandwidth."""
 
 
 def main() -> None:
-    args = _arguments()
+    parser = common.new_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=LLAMA3, default=list(LLAMA3))
+    parser.add_argument("--gpus", nargs="+", type=common.count, default=[8, 64, 256, 1024])
+    common.add_out(parser)
+    args = parser.parse_args()
     parts = [common.heading("benchmarks.schedules", torch.device("cpu"))]
     for name in args.models:
         plans = trace(LLAMA3[name])
@@ -330,14 +333,6 @@ def main() -> None:
         parts.append(common.table(lines))
         common.show(parts[-1])
     common.write_report(args.out, [*parts, NOTE])
-
-
-def _arguments() -> argparse.Namespace:
-    parser = common.new_parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=LLAMA3, default=list(LLAMA3))
-    parser.add_argument("--gpus", nargs="+", type=common.count, default=[8, 64, 256, 1024])
-    common.add_out(parser)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

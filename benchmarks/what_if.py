@@ -24,7 +24,6 @@ kernels that compute them, and the host does not wait for the numbers of tokens.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -342,21 +341,17 @@ limit the step at `ep` 8, so little is saved."""
 
 
 def main() -> None:
-    args = _arguments()
+    parser = common.new_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--tokens", nargs="+", type=common.count, default=[8192, 2048])
+    common.add_out(parser)
+    args = parser.parse_args()
     parts = [common.heading("benchmarks.what_if", torch.device("cpu"))]
     parts.append(common.table(rows(args.models, args.tokens, (16, 64, 1024), "bf16")))
     parts.append(common.table(rows([*args.models][:2], args.tokens[:1], (8, 64), "fp8")))
     parts.append(common.table([experts_row(*row) for row in EXPERTS]))
     common.show(*parts[1:])
     common.write_report(args.out, [*parts, NOTE])
-
-
-def _arguments() -> argparse.Namespace:
-    parser = common.new_parser(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--tokens", nargs="+", type=common.count, default=[8192, 2048])
-    common.add_out(parser)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
