@@ -164,9 +164,7 @@ class _Training:
 
 @functools.cache
 def _mesh(recipe: Recipe, num_ranks: int) -> DeviceMesh:
-    replicas, shards, *_ = recipe.ranks(num_ranks)
-    shape: Any = (replicas, shards) if replicas > 1 else (shards,)
-    names = ("replicate", "shard")[-len(shape) :]
+    names, shape = zip(*recipe.ranks(num_ranks).axes.items())
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 

@@ -118,10 +118,6 @@ def _muon_rows(args: argparse.Namespace, num_ranks: int) -> list[dict[str, str]]
     return rows
 
 
-def _muon_table(args: argparse.Namespace) -> str:
-    return common.table([row for n in NUM_RANKS for row in _muon_rows(args, n)])
-
-
 def _outcome(case: Case) -> Outcome:
     try:
         found = ranks.run(2, try_out, case, timeout_s=120.0)
@@ -175,7 +171,7 @@ def main() -> None:
     common.add_out(parser, "benchmarks/results/optimizers.md")
     args = parser.parse_args()
     heading = common.heading("benchmarks.optimizers", torch.device("cpu"))
-    muon = _muon_table(args)
+    muon = common.table([row for n in NUM_RANKS for row in _muon_rows(args, n)])
     common.show(heading, _size(args), muon)
     tried = [case for case in CASES if importlib.util.find_spec(case.package)]
     table = common.table([_table_row(case) for case in tried])

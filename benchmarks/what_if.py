@@ -262,7 +262,8 @@ def experts_row(model: str, num_gpus: int, ep: int) -> dict[str, str]:
     problems = [graph.problem for graph in whole.graphs]
     optimizer_us = whole.time.optimizer_us
     before = planned(problems, machine, optimizer_us)
-    alone = planned([*map(without_user_collectives, problems)], machine, optimizer_us)
+    without = [dataclasses.replace(problem, user_collectives=()) for problem in problems]
+    alone = planned(without, machine, optimizer_us)
     turns = planned([in_turns(graph.problem) for graph in half.graphs], machine, optimizer_us)
     return (
         {"model, GPUs, ep": f"{model}, {num_gpus}, {ep}"}
@@ -270,10 +271,6 @@ def experts_row(model: str, num_gpus: int, ep: int) -> dict[str, str]:
         | _savings("no all-to-alls", before, alone)
         | _savings("in turns", before, turns)
     )
-
-
-def without_user_collectives(problem: Problem) -> Problem:
-    return dataclasses.replace(problem, user_collectives=())
 
 
 def planned(problems: Sequence[Problem], machine: Cluster, outside_us: float) -> Outcome:
