@@ -52,7 +52,8 @@ def fake_mesh(ranks: Ranks, device_type: str, rank: int = 0) -> Iterator[DeviceM
 
 def sharding_options(model: nn.Module, mesh: DeviceMesh, ranks: Ranks) -> dict[str, Any]:
     """Return arguments of ``backend`` for a model already split over ``ranks.split_axis``."""
+    options = {"sync_module_states": False}  # no other rank exists to broadcast values
     if ranks.ep > 1:
         overrides = expert_parallel.overrides(model, mesh)
-        return {"mesh": expert_parallel.data_mesh(mesh), "overrides": overrides}
-    return {"mesh": mesh[tuple(name for name in ranks.axes if name != "tp")]}
+        return {**options, "mesh": expert_parallel.data_mesh(mesh), "overrides": overrides}
+    return {**options, "mesh": mesh[tuple(name for name in ranks.axes if name != "tp")]}

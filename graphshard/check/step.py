@@ -83,12 +83,7 @@ def record_steps(
             model, inputs = make_model()
             if parallelize is not None and ranks.split_axis:
                 parallelize(model, mesh[ranks.split_axis])
-        # No other rank exists to broadcast initial values.
-        options = {
-            **options,
-            **sharding_options(model, mesh, ranks),
-            "sync_module_states": False,
-        }
+        options = {**options, **sharding_options(model, mesh, ranks)}
         ours = backend(**options)
         with fake:
             ours.forward_check.trace_plain(model, lambda: call_model(model, inputs))

@@ -9,11 +9,11 @@ Tensors are on the CPU; only the prices are those of the machine, because a simu
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,8 +134,10 @@ def trace(
     symbols = symbols or {}
     reader = _GraphReader(hardware, symbols)
     fake = new_fake_mode()
-    with fake_mesh(ranks, "cpu") as mesh, warnings.catch_warnings(), _fresh_dynamo():
+    with fake_mesh(ranks, "cpu") as mesh, warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        torch.compiler.reset()
+        stack.callback(torch.compiler.reset)
         with torch.device("meta"):
             real = make()
         with fake:
@@ -143,13 +145,8 @@ def trace(
             prepare(model)
             if axis := ranks.split_axis:
                 _split(model, axis, mesh[axis], parallelize)
-        # No other rank exists to broadcast values. ``shard`` runs outside of the fake mode because
-        # it exchanges names between ranks, which needs real tensors.
-        options = {
-            **options,
-            **sharding_options(model, mesh, ranks),
-            "sync_module_states": False,
-        }
+        options = {**options, **sharding_options(model, mesh, ranks)}
+        # Outside of the fake mode: ranks exchange parameter names in real tensors.
         shard(model, **options)
         with fake:
             tracing = _TracingBackend(options, reader)
@@ -311,12 +308,3 @@ def faster_machines(hardware: Hardware) -> dict[str, Hardware]:
 def scaled(rate: Rate, factor: float) -> Rate:
     """Return ``rate`` with its peak multiplied by ``factor``."""
     return dataclasses.replace(rate, peak=factor * rate.peak)
-
-
-@contextlib.contextmanager
-def _fresh_dynamo() -> Iterator[None]:
-    torch.compiler.reset()
-    try:
-        yield
-    finally:
-        torch.compiler.reset()
