@@ -101,15 +101,15 @@ class SearchResult:
 
     def __str__(self) -> str:
         front = self.front()
-        rows = [candidate.row() for candidate in front]
         counted = f"{len(self.candidates)} recipes, {self.num_traces} traces"
         parts = [f"{counted}; Pareto front of step time and memory among those that fit:"]
-        if not front:
+        if front:
+            rows = [candidate.row() for candidate in front]
+            parts.append(tabulate(rows, HEADERS, floatfmt=",.1f"))
+        else:
             least = min((c.memory_bytes for c in self.candidates), default=None)
             needed = "" if least is None else f"; the smallest needs {least / GB:.1f} GB"
             parts = [f"{counted}; none fits{needed}"]
-        elif rows:
-            parts.append(tabulate(rows, HEADERS, floatfmt=",.1f"))
         return "\n\n".join([*parts, *(f"Not planned: {text}." for text in self.refused)])
 
 

@@ -199,16 +199,6 @@ def is_function(model: str) -> bool:
     return model.rpartition(":")[0].endswith(".py")
 
 
-def is_config(model: str) -> bool:
-    """Return whether ``model`` is a folder, cached Hub model, ``FAMILY:..`` or public model."""
-    family, colon, _ = model.partition(":")
-    return (
-        model.lower() in PUBLIC_MODELS
-        or config_folder(model) is not None
-        or bool(colon and not is_function(model) and family in _families())
-    )
-
-
 def _families() -> Any:
     try:
         from transformers import CONFIG_MAPPING
@@ -221,17 +211,19 @@ def _families() -> Any:
 
 def find_config(model: str) -> Any:
     """Build the configuration that ``model`` names; raise a ValueError if that fails."""
-    if not is_config(model):
+    public = PUBLIC_MODELS.get(model.lower())
+    folder = None if public else config_folder(model)
+    family, colon, text = (public or model).partition(":")
+    if not (public or folder or (colon and family in _families())):
         raise ValueError(_unknown(model))
     families = _families()
     try:
-        if model.lower() not in PUBLIC_MODELS and (folder := config_folder(model)) is not None:
+        if folder is not None:
             from transformers import AutoConfig
 
             return AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        family, _, text = PUBLIC_MODELS.get(model.lower(), model).partition(":")
         return families[family](**_parse_sizes(text))
     except Exception as error:  # configuration classes may raise any error
         reason = " ".join(str(error).split())
@@ -378,8 +370,4 @@ def _register_attention() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
-    AttentionMaskInterface.register(_ATTENTION, _no_mask)
-
-
-def _no_mask(*args: object, **kwargs: object) -> None:
-    return None
+    AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)  # no mask
