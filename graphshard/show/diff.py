@@ -60,14 +60,9 @@ def _changes(before: Dump, after: Dump) -> list[str]:
         *_param_changes(before, after),
         *_bucket_changes(before, after),
     ]
-    if not lines and not _total_rows(before, after) and not _equal(before, after):
+    if not lines and not _total_rows(before, after):
         lines = _changed_fields(before, after)
     return lines
-
-
-def _equal(before: Dump, after: Dump) -> bool:
-    # ``compiled``, Dynamo's name for the compilation, may differ.
-    return dataclasses.replace(before, compiled="") == dataclasses.replace(after, compiled="")
 
 
 def _setting_changes(before: Dump, after: Dump) -> Iterator[str]:
@@ -197,7 +192,8 @@ def _total_rows(before: Dump, after: Dump) -> list[tuple[str, float, float, str]
 
 
 def _changed_fields(before: Dump, after: Dump) -> list[str]:
-    # List differences that the rest of the report does not show.
+    # List differences that the rest of the report does not show, except ``compiled``, Dynamo's name
+    # for the compilation.
     paths = [field.name for field in dataclasses.fields(before)]
     paths += [f"plan.{field.name}" for field in dataclasses.fields(before.plan)]
     paths += [f"plan.problem.{field.name}" for field in dataclasses.fields(before.plan.problem)]

@@ -15,10 +15,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..cost.hardware import Hardware
 from ..cost.model import CostModel, optimizer_passes
@@ -185,7 +183,18 @@ class Dump:
     def from_json(cls, text: str, source: str = "dump") -> Dump:
         """Parse a dump; raise a ValueError that names ``source`` unless it is a valid dump."""
         try:
-            return cls._from_raw(json.loads(text))
+            raw = json.loads(text)
+            if "plan" in raw and raw["version"] != VERSION:
+                raise ValueError(
+                    f"dump of version {raw['version']!r}: this graphshard reads version {VERSION}; "
+                    "compile again to write a new dump"
+                )
+            return cls(
+                plan=Plan.from_json(json.dumps(raw["plan"])),
+                hardware=Hardware.from_json(json.dumps(raw["hardware"])),
+                limits=ScheduleLimits(**raw["limits"]),
+                compiled=raw["compiled"],
+            )
         except (KeyError, TypeError, AttributeError) as error:  # valid JSON, but not a dump
             raise ValueError(
                 f"{source}: is not a dump from graphshard: pass a .json file that "
@@ -193,20 +202,6 @@ class Dump:
             ) from error
         except ValueError as error:  # includes JSONDecodeError
             raise ValueError(f"{source}: {error}") from error
-
-    @classmethod
-    def _from_raw(cls, raw: Mapping[str, Any]) -> Dump:
-        if "plan" in raw and raw["version"] != VERSION:
-            raise ValueError(
-                f"dump of version {raw['version']!r}: this graphshard reads version {VERSION}; "
-                "compile again to write a new dump"
-            )
-        return cls(
-            plan=Plan.from_json(json.dumps(raw["plan"])),
-            hardware=Hardware.from_json(json.dumps(raw["hardware"])),
-            limits=ScheduleLimits(**raw["limits"]),
-            compiled=raw["compiled"],
-        )
 
     @classmethod
     def load(cls, path: Path) -> Dump:
