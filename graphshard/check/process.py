@@ -2,7 +2,7 @@
 
     this process                        child
     call("module:function", device, ..) ──► no_gpu.so, torch, stand-ins ──► function(recorder, ..)
-                                        ◄── Result: the return value; Failure: the error
+                                        ◄── the return value, or a Failure
 
 Each call needs its own process: the simulation modifies torch permanently, and its C++ library must
 be loaded before torch. Arguments and results are pickled. The child's stderr is forwarded.
@@ -19,7 +19,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,13 +42,6 @@ for path in sys.argv[1:3]:
 from graphshard.check.process import main
 main(*sys.argv[2:5])
 """
-
-
-@dataclass(frozen=True)
-class Result:
-    """Return value of a function that succeeded."""
-
-    value: Any
 
 
 class CheckError(RuntimeError):
@@ -106,7 +98,7 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
     _forward(done.stderr)
     if isinstance(answered, Failure):
         raise CheckError(answered)
-    return answered.value
+    return answered
 
 
 def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -157,7 +149,7 @@ def main(library: str, request: str, answer: str) -> None:
     # Both warnings are expected: caches are off, and fake tensors have no data.
     warnings.filterwarnings("ignore", "dynamo_pgo force disabled|Accessing the data pointer")
     try:
-        written = pickle.dumps(Result(_call(library, *request_args)))
+        written = pickle.dumps(_call(library, *request_args))
     except (Exception, SystemExit) as error:
         written = pickle.dumps(describe_failure(error))
     Path(answer).write_bytes(written)
