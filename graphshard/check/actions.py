@@ -11,7 +11,7 @@ on the stream ``HOST``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 HOST = "host"  # stream of the host's own work
 
@@ -78,8 +78,7 @@ class RecordStream:
 Action: TypeAlias = Allocate | Free | Work | Record | WaitEvent | RecordStream
 
 
-@dataclass(frozen=True)
-class RecordedLaunch:
+class Launch(NamedTuple):
     """A collective, or a group of host copies."""
 
     op: str
@@ -90,13 +89,13 @@ class RecordedLaunch:
 class GraphCall:
     """One call of a graph."""
 
-    launches: list[RecordedLaunch] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
     # Launches and waits, as ``i`` for launch ``i`` and ``~i`` for the first wait for it.
     order: list[int] = field(default_factory=list)
     arguments: tuple[int, ...] = ()  # blocks of the arguments
     actions: tuple[int, int] = (0, 0)  # start and stop of the call's actions
 
-    def launch(self, launch: RecordedLaunch) -> int:
+    def launch(self, launch: Launch) -> int:
         self.launches.append(launch)
         self.order.append(len(self.launches) - 1)
         return self.order[-1]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, zip_longest
-from typing import NamedTuple
 
 from ..kinds import TransferKind
 from ..planning import live_bytes
 from ..planning.buckets import events_by_step
 from ..planning.plan import Bucket, Plan, UserCollective
-from .actions import HOST, Action, Allocate, Free, GraphCall, WaitEvent, Work
+from .actions import HOST, Action, Allocate, Free, GraphCall, Launch, WaitEvent, Work
 
 # --- counts --------------------------------------------------------------------------------------
 
@@ -105,11 +104,6 @@ _OPS = {
 }
 
 
-class _PlannedLaunch(NamedTuple):
-    op: str
-    group: str
-
-
 def find_plan(plans: Sequence[Plan], call: GraphCall) -> Plan | None:
     """Return the plan most similar to ``call`` that has as many launches, or None."""
     same = [plan for plan in plans if len(_planned(plan)[0]) == len(call.launches)]
@@ -124,11 +118,11 @@ def order_differences(plans: Sequence[Plan], call: GraphCall) -> list[str]:
     return [f"{len(call.launches)} launches instead of {counts}"]
 
 
-def _planned(plan: Plan) -> tuple[list[_PlannedLaunch], list[int]]:
+def _planned(plan: Plan) -> tuple[list[Launch], list[int]]:
     """Return a plan's launches, and the order of launches and waits, as in ``GraphCall.order``."""
     problem, num_buckets = plan.problem, len(plan.buckets)
     users = problem.user_collectives
-    launches: list[_PlannedLaunch] = []
+    launches: list[Launch] = []
     order, first = list[int](), dict[int, int]()
     events = events_by_step(problem.num_steps, plan.buckets, users)
     for number, is_wait in chain.from_iterable(events):
@@ -144,15 +138,15 @@ def _planned(plan: Plan) -> tuple[list[_PlannedLaunch], list[int]]:
     return launches, order
 
 
-def _of_bucket(plan: Plan, bucket: Bucket) -> list[_PlannedLaunch]:
+def _of_bucket(plan: Plan, bucket: Bucket) -> list[Launch]:
     op = "all_to_all_single" if plan.exchanges(bucket) else _OPS[bucket.kind]
-    return [_PlannedLaunch(op, bucket.group)] * plan.num_launches(bucket)
+    return [Launch(op, bucket.group)] * plan.num_launches(bucket)
 
 
-def _of_user(user: UserCollective) -> list[_PlannedLaunch]:
+def _of_user(user: UserCollective) -> list[Launch]:
     if user.op == "shard_dim_alltoall":  # an operator of DTensor, which the recorder does not see
         return []
-    return [_PlannedLaunch(user.op.removesuffix("_coalesced"), user.group)]
+    return [Launch(user.op.removesuffix("_coalesced"), user.group)]
 
 
 def _differences(plan: Plan, call: GraphCall) -> list[str]:

@@ -57,8 +57,8 @@ from .actions import (
     Allocate,
     Free,
     GraphCall,
+    Launch,
     Record,
-    RecordedLaunch,
     RecordStream,
     WaitEvent,
     Work,
@@ -293,7 +293,7 @@ class Recorder:
         for tensor in (*inputs, *results):
             self._block(tensor)
         group = str(getattr(args[-1], "group_name", args[-1]))  # the group itself or its name
-        number = self._call.launch(RecordedLaunch(name, group))
+        number = self._call.launch(Launch(name, group))
         stream = f"nccl {group}"
         self._order(current_stream(), stream)
         self.work(name, inputs, results, stream)
@@ -318,7 +318,7 @@ class Recorder:
 
     def _own(self, op: OpOverload, args: Sequence[object], kwargs: dict[str, object]) -> object:
         if op in (host_copy.copy_to_device, host_copy.copy_to_host):
-            self._call.launch(RecordedLaunch(str(op), ""))
+            self._call.launch(Launch(str(op), ""))
         with _Operators(self):
             return implementation_of(op)(*args, **kwargs)
 

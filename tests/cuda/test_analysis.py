@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from graphshard.check.actions import GraphCall, RecordedLaunch
+from graphshard.check.actions import GraphCall, Launch
 from graphshard.check.analysis import find_plan, order_differences
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.plan import Bucket, Plan, Problem, Transfer, UserCollective
@@ -26,7 +26,7 @@ def _plan() -> Plan:
 
 
 def test_launches_on_wrong_side_of_user_collective_are_reported() -> None:
-    plan, ours, theirs = _plan(), RecordedLaunch(GATHER, "dp"), RecordedLaunch(GATHER, "tp")
+    plan, ours, theirs = _plan(), Launch(GATHER, "dp"), Launch(GATHER, "tp")
     call = GraphCall([ours, theirs], [0, 1, ~0, ~1])
     assert find_plan([plan], call) is plan
     assert not order_differences([plan], call)
