@@ -262,7 +262,8 @@ def _allowed(case: Case) -> Case:
     """Return the case without combinations that README or torch rules out."""
     changes: dict[str, Any] = {}
     if case.rows != "same":  # sequence parallelism requires an even number of rows
-        case = replace(case, blocks=_without_kind("split_sequence", case.blocks))
+        blocks = tuple(_replaced(block, {"split_sequence"}, "split_mlp") for block in case.blocks)
+        case = replace(case, blocks=blocks)
     if case.splits > 1:
         # With two dynamic sizes, plain torch.compile of tensor-parallel linears exceeds Python's
         # recursion limit, or takes minutes.
@@ -276,7 +277,7 @@ def _allowed(case: Case) -> Case:
         if case.writes == "scale" or "checkpoint" in case.kinds():
             changes["ignored"] = ()
     if case.precision != "float64":
-        changes["blocks"] = tuple(_steady(block) for block in case.blocks)
+        changes["blocks"] = tuple(_replaced(block, UNSTEADY, "linear") for block in case.blocks)
     if case.precision not in EXACT:
         changes["compiler"] = "aot_eager"
         changes["entrance"] = "shard" if case.entrance == "shard" else "module"
@@ -301,8 +302,7 @@ def _allowed(case: Case) -> Case:
         changes["sync"] = False  # an eager part may run before the sync
     if changes.get("compiler", case.compiler) == "inductor":  # each kernel takes a second
         changes |= {"blocks": case.blocks[:2], "micros": 1, "rows": "same", "forwards": 1}
-    blocks = tuple(_without_writes(block) for block in changes.get("blocks", case.blocks))
-    blocks = tuple(_without_tables(block) for block in blocks)
+    blocks = tuple(_without_tables_and_writes(b) for b in changes.get("blocks", case.blocks))
     return replace(case, **{**changes, "blocks": blocks})
 
 
@@ -319,21 +319,11 @@ UNSTEADY = frozenset(name for name, formula in FORMULAS.items() if formula.jumps
 """Blocks that amplify rounding errors too much, or that CPUs do not support in half precision."""
 
 
-def _steady(block: Block) -> Block:
-    if block[0] in WRAPPERS:
-        return (block[0], *map(_steady, block[1:]))
-    return ("linear",) if block[0] in UNSTEADY else block
-
-
-def _without_kind(excluded: str, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    return tuple(
-        (kind, *_without_kind(excluded, tuple(rest)))
-        if kind in WRAPPERS
-        else ("split_mlp",)
-        if kind == excluded
-        else (kind, *rest)
-        for kind, *rest in blocks
-    )
+def _replaced(block: Block, leaves: Set[str], by: str) -> Block:
+    kind, *rest = block
+    if kind in WRAPPERS:
+        return (kind, *(_replaced(b, leaves, by) for b in rest))
+    return (by,) if kind in leaves else block
 
 
 def _without_breaks(block: Block, breaks: Set[str] = BREAKS) -> Block:
@@ -343,14 +333,19 @@ def _without_breaks(block: Block, breaks: Set[str] = BREAKS) -> Block:
     return ("chain" if kind in breaks else kind, *(_without_breaks(b, breaks) for b in rest))
 
 
-def _without_tables(block: Block, inside: bool = False) -> Block:
-    """Replace blocks of eager parts that list parameters, which are DTensors there."""
+def _without_tables_and_writes(block: Block, eager: bool = False, repeated: bool = False) -> Block:
+    """Replace leaves that list parameters in eager parts, or write buffers in checkpoints.
+
+    Parameters are DTensors in eager parts; in checkpoints, buffers would be written twice.
+    """
     kind, *rest = block
     if kind in WRAPPERS:
-        inside |= kind == "outside" or _is_recomputed_by_python(block)
-        return (kind, *(_without_tables(b, inside) for b in rest))
-    lists = inside and kind.removeprefix("read_") in TABLES
-    return ("linear",) if lists or (inside and kind == "again") else block
+        eager |= kind == "outside" or _is_recomputed_by_python(block)
+        repeated |= kind == "checkpoint"
+        return (kind, *(_without_tables_and_writes(b, eager, repeated) for b in rest))
+    lists = eager and (kind == "again" or kind.removeprefix("read_") in TABLES)
+    writes = repeated and (kind == "again" or kind in WRITES)
+    return ("linear",) if lists or writes else block
 
 
 def _is_recomputed_by_python(block: Block, outside: bool = False) -> bool:
@@ -366,11 +361,3 @@ def _is_recomputed_by_python(block: Block, outside: bool = False) -> bool:
 def _breaks(block: Block) -> bool:
     kind, *rest = block
     return kind in BREAKS or (kind in WRAPPERS and any(map(_breaks, rest)))
-
-
-def _without_writes(block: Block, inside: bool = False) -> Block:
-    """Replace blocks in checkpoints that would write their buffers twice."""
-    kind, *rest = block
-    if kind in WRAPPERS:
-        return (kind, *(_without_writes(b, inside or kind == "checkpoint") for b in rest))
-    return ("linear",) if inside and kind in (*WRITES, "again") else block
