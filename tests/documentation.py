@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,7 +160,7 @@ def run_page(
         after: called with `names` after each Python block.
     """
     number = 0
-    with _inside(folder):
+    with contextlib.chdir(folder):
         for block in blocks(page):
             if block.mark == "file" and dist.get_rank() == 0:
                 Path(block.text).parent.mkdir(parents=True, exist_ok=True)
@@ -177,16 +176,6 @@ def run_page(
                 _run_shell(block)
             dist.barrier()
     return number
-
-
-@contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def _on_cpu(code: str) -> str:

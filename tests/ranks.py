@@ -20,16 +20,17 @@ import signal
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from . import rank_process
-from .rank_process import Failure, Spec, from_bytes, pack_task, set_environ
+from .rank_process import Failure, Spec, from_bytes, pack_task
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -190,7 +191,7 @@ class _Pool:
         self._outputs: list[io.TextIOWrapper] = []
         self.has_group = True
         try:
-            with _environ({**RANK_ENV, **os.environ, **(env or {})}):
+            with mock.patch.dict(os.environ, {**RANK_ENV, **os.environ, **(env or {})}):
                 for spec in self._specs:
                     self._start(spec, _start_context(fork=env is None))
             self._collect(STARTUP_S)
@@ -310,16 +311,6 @@ def _start_context(fork: bool) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
-
-
-@contextlib.contextmanager
-def _environ(values: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    set_environ(values)
-    try:
-        yield
-    finally:
-        set_environ(before)
 
 
 def _describe_exit(code: int | None) -> str:

@@ -84,28 +84,21 @@ def peaks(device: str) -> list[tuple[int, int]]:
     for _ in range(3):
         compiled(x).backward()
     model.zero_grad(set_to_none=True)
-    others = _allocated(device) - parameter_bytes(model) - x.nbytes  # workspaces of libraries
+    # Workspaces of libraries.
+    others = torch.cuda.memory_allocated() - parameter_bytes(model) - x.nbytes
     _reset_peak(device)
     loss = compiled(x)
-    found = [_peak(device) - others]
+    found = [torch.cuda.max_memory_allocated() - others]
     _reset_peak(device)
     loss.backward()
-    found.append(_peak(device) - others)
+    found.append(torch.cuda.max_memory_allocated() - others)
     planned = [max(alive_bytes(plan.problem, plan.buckets)) for plan in ours.plans]
     return list(zip(found, planned, strict=True))
-
-
-def _allocated(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
 def _reset_peak(device: str) -> None:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-
-
-def _peak(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
 def warnings_about_cuda_graphs(device: str) -> list[str]:

@@ -10,6 +10,7 @@ import importlib
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -86,8 +87,5 @@ def call(module: str, function: str, *args: Any, steps: int | None = None) -> An
     loops: Any = importlib.import_module(f"tests.zoo.{module}")
     if steps is None:
         return getattr(loops, function)(*args)
-    before, loops.STEPS = loops.STEPS, steps
-    try:
+    with mock.patch.object(loops, "STEPS", steps):
         return getattr(loops, function)(*args)
-    finally:
-        loops.STEPS = before
