@@ -23,6 +23,7 @@ from benchmarks import common
 from tests import ranks
 
 from .launched import call
+from .training import compare
 
 STEPS = 20
 NOTE = f"""2 CPU ranks over gloo, {STEPS} steps; `aot_eager`. Accelerate, Trainer, SFTTrainer,
@@ -132,7 +133,7 @@ def _torchtitan(whole_loss: bool) -> Callable[[str], Found]:
 
 
 def _plain_loop(folder: str) -> Found:
-    compared = _on_ranks("training", "compare_with_fsdp2", "llama", STEPS, steps=None)
+    compared = ranks.run(2, compare, "llama", against="fsdp2", steps=STEPS, timeout_s=900)
     kept = call("test_examples", "pretrain_and_resume", Path(folder))
     return Found(max(compared), *kept)
 

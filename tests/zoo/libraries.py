@@ -6,42 +6,15 @@ All are built from tiny configs, without downloads or dropout.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .models import causal_batch, llama
+from .models import Entry, causal_batch, llama
 from .words import WORDS, tokenizer
-
-Loss = Callable[[Any, Any], Tensor]
-"""``loss(model, batch)``; ``model`` may be compiled."""
-
-
-@dataclass(frozen=True)
-class Library:
-    """One model of a library.
-
-    Attributes:
-        build: function that builds the model with random weights.
-        batch: function that draws a batch; the generator differs by rank and step.
-        loss: function that computes a loss from the model and a batch.
-        one_graph: whether Dynamo traces the model without a graph break.
-    """
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Any]
-    loss: Loss
-    one_graph: bool = True
-
-
-def loss_of_output(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
-
 
 # --- peft ----------------------------------------------------------------------------------------
 
@@ -196,12 +169,12 @@ def ranking_loss(model: Any, batch: list[dict[str, Tensor]]) -> Tensor:
     return loss
 
 
-LIBRARIES: dict[str, Library] = {
-    "peft-dora": Library(dora, causal_batch, loss_of_output),
-    "peft-modules-to-save": Library(lora_with_saved_modules, causal_batch, loss_of_output),
-    "peft-ia3": Library(ia3, causal_batch, loss_of_output),
-    "peft-prompt-tuning": Library(prompt_tuning, causal_batch, loss_of_output),
-    "diffusers-unet": Library(unet, noise_batch, unet_loss),
-    "diffusers-dit": Library(dit, noise_batch, dit_loss),
-    "sentence-transformers": Library(sentences, pairs_batch, ranking_loss),
+LIBRARIES: dict[str, Entry] = {
+    "peft-dora": Entry(dora, causal_batch),
+    "peft-modules-to-save": Entry(lora_with_saved_modules, causal_batch),
+    "peft-ia3": Entry(ia3, causal_batch),
+    "peft-prompt-tuning": Entry(prompt_tuning, causal_batch),
+    "diffusers-unet": Entry(unet, noise_batch, unet_loss),
+    "diffusers-dit": Entry(dit, noise_batch, dit_loss),
+    "sentence-transformers": Entry(sentences, pairs_batch, ranking_loss),
 }

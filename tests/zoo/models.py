@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 
 if TYPE_CHECKING:  # importing takes seconds, so only ranks do
     from transformers import PreTrainedModel
@@ -19,7 +20,12 @@ if TYPE_CHECKING:  # importing takes seconds, so only ranks do
 VOCAB, LENGTH, LABELS = 101, 12, 5
 IGNORED = -100  # label of tokens ignored by the loss
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
+
+
+def model_loss(model: Any, batch: Batch) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
 
 
 @dataclass(frozen=True)
@@ -28,14 +34,15 @@ class Entry:
 
     Attributes:
         build: function that builds the model with random weights.
-        batch: function that draws a batch, the model's arguments; the generator differs by rank
-            and step.
+        batch: function that draws a batch; the generator differs by rank and step.
+        loss: function that computes a loss from the model, which may be compiled, and a batch.
         one_graph: whether Dynamo traces the model without a graph break.
         all_used: whether every parameter has a gradient in every step.
     """
 
-    build: Callable[[], PreTrainedModel]
-    batch: Callable[[torch.Generator], Batch]
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Any]
+    loss: Callable[[Any, Any], Tensor] = model_loss
     one_graph: bool = True
     all_used: bool = True
 
@@ -95,6 +102,14 @@ _MIXTURE: dict[str, Any] = dict(
     num_local_experts=4,
     num_experts_per_tok=2,
 )
+_ENCODER: dict[str, Any] = dict(
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=45,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
 
 
 def gpt2(**changes: Any) -> PreTrainedModel:
@@ -140,15 +155,7 @@ def qwen3() -> PreTrainedModel:
 
 def bert(**changes: Any) -> PreTrainedModel:
     config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=45,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **changes,
+        **_ENCODER, vocab_size=VOCAB, max_position_embeddings=32, **changes
     )
     return transformers.BertForMaskedLM(config)
 
@@ -169,12 +176,7 @@ def t5() -> PreTrainedModel:
 
 def vit() -> PreTrainedModel:
     config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=45,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        **_ENCODER,
         image_size=16,
         patch_size=4,
         num_labels=LABELS,

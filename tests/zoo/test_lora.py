@@ -28,8 +28,7 @@ from tests.numerics.compare import (
 )
 from tests.ranks import on_ranks
 
-from .models import ZOO, Batch, causal_batch
-from .training import model_loss
+from .models import ZOO, Batch, causal_batch, model_loss
 
 STEPS = 10
 

@@ -20,8 +20,7 @@ from graphshard.errors import BackendError
 from tests import ranks
 from tests.numerics.compare import Twins, assert_close, draw, sgd, world_mesh
 
-from .libraries import loss_of_output
-from .models import causal_batch, llama
+from .models import causal_batch, llama, model_loss
 
 
 def _int8(base: nn.Module) -> None:
@@ -70,7 +69,7 @@ def _train(name: str, compiler: str) -> None:
     twins = Twins(model, reference, compiler=compiler, ignored_params=set(quantized.values()))
     optimizers = [sgd(twins.model), sgd(twins.reference)]
     for step in range(3):
-        twins.backward(draw(causal_batch, step), loss_of_output)
+        twins.backward(draw(causal_batch, step), model_loss)
         _check(twins, quantized)
         for optimizer in optimizers:
             optimizer.step()

@@ -22,8 +22,7 @@ from tests.numerics.compare import generator, whole
 from tests.numerics.parallel import assert_like_fsdp2, mesh_2d, train
 from tests.ranks import on_ranks
 
-from .models import Batch, causal_batch, llama
-from .training import model_loss
+from .models import Batch, causal_batch, llama, model_loss
 
 # One layer, of sizes that two ranks can split evenly.
 EVEN = {"num_hidden_layers": 1, "vocab_size": 102, "intermediate_size": 44}

@@ -28,8 +28,8 @@ from tests.numerics.compare import (
 )
 from tests.ranks import on_ranks
 
-from .models import ZOO, Batch, causal_batch, gpt2_with_loss
-from .training import LEARNING_RATE, STEPS, bfloat16_autocast, by_fsdp2, model_loss
+from .models import ZOO, Batch, causal_batch, gpt2_with_loss, model_loss
+from .training import LEARNING_RATE, STEPS, bfloat16_autocast, by_fsdp2
 
 NEW_TOKENS = 5
 

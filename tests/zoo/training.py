@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +30,7 @@ from tests.numerics.compare import (
     world_mesh,
 )
 
-from .models import ZOO, Batch
+from .models import ZOO
 
 STEPS, LEARNING_RATE = 3, 0.1
 # Lower bound of the norm in relative errors, as a fraction of the norm of all gradients: some
@@ -53,11 +53,11 @@ def compare(
     theirs = copy.deepcopy(ours)
     batches = [entry.batch(generator(dist.get_rank(), step)) for step in range(steps)]
     peer = WAYS[against](theirs, mesh, entry.all_used)
-    expected = train_steps(peer, theirs, batches, model_loss, LEARNING_RATE)
+    expected = train_steps(peer, theirs, batches, entry.loss, LEARNING_RATE)
     backend = graphshard.backend(mesh, compiler=compiler)
     compiled = torch.compile(ours, backend=backend, fullgraph=entry.one_graph)
     with graphshard_warnings() as texts:
-        trained = train_steps(compiled, ours, batches, model_loss, LEARNING_RATE)
+        trained = train_steps(compiled, ours, batches, entry.loss, LEARNING_RATE)
     losses = [float(abs(a - b) / abs(b)) for a, b in zip(trained.losses, expected.losses)]
     assert max(losses) <= TOLERANCE, losses
     for step, (grads, other) in enumerate(zip(trained.grads, expected.grads, strict=True)):
@@ -69,16 +69,6 @@ def compare(
     assert (num_graphs == 1) == entry.one_graph
     assert len(texts) == (0 if entry.one_graph else 1), texts
     return max(losses)
-
-
-def compare_with_fsdp2(name: str, steps: int) -> float:
-    """Call `compare` with FSDP2; all arguments may be positional."""
-    return compare(name, against="fsdp2", steps=steps)
-
-
-def model_loss(model: Any, batch: Batch) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
 
 
 def bfloat16_autocast() -> AbstractContextManager[Any]:
