@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -52,6 +53,9 @@ class Line:
         return self.issue_us + self.contention * lane_us
 
 
+_transfer = functools.partial(Transfer, dtype="float32", casts=False, group="g", world=WORLD)
+
+
 def gather(
     param: int,
     num_bytes: int,
@@ -65,16 +69,11 @@ def gather(
     The gather cannot be launched before step `ready`, like one in fp8 whose scale is not known.
     """
     last = due if last is None else last
-    shard_bytes = num_bytes // WORLD
-    return Transfer(
+    return _transfer(
         param=param,
         kind=TransferKind.ALL_GATHER,
         num_bytes=num_bytes,
-        dtype="float32",
-        shard_bytes=shard_bytes,
-        casts=False,
-        group="g",
-        world=WORLD,
+        shard_bytes=num_bytes // WORLD,
         ready=ready,
         due=due,
         last=last,
@@ -90,19 +89,14 @@ def reduction(
     num_replicas: int = 1,
     host: bool = False,
 ) -> Transfer:
-    shard_bytes, last = num_bytes // WORLD, num_steps - 1
-    return Transfer(
+    return _transfer(
         param=param,
         kind=TransferKind.REDUCE_SCATTER,
         num_bytes=num_bytes,
-        dtype="float32",
-        shard_bytes=shard_bytes,
-        casts=False,
-        group="g",
-        world=WORLD,
+        shard_bytes=num_bytes // WORLD,
         ready=ready,
         due=num_steps,
-        last=last,
+        last=num_steps - 1,
         replicas="r" if num_replicas > 1 else "",
         num_replicas=num_replicas,
         replica_stride=WORLD,
