@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.llama import LLAMA3, Llama, LlamaSizes
+from graphshard.tools.demo_model import Block
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -25,7 +26,7 @@ class GPT(nn.Module):
     def __init__(self, *, layers: int = 4, dim: int = 2048, vocab: int = 32000) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, dim)
-        self.blocks = nn.ModuleList(_Block(dim) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, heads=16) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -34,24 +35,6 @@ class GPT(nn.Module):
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         logits = self.head(self.norm(x)).flatten(0, 1).float()
         return F.cross_entropy(logits, tokens.flatten())
-
-
-class _Block(nn.Module):
-    heads = 16
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, dim = x.shape
-        shape = (batch, length, 3, self.heads, dim // self.heads)
-        q, k, v = self.qkv(self.norm1(x)).view(shape).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class LoRALinear(nn.Linear):
