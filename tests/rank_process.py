@@ -35,7 +35,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from .quick import compile_quicker, on_large_stack
+from graphshard.cpython_tuning import with_stack_room
+
+from .quick import compile_quicker
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 _make_group = ProcessGroupGloo.__init__
@@ -123,7 +125,7 @@ def main(pipe: Connection, spec: Spec) -> None:
     with contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe
         while True:
             pipe.recv_bytes()
-            _reply(pipe, spec, lambda: on_large_stack(lambda: _call(spec.task)))
+            _reply(pipe, spec, with_stack_room(lambda: _call(spec.task)))
             defaults.restore()
     if counts_lines and (coverage := _coverage()):
         coverage.save()  # first, since destroying the group may hang
@@ -213,7 +215,7 @@ def _reply(pipe: Connection, spec: Spec, work: Callable[[], Any]) -> None:
 def _describe(error: BaseException) -> str:
     """Format an error's traceback without the harness's frames; add locals if an assert is bare."""
     frames = error.__traceback__
-    own = (__file__, on_large_stack.__code__.co_filename)
+    own = (__file__, with_stack_room.__code__.co_filename)
     while frames and frames.tb_next and frames.tb_frame.f_code.co_filename in own:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
