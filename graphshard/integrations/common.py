@@ -102,7 +102,7 @@ def metrics(
             "of the graphshard.Backend that compiles it instead"
         )
     return {
-        "/".join(["graphshard", *([name] if len(sharded) > 1 else []), key]): value
+        "/".join(filter(None, ["graphshard", name if len(sharded) > 1 else "", key])): value
         for name, its_backend in sharded.items()
         for key, value in its_backend.metrics(steps=steps, tokens=tokens).items()
     }

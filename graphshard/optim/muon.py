@@ -224,8 +224,8 @@ def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
         of_grad = param.grad.placements if isinstance(param.grad, DTensor) else "not a DTensor"
         raise ValueError(
             f"Muon cannot step {name}, placed as {param.placements} (its gradient: {of_grad}) over "
-            f"{mesh}: use Shard(0) on a 1D mesh or (Replicate(), Shard(0)) on a 2D mesh, and "
-            "gradients with the same placements"
+            f"{mesh}: replicate it, or use Shard(0) on a 1D mesh or (Replicate(), Shard(0)) on a "
+            "2D mesh; its gradient must have the same placements"
         )
     return None if spec.rows is None or mesh.size() == 1 else mesh
 

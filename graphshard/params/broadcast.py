@@ -18,7 +18,11 @@ from .trained_module import mesh_groups_of
 
 
 def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
-    """Overwrite ``tensor`` with the values of the first rank that has the same part of it."""
+    """Broadcast ``tensor``, in place, from the first rank that should have the same values.
+
+    That is the mesh's first rank or, if the model is split over other axes, too, the first of the
+    ranks with the same split. All of these ranks must call this.
+    """
     is_part = isinstance(tensor, DTensor) or groups.default is not None
     group = process_group(groups.data_ranks if is_part else groups.all_ranks)
     tensor = values_on_rank(tensor)

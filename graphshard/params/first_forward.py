@@ -299,6 +299,6 @@ def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.P
         "compiled, so each rank trains its own copy. Call the model that torch.compile "
         "returned, with compilation enabled (no disable=True, TORCH_COMPILE_DISABLE=1, "
         "set_stance('force_eager') or suppress_errors); or call graphshard.shard(model, mesh), "
-        "which also trains uncompiled models; or list its parameters in ignored_params if you "
-        "reduce their gradients yourself"
+        "which also shards models that never run compiled; or list its parameters in "
+        "ignored_params if you reduce their gradients yourself"
     )

@@ -244,13 +244,13 @@ def test_unsupported_placements_raise() -> None:
         Muon([param]).step()
     param = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     param.grad = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
-    with pytest.raises(ValueError, match="gradients with the same placements"):
+    with pytest.raises(ValueError, match="gradient must have the same placements"):
         Muon([param]).step()
     optimizer, replicated = Muon([param]), param.grad
     param.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     optimizer.step()
     param.grad = replicated  # the first step's plan does not cover it
-    with pytest.raises(ValueError, match="gradients with the same placements"):
+    with pytest.raises(ValueError, match="gradient must have the same placements"):
         optimizer.step()
 
 
