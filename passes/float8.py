@@ -160,7 +160,7 @@ def _mx_gather_refusal(
     if spec.regather_group is None:
         return "backward uses the values gathered in forward"
     if spec.regather_group != spec.group:
-        return f"backward gathers from the ranks of {spec.regather_group}, which have no casts"
+        return "backward gathers it from fewer ranks, which hold no shards of the cast"
     if rows % BLOCK:
         return f"the {rows} rows of a rank are not a multiple of {BLOCK}"
     if context.ranks_differ or has_activation_budget():

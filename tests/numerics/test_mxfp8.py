@@ -202,7 +202,7 @@ def test_weights_that_cannot_be_gathered_in_mxfp8_name_the_reason() -> None:
     assert "the 16 rows of a rank are not a multiple of 32" in reason(DIM)
     kept = reason(128, reshard_after_forward=False)
     assert "backward uses the values gathered in forward" in kept
-    assert "backward gathers from the ranks of" in reason(128, reshard_after_forward=2)
+    assert "backward gathers it from fewer ranks" in reason(128, reshard_after_forward=2)
     schedule = graphshard.SchedulePolicy(activation_memory_budget=0.5)
     assert "ranks may differ in what backward recomputes" in reason(128, schedule=schedule)
 
