@@ -232,7 +232,7 @@ def _scaled_by_ranks(
     casts = (dtype, None, recipe, parts)
     return [
         (
-            markers.unshard(shard, n, group, group, "", *casts, at, None, "", None, None),
+            markers.unshard(shard, n, group, group, "", *casts, at, None, None, "", None, None),
             parts[at][:, :n],
         )
         for at, (shard, n) in enumerate(zip(shards, rows))
