@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Failure:
 
 
 # Path prefixes of torch, of graphshard, and of code without a file or from a frozen module.
-_TORCH_AND_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+_TORCH_AND_OURS = (*(f"{Path(p).parent}{os.sep}" for p in (torch.__file__, __file__)), "<")
 
 
 def describe_failure(error: BaseException) -> Failure:

@@ -7,6 +7,7 @@ group of torch/testing/_internal; the names are the same in torch 2.11 and 2.13.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ import torch.distributed._functional_collectives as functional
 
 from .dynamo import on_compile_start
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _COLLECTIVES = dist.distributed_c10d.__file__
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 

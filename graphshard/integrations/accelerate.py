@@ -106,8 +106,8 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
         )
     if isinstance(model, nn.Module) and is_split(model):
         raise ValueError(
-            f"tensor parallelism has split {type(model).__name__}: its ranks need the same batch, "
-            "but Accelerate gives each rank a different one. Do not split the model, or train it "
+            f"tensor or expert parallelism has split {type(model).__name__}, but Accelerate treats "
+            "all ranks as replicas, each with its own batch. Do not split the model, or train it "
             "with torchtitan, Lightning or your own loop"
         )
     if accelerator.parallelism_config is not None:
@@ -147,7 +147,7 @@ class ShardedAccelerator(Accelerator):
         """Save as Accelerate does, except that all ranks save sharded models and their optimizers.
 
         Raises:
-            ValueError: an optimizer has parameters of a sharded model and of another model.
+            ValueError: an optimizer has parameters of a sharded model and others.
         """
         with self._sharded_apart():
             folder: str = super().save_state(*args, **kwargs)

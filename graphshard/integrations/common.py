@@ -44,7 +44,7 @@ def is_sharded(model: object) -> bool:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Return whether tensor parallelism has split ``model``, which may be sharded already."""
+    """Return whether tensor or expert parallelism has split ``model``, maybe sharded already."""
     for param in model.parameters():
         sharded = sharded_param_of(param)
         tp_mesh = sharded.spec.groups.tp_mesh if sharded is not None else None

@@ -356,8 +356,8 @@ def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
     if not dist.is_available() or not dist.is_initialized():
         raise BackendError(
             "there is no process group to shard over: launch with torchrun, and call "
-            "torch.distributed.init_process_group() before the first step; to train in a single "
-            f"process, as in a notebook, add\n{_ONE_PROCESS}"
+            "torch.distributed.init_process_group() first; to train in a single process, as in a "
+            f"notebook, add\n{_ONE_PROCESS}"
         )
     return init_device_mesh(_device_type(params, options), (dist.get_world_size(),))
 

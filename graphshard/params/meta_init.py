@@ -249,22 +249,29 @@ def _marked(meta: torch.Tensor | None, device: torch.device) -> torch.Tensor | N
         return None
     buffer = torch.zeros_like(meta, device=device)
     values = values_on_rank(buffer)
-    # Mark integers by their lowest value. Bools have no spare value for a mark.
-    if (
-        not mark_uninitialized(values)
-        and not values.is_floating_point()
-        and values.dtype != torch.bool
-    ):
-        values.fill_(torch.iinfo(values.dtype).min)
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not mark_uninitialized(values) and (mark := _integer_mark(values)) is not None:
+        values.fill_(mark)
     return buffer
 
 
+def _integer_mark(buffer: torch.Tensor) -> int | None:
+    """Return the value that marks integers as unwritten, or None for other dtypes."""
+    if buffer.is_floating_point() or buffer.dtype == torch.bool:  # bools have no spare value
+        return None
+    limits = torch.iinfo(buffer.dtype)
+    return limits.min or limits.max  # 0 is a usual value of unsigned integers
+
+
 def _is_unwritten(buffer: torch.Tensor) -> bool:
-    buffer = values_on_rank(buffer)
-    if buffer.is_meta or num_uninitialized(buffer.contiguous()):
+    buffer = values_on_rank(buffer).contiguous()
+    if buffer.is_complex():
+        buffer = torch.view_as_real(buffer.resolve_conj())
+    if buffer.is_meta or num_uninitialized(buffer):
         return True
-    integer = not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool)
-    return integer and bool((buffer == torch.iinfo(buffer.dtype).min).any())
+    mark = _integer_mark(buffer)
+    return mark is not None and bool((buffer == mark).any())
 
 
 def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:

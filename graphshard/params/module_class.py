@@ -307,7 +307,9 @@ def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> Shard
 
 def _check_placements(dtensor: DTensor, spec: ParamSpec) -> None:
     actual, expected = (
-        f"shape {tuple(value.shape)} and placements {tuple(value.placements)} on {mesh}"
+        # The text of a mesh may omit its ranks.
+        f"shape {tuple(value.shape)} and placements {tuple(value.placements)} on {mesh} of the "
+        f"ranks {mesh.mesh.tolist()}"
         for value, mesh in ((dtensor, dtensor.device_mesh), (spec, spec.mesh))
     )
     if actual != expected:

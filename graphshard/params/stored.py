@@ -132,7 +132,8 @@ def _rows_of_stack(call: _Call, rows: slice) -> torch.Tensor:
 
 def _rows_of_cat(call: _Call, rows: slice) -> torch.Tensor:
     tensors = call.args[0]
-    if call.dim(1, "dim", tensors[0].dim()) > 0:
+    # ``torch.cat`` skips empty vectors, whatever the other tensors' dimensions.
+    if call.dim(1, "dim", max(tensor.dim() for tensor in tensors)) > 0:
         return _same_rows(call, rows)
     parts, start = [], 0
     for tensor in tensors:

@@ -23,6 +23,7 @@ import json
 import platform
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -170,12 +171,14 @@ def load_compiled(path: str | Path) -> None:
     try:
         with zipfile.ZipFile(path) as file:
             header = json.loads(file.read(_HEADER))
+            if not isinstance(header, dict):
+                raise KeyError(_HEADER)
             _check(str(path), header)
             artifacts = file.read(_GRAPHS)
             for name in file.namelist():
                 if name.startswith(_FILES):
                     _write(path, name.removeprefix(_FILES), file.read(name))
-    except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, json.JSONDecodeError) as error:
         why = f"{path}: was not written by graphshard.save_compiled ({error})"
         raise ValueError(why) from error
     torch.compiler.load_cache_artifacts(artifacts)

@@ -131,7 +131,7 @@ def _measured_graph(by_rank: Mapping[int, Sequence[GraphRun]]) -> Json:
 
 def _profiles(folder: Path) -> Iterator[Trace]:
     """Yield the traces that ``profile`` wrote to ``folder``, oldest first."""
-    ours = re.compile(r"\d+-\w+(\.trace)?\.json")
+    ours = re.compile(rf"\d+-({'|'.join(GraphKind)}|saving)(\.trace)?\.json")
     paths = [path for path in folder.glob("*.json") if not ours.fullmatch(path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
         text = path.read_text(errors="replace")

@@ -102,6 +102,10 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path.write_text("no file of ours")
     with pytest.raises(ValueError, match=r"was not written by graphshard\.save_compiled"):
         graphshard.load_compiled(path)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("header.json", "[]")
+    with pytest.raises(ValueError, match=r"was not written by graphshard\.save_compiled"):
+        graphshard.load_compiled(path)
     with pytest.raises(ValueError, match=r"torch was 1\.0 and is .* Run a step without the file"):
         graphshard.load_compiled(_changed(path))
     with pytest.raises(ValueError, match="reads format 1"):

@@ -164,6 +164,37 @@ def test_initialized_parameters_and_buffers_keep_their_values() -> None:
     assert torch.equal(model.weight.full_tensor(), values)
 
 
+class _Tables(nn.Module):
+    """A module whose buffers are complex and integers, some of them zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("angles", torch.ones(4, dtype=torch.complex64))
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
+        self.register_buffer("ids", torch.ones(4, dtype=torch.int32))
+
+    def write(self, names: str) -> None:
+        nn.init.ones_(self.lin.weight)
+        nn.init.ones_(self.lin.bias)
+        for name in names.split():
+            buffer = self.get_buffer(name)
+            buffer.copy_(torch.eye(4).flatten()[: buffer.numel()].view_as(buffer))
+
+
+@on_ranks(2)
+def test_complex_and_integer_buffers_are_written_by_init() -> None:
+    with torch.device("meta"):
+        model = graphshard.shard(_Tables(), world_mesh())
+    for missing in ("angles", "mask", "ids"):
+        written = " ".join({"angles", "mask", "ids"} - {missing})
+        with pytest.raises(ValueError, match=f"does not write the buffer '{missing}'"):
+            graphshard.materialize(model, lambda m, names=written: m.write(names))
+    graphshard.materialize(model, lambda m: m.write("angles mask ids"))
+    assert torch.equal(model.mask, torch.eye(4, dtype=torch.uint8))
+    assert model.angles.is_complex() and model.angles.tolist() == [1, 0, 0, 0]
+
+
 def test_fake_rank_materializes_its_shard() -> None:
     with fake_ranks(4, rank=1):
         with torch.device("meta"):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import graphshard
 from tests.models import MLP
@@ -67,9 +68,19 @@ def _replicated(gain: Any) -> Tensor:
     return gain.redistribute(placements=[Replicate()])
 
 
+def _on_swapped_ranks(gain: Any) -> Tensor:
+    layout = {"shape": gain.shape, "stride": gain.stride()}
+    mesh = DeviceMesh("cpu", [1, 0])
+    return DTensor.from_local(gain.to_local(), mesh, gain.placements, run_check=False, **layout)
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
-    [(_plain, "'gain'.*replaced.*load_state_dict"), (_replicated, "'gain'.*Shard.*on Device")],
+    [
+        (_plain, "'gain'.*replaced.*load_state_dict"),
+        (_replicated, "'gain'.*Shard.*on Device"),
+        (_on_swapped_ranks, r"'gain'.*the ranks \[1, 0\] instead of .*the ranks \[0, 1\]"),
+    ],
 )
 @pytest.mark.parametrize("compiled", [True, False])
 @on_ranks(2)

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from graphshard.kinds import GraphKind
-from graphshard.show import Dump, profile
-from graphshard.show.trace import PID, measured_runs, with_predictions
+from graphshard.show import Dump, dump_folder, profile
+from graphshard.show.trace import MEASURED, PID, measured_runs, with_predictions
 from tests.plan.dumps import by_hand
 
 Event = dict[str, Any]
@@ -102,6 +103,14 @@ def test_measured_and_predicted_are_separate_processes() -> None:
     assert all("stream" not in e["args"] for e in events if e["pid"] == PID and e["ph"] == "X")
     arrows = [e["id"] for e in events if e["pid"] == PID and e["ph"] == "s"]
     assert len(arrows) == len(set(arrows)) == 9
+
+
+@pytest.mark.parametrize("name", ["1-step.trace.json", "forward.json"])
+def test_profiles_of_any_name_are_found(tmp_path: Path, name: str) -> None:
+    for ours in ("1-forward.json", "1-forward.trace.json", "2-saving.json"):
+        (tmp_path / ours).write_text(json.dumps({"ours": f"{MEASURED}: "}))
+    (tmp_path / name).write_text(json.dumps({"theirs": f"{MEASURED}: "}))
+    assert [*dump_folder._profiles(tmp_path)] == [{"theirs": f"{MEASURED}: "}]
 
 
 def test_profile_in_missing_folder_is_refused(tmp_path: Path) -> None:

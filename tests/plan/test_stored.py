@@ -58,7 +58,10 @@ WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "row of a row": lambda a, b: a[:, 2],
     "sum": lambda a, b: a + b,
 }
-CASES = BY_ROWS | OF_EXPERTS | WHOLE
+OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "concatenated with an empty vector": lambda a, b: torch.cat([a[:0, 0, 0], a, b], dim=1),
+}
+CASES = BY_ROWS | OF_EXPERTS | WHOLE | OTHERS
 
 
 @pytest.mark.parametrize("name", CASES)
