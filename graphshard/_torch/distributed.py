@@ -27,10 +27,10 @@ _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group with this ``group_name``, as ``_resolve_process_group`` does.
+    """Return the process group registered as ``name``, such as one from ``name_for_graphs``.
 
     Raises:
-        RuntimeError: no group has this name.
+        RuntimeError: no group is registered under this name.
     """
     # One torch version types the argument as a NewType of str, the other as str.
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]

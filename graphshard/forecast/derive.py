@@ -166,8 +166,9 @@ def _trace(
         raise ValueError("offload=True on a CPU: shards are in host memory already; omit offload")
     if workload.tokens % recipe.ep:
         raise ValueError(
-            f"ep={recipe.ep}: does not divide the {workload.tokens} tokens of a microbatch, which "
-            "a forecast splits evenly over ranks: use a batch with a multiple of ep tokens"
+            f"ep={recipe.ep}: does not divide the {workload.tokens} {workload.unit} of a "
+            "microbatch, and forecasts assume that each rank sends equally many to all ep ranks: "
+            f"use a batch with a multiple of ep {workload.unit}"
         )
     num_layers: int | None = None
     part = recipe.recompute

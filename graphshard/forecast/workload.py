@@ -142,7 +142,11 @@ def num_recomputed(num_layers: int, part: float) -> int:
 
 
 def layer_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return the outermost lists of two or more layers of one type, by name; raise if none."""
+    """Return the outermost lists of two or more layers of one type, by name.
+
+    Raises:
+        ValueError: there is no such list.
+    """
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:

@@ -38,8 +38,9 @@ class SchedulePolicy:
             (recompute all) to 1 (recompute none); the cheapest to recompute for their size are
             recomputed first. The default is the setting of that name in
             ``torch._functorch.config``. Below 1, and outside of checkpointed regions, backward
-            gathers no parameter for recomputation alone: vectors are kept unsharded, and the
-            results of ops that use other such parameters are saved instead.
+            gathers no parameter only to recompute: biases and other parameters with fewer than two
+            dimensions are kept unsharded, and if recomputation alone needs a parameter, such as an
+            embedding's, the results of the ops that use it are saved instead.
         hardware: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by
             ``python -m graphshard calibrate``, or "auto" for the entry with the device's name (if
             there is none, a default entry, with a warning). Must be equal on all ranks.

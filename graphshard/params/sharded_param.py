@@ -101,8 +101,8 @@ class ShardedParam:
     Attributes:
         dtensor: parameter that users see; set by ``attach``.
         shard: graph input, of shape ``spec.padded_shape``; set by ``attach``.
-        syncs: whether gradients are reduced over shards.
-        all_reduces: whether reduced shards are averaged over replicas.
+        syncs: whether gradients are reduced; if not, they accumulate on this rank.
+        all_reduces: whether reduced shards are also averaged over replicas.
         assigned: replacement that one owner has loaded, reused by the other (tied) owners.
     """
 

@@ -88,8 +88,8 @@ class Transfer:
         host: whether the shard and its reduced gradient live in host memory.
         grad_bytes: size of the full gradient before it is cast and padded, or of the tensor that it
             is a part of; 0 for a gather or an activation.
-        copied_in: whether it is padded or not contiguous, which takes a copy-in even if it is alone
-            in its buffer.
+        copied_in: whether it takes a copy-in even if it is alone in its buffer: it is padded, not
+            contiguous, sent as bytes, or cast (unless ``exchange_dtype`` avoids the cast).
         summed_in: dtype in which each rank sums its rows after an all-to-all, or "" if the
             collective itself reduces.
         exchange_dtype: narrower wire dtype of an exchange: an all-to-all of rows, which each rank
