@@ -165,7 +165,7 @@ def test_split_model_is_refused() -> None:
     mesh = mesh_2d(dp=1)
     model = split(MLP, mesh)
     for _ in range(2):  # the model is sharded in the second call
-        with pytest.raises(ValueError, match="tensor parallelism has split MLP"):
+        with pytest.raises(ValueError, match="tensor or expert parallelism has split MLP"):
             prepare(Accelerator(cpu=True), model, mesh=mesh["dp"], compiler="aot_eager")
         graphshard.shard(model, mesh["dp"])
 
