@@ -193,8 +193,8 @@ class ShardedAccelerator(Accelerator):
             models = {owner.get(p) for group in inner.param_groups for p in group["params"]}
             if len(models) > 1:
                 raise ValueError(
-                    f"{type(inner).__name__} has parameters of several models: to save or load its "
-                    "state, use a separate optimizer for each sharded model"
+                    f"{type(inner).__name__} has parameters of a sharded model and others: to save "
+                    "or load its state, use an optimizer for each sharded model alone"
                 )
             model = next(iter(models), None)
             if model is None:
