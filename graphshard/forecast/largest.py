@@ -80,6 +80,13 @@ class LargestResult:
         return page(title, [], tables=tables, charts=charts)
 
 
+_Key = tuple[str, int | None, int]
+
+
+def _key(workload: Workload) -> _Key:
+    return workload.name, workload.num_layers, workload.tokens
+
+
 def _layers(depth: Depth, period: int) -> str:
     return f"{sum(depth)} layers" + (" or more" if sum(depth) + period > MOST_LAYERS else "")
 
@@ -166,8 +173,8 @@ class _Grower:
     progress: Progress
 
     def __post_init__(self) -> None:
-        self._traced: dict[tuple[str, int | None, int], ShallowCopies] = {}
-        self._shallow: dict[tuple[str, int | None, int], TracedStep] = {}
+        self._traced: dict[_Key, ShallowCopies] = {}
+        self._shallow: dict[_Key, TracedStep] = {}
 
     def by_depth(self) -> Iterator[LargestFit]:
         # Shallow copies determine any number of layers, so deeper models need no trace.
@@ -249,9 +256,10 @@ class _Grower:
 
     def _own_step(self, workload: Workload) -> TracedStep:
         """Return the step of a model with its own number of layers."""
-        if (workload.num_layers or 0) >= LEAST_PERIODS * workload.period:
-            return self._step(self._copies(workload), workload.num_layers or 0)
-        key = workload.name, workload.num_layers, workload.tokens
+        num_layers = workload.num_layers or 0
+        if num_layers >= LEAST_PERIODS * workload.period:
+            return self._step(self._copies(workload), num_layers)
+        key = _key(workload)
         if key not in self._shallow:
             self._shallow[key] = trace_step(workload, self.recipe, self.cluster, self.progress)
         return self._shallow[key]
@@ -259,7 +267,7 @@ class _Grower:
     def _copies(self, workload: Workload) -> ShallowCopies:
         """Return shallow copies of a model, from which to derive it; trace each model once."""
         # Depth, width and batch grow from one model, and several factors may round to one model.
-        key = workload.name, workload.num_layers, workload.tokens
+        key = _key(workload)
         if key not in self._traced:
             self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
             deep = (LEAST_PERIODS + 2) * workload.period

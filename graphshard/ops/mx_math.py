@@ -103,7 +103,7 @@ def _transposed(call: Call, matrix: Blocks) -> Blocks:
 
 
 def _cast(call: Call, x: Value, dim: int) -> Blocks:
-    """Return ``x`` in blocks along ``dim``, of which ``exponents`` has one element per block."""
+    """Cast ``x`` in blocks along ``dim``; ``exponents`` has one element per block."""
     columns = value_of(x).shape[1]
     num_across = columns // BLOCK if dim else columns
     blocks = _view(call, x, [-1, num_across, BLOCK] if dim else [-1, BLOCK, columns])

@@ -107,8 +107,8 @@ def _bucket_changes(before: Dump, after: Dump) -> Iterator[str]:
             for dump, buckets in ((before, old), (after, new))
         ]
         if names[0] == names[1]:
-            for pair in zip(old, new):
-                yield from _moves(before, pair[0], after, pair[1])
+            for old_bucket, new_bucket in zip(old, new):
+                yield from _moves(before, old_bucket, after, new_bucket)
         else:
             yield _regrouping(before, old, after, new)
 
