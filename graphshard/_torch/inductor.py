@@ -4,10 +4,9 @@ Relies on its imports, with the same names and arguments in torch 2.11 and 2.13 
 says otherwise. Re-exports:
 
     aot_autograd              makes a Dynamo backend from forward and backward compilers
-    compile_fx                compiles a graph with Inductor
     make_boxed_func           gives a graph's callable AOTAutograd's calling convention
     min_cut_rematerialization_partition     AOTAutograd's partitioner of the joint graph
-    CustomGraphPass, CustomPartitionerFn    passes and partitioners with a cache key
+    CustomPartitionerFn       partitioner with a cache key
     get_hash_for_files, cache_dir           computes such a key; the folder of Inductor's caches
 """
 
@@ -27,12 +26,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor import ir, lowering
-from torch._inductor.compile_fx import (
-    _recursive_post_grad_passes,
-    compile_fx,
-    fake_tensor_prop,
-    view_to_reshape,
-)
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner, view_to_reshape
 from torch._inductor.custom_graph_pass import (
     CustomGraphPass,
     CustomPartitionerFn,
@@ -48,11 +42,9 @@ from torch._ops import OpOverload
 from .kernel_order import KeepWaits
 
 __all__ = [
-    "CustomGraphPass",
     "CustomPartitionerFn",
     "aot_autograd",
     "cache_dir",
-    "compile_fx",
     "get_hash_for_files",
     "make_boxed_func",
     "min_cut_rematerialization_partition",
@@ -72,7 +64,7 @@ KEEP_ORDER = {
 KEEP_HOST_COPIES = {"layout_optimization": False}
 
 
-def decompositions_for(inputs: Sequence[object]) -> dict[Any, Any] | None:
+def _decompositions_for(inputs: Sequence[object]) -> dict[Any, Any] | None:
     """Return Inductor's decompositions for a graph with these inputs, or None for the default."""
     # By default, a complex add becomes views and a real add, which our passes do not recognize as
     # the sum of two gradients of one parameter. With complex inputs, adds are therefore kept.
@@ -145,7 +137,6 @@ _OTHER_PASSES = (
     "pre_grad_custom_pass",
     "joint_custom_pre_pass",
     "joint_custom_post_pass",
-    "post_grad_custom_pre_pass",
 )
 
 
@@ -219,26 +210,55 @@ def force_realize(node: fx.Node) -> None:
     node.meta["inductor_realize_to_strides"] = True  # see ``run_node``, torch/_inductor/graph.py
 
 
-def compile_without_code(
+def compile_rewritten(
     gm: fx.GraphModule,
     inputs: Sequence[object],
+    rewrite: Callable[[fx.GraphModule], object],
     options: Mapping[str, Any],
-    decompositions: dict[Any, Any] | None,
-    inner_compile: Callable[..., Any] | None = None,
 ) -> Any:
-    """Run Inductor's graph passes on a graph with fake inputs, without generating code.
+    """Compile a graph with Inductor after ``rewrite`` has changed each partitioned graph in place.
+
+    Inductor's post-grad passes run on the rewritten graphs.
+    """
+
+    def compile_inner(part: fx.GraphModule, part_inputs: Sequence[Any], **arguments: Any) -> Any:
+        view_to_reshape(part)  # Inductor's first pass, which skips the subgraphs that we make
+        rewrite(part)
+        return compile_fx_inner(part, part_inputs, **arguments)
+
+    return _compile(gm, inputs, compile_inner, options)
+
+
+def read_partitioned(
+    gm: fx.GraphModule,
+    inputs: Sequence[object],
+    read: Callable[[fx.GraphModule], object],
+    options: Mapping[str, Any],
+) -> Any:
+    """Trace a graph as Inductor would, and call ``read`` with each partitioned graph.
 
     The returned callable returns uninitialized tensors instead of the graph's results.
-    If ``inner_compile`` is given, it compiles each partitioned graph instead, without the post-grad
-    passes.
     """
-    patches = {**options, "force_disable_caches": True}
+
+    def compile_inner(part: fx.GraphModule, _: Sequence[Any], **__: Any) -> Any:
+        read(part)
+        return _uninitialized_results(part)
+
+    return _compile(gm, inputs, compile_inner, {**options, "force_disable_caches": True})
+
+
+def _compile(
+    gm: fx.GraphModule,
+    inputs: Sequence[object],
+    compile_inner: Callable[..., Any],
+    options: Mapping[str, Any],
+) -> Any:
     return compile_fx(
         gm,
         inputs,  # type: ignore[arg-type]
-        inner_compile=inner_compile or _run_passes,
-        config_patches=patches,
-        decompositions=decompositions,
+        inner_compile=compile_inner,
+        config_patches=dict(options),
+        decompositions=_decompositions_for(inputs),
     )
 
 
@@ -251,13 +271,7 @@ def stub_compiler(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -
     return make_boxed_func(run)
 
 
-def _run_passes(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
-    # As ``_InProcessFxCompile.codegen_and_compile`` in torch/_inductor/compile_fx.py does.
-    view_to_reshape(gm)
-    with torch.no_grad():
-        fake_mode = fake_tensor_prop(gm, inputs)
-    with V.set_fake_mode(fake_mode):
-        _recursive_post_grad_passes(gm, is_inference=arguments.get("is_inference", False))
+def _uninitialized_results(gm: fx.GraphModule) -> Any:
     placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     outputs = tuple(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 

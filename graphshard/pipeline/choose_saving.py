@@ -23,10 +23,9 @@ from .._torch.inductor import (
     KEEP_HOST_COPIES,
     CustomPartitionerFn,
     aot_autograd,
-    compile_without_code,
-    decompositions_for,
     has_activation_budget,
     options_of_plans,
+    read_partitioned,
     stub_compiler,
 )
 from ..cost.devices import FRAGMENTATION
@@ -299,10 +298,7 @@ def _plan_candidates(
         **(KEEP_HOST_COPIES if settings.device.type != "cpu" else {}),
         "custom_partitioner_fn": trials,
     }
-    decompositions = decompositions_for(traced.inputs)
-    compile_without_code(
-        traced.gm, traced.inputs, options, decompositions, inner_compile=stub_compiler
-    )
+    read_partitioned(traced.gm, traced.inputs, lambda part: None, options)
     return trials.tried
 
 

@@ -27,15 +27,13 @@ from .._torch.distributed import group_timeout_s, process_group
 from .._torch.dynamo import compile_id
 from .._torch.inductor import (
     KEEP_HOST_COPIES,
-    CustomGraphPass,
     aot_autograd,
-    compile_fx,
-    compile_without_code,
-    decompositions_for,
+    compile_rewritten,
     donate_nothing,
     eager_backward,
     make_boxed_func,
     options_of_plans,
+    read_partitioned,
     with_planned_order,
     without_cuda_graphs,
 )
@@ -241,19 +239,13 @@ def _by_inductor(
         **options_of_plans(settings.device, lowering.report_code),
         **with_planned_order(inductor_options),
         **(KEEP_HOST_COPIES if settings.may_offload_activations else {}),
-        "post_grad_custom_post_pass": lowering,  # this and the next are in Inductor's cache keys
-        "custom_partitioner_fn": Partitioner(settings, lowering.writer),
+        "custom_partitioner_fn": Partitioner(settings, lowering.writer),  # part of cache keys
     }
     if settings.device.type == "cuda":
         patches = without_cuda_graphs(patches, traced.gm.meta)
     few_files = few_cpp_files(num_graphs=2 if traced.trains() else 1)
     with few_files if settings.device.type == "cpu" else nullcontext():
-        run: Any = compile_fx(
-            traced.gm,
-            traced.inputs,
-            config_patches=patches,
-            decompositions=decompositions_for(traced.inputs),
-        )
+        run: Runnable = compile_rewritten(traced.gm, traced.inputs, lowering, patches)
         if lowering.lowered:
             report("compiling kernels")  # ``few_files`` waits for them
     return run
@@ -263,7 +255,7 @@ def _by_aten(traced: TracedGraph, lowering: Lowering) -> Runnable:
     """Compile with the passes of ``_by_inductor``, into graphs that run op by op."""
 
     def lower_and_run(gm: fx.GraphModule, _: Sequence[object]) -> Runnable:
-        lowering(gm.graph)
+        lowering(gm)
         gm.recompile()
         # Not ``gm`` itself: calling it drops the traceback of an error, and with it the local
         # variables in which ``wait_in_flight_on_error`` finds collectives in flight.
@@ -275,8 +267,8 @@ def _by_aten(traced: TracedGraph, lowering: Lowering) -> Runnable:
     return run
 
 
-class Lowering(CustomGraphPass):
-    """Plans and lowers each final graph, and keeps its plan in memory, in a file and in the dumps.
+class Lowering:
+    """Plans and lowers each partitioned graph; keeps its plan in memory, a file and the dumps.
 
     Attributes:
         has_loaded: whether a graph came from Inductor's cache, so its plan was read from a file.
@@ -292,15 +284,14 @@ class Lowering(CustomGraphPass):
         self.lowered = ""
         self._num_regions = 0  # distinct regions of the last graph
 
-    def __call__(self, graph: fx.Graph) -> None:
-        gm, kind = graph.owning_module, GraphKind(graph_kind(graph))
+    def __call__(self, gm: fx.GraphModule) -> None:
+        kind = GraphKind(graph_kind(gm.graph))
         context = self.settings.pass_context(kind)
-        assert gm is not None
         report(f"{kind}: planning")
         run_stage(Stage.FINAL, gm, context, self.writer)
         run_stage(Stage.LOWERED, gm, context)
         if context.regions.num_calls:
-            self.writer.write_code(f"regions-{kind}", "after", graph)
+            self.writer.write_code(f"regions-{kind}", "after", gm.graph)
         assert context.plan is not None
         plan = self._plans[kind] = dataclasses.replace(context.plan, regions=context.regions)
         self.lowered, self._num_regions = str(kind), context.regions.num_compiled_regions
@@ -332,12 +323,6 @@ class Lowering(CustomGraphPass):
     def _dump(self, plan: Plan) -> None:
         self.writer.write_plan(_dump_of(plan.named(self._fqns), self.settings, self.compile_id))
 
-    def uuid(self) -> bytes | None:
-        return self.settings.pass_uuid()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {}  # cache keys contain the uuid instead
-
 
 # --- tracing without compiling --------------------------------------------------------------------
 
@@ -345,31 +330,21 @@ class Lowering(CustomGraphPass):
 Read = Callable[[fx.Graph, GraphKind], None]
 
 
-class _Reader(CustomGraphPass):
-    def __init__(self, read: Read) -> None:
-        self._read = read
-
-    def __call__(self, graph: fx.Graph) -> None:
-        self._read(graph, GraphKind(graph_kind(graph)))
-
-    def uuid(self) -> bytes | None:
-        return None
-
-
 def trace_only(traced: TracedGraph, settings: CompileSettings, read: Read) -> Runnable:
     """Trace a Dynamo graph and call ``read`` with each graph that would be lowered.
 
-    The returned callable computes nothing: see ``compile_without_code``.
+    The returned callable computes nothing: see ``read_partitioned``.
     """
     options: dict[str, Any] = {
         **options_of_plans(settings.device),
-        "post_grad_custom_post_pass": _Reader(read),
         "custom_partitioner_fn": Partitioner(settings, DumpWriter()),
     }
 
+    def read_part(gm: fx.GraphModule) -> None:
+        read(gm.graph, GraphKind(graph_kind(gm.graph)))
+
     def trace() -> Runnable:
-        decompositions = decompositions_for(traced.inputs)
-        run: Runnable = compile_without_code(traced.gm, traced.inputs, options, decompositions)
+        run: Runnable = read_partitioned(traced.gm, traced.inputs, read_part, options)
         return run
 
     with eager_backward():
