@@ -1,7 +1,7 @@
 """The graph passes, and the order in which they run (``PIPELINE``).
 
 ``contract`` defines passes and stages. Between stages, AOTAutograd differentiates the traced graph,
-torch's partitioner splits the joint graph, and the compiler runs its own passes on each part.
+torch's partitioner splits the joint graph; after the last, the compiler runs its own passes.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class Stage(StrEnum):
     TRACED = "traced"  # Dynamo's graph
     JOINT = "joint"  # forward and backward in one graph
     PARTITIONED = "partitioned"  # the forward graph; the backward graph is in the context
-    FINAL = "final"  # a forward, backward or inference graph after the compiler's own passes
-    LOWERED = "lowered"  # the same graph with its collectives
+    FINAL = "final"  # a forward, backward or inference graph
+    LOWERED = "lowered"  # the same graph with its collectives, before the compiler's own passes
 
 
 class Fact(StrEnum):

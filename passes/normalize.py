@@ -48,7 +48,7 @@ def _raise_scales(graph: fx.Graph) -> None:
 
 
 def _raise_returned(graph: fx.Graph) -> None:
-    """Move returned views and pointwise values right after the nodes that they are computed from."""
+    """Move returned views and pointwise values right after the nodes that compute their inputs."""
     # Inductor then computes a viewed value in the layout that its views need. If another kernel
     # read the value first, Inductor would write it twice. The partitioner leaves values that
     # backward would compute, such as 1/n of a norm's scale, at the end of forward, where they would

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -306,13 +307,30 @@ def test_backend_by_name_trains() -> None:
     ranks.run(2, _by_name, {"compiler": "aot_eager", "reshard_after_forward": False})
 
 
+class _Targets(CustomGraphPass):
+    """A user's pass, which notes the operators of each graph."""
+
+    def __init__(self) -> None:
+        self.seen: list[set[str]] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.seen.append({str(node.target) for node in graph.nodes})
+
+    def uuid(self) -> None:
+        return None
+
+
 @on_ranks(2)
 def test_options_of_torch_compile_reach_inductor() -> None:
     model = MLP()
     twins = Twins(model)
     backend = graphshard.backend(twins.mesh)
-    twins.compiled = torch.compile(model, backend=backend, options={"max_fusion_size": 2})
+    targets = _Targets()
+    options = {"max_fusion_size": 2, "post_grad_custom_post_pass": targets}
+    twins.compiled = torch.compile(model, backend=backend, options=options)
     twins.train(MLP.batch, steps=1)
+    assert len(targets.seen) == 2  # forward and backward, with their collectives
+    assert all("_c10d_functional.wait_tensor.default" in seen for seen in targets.seen)
 
 
 # Regional compilation.
