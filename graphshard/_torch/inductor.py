@@ -33,6 +33,7 @@ from torch._inductor.custom_graph_pass import (
     get_hash_for_files,
 )
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
@@ -223,7 +224,10 @@ def compile_rewritten(
 
     def compile_inner(part: fx.GraphModule, part_inputs: Sequence[Any], **arguments: Any) -> Any:
         view_to_reshape(part)  # Inductor's first pass, which skips the subgraphs that we make
+        if inductor_config._micro_pipeline_tp:  # fuses collectives and products, also of regions
+            micro_pipeline_tp_pass(part.graph)
         rewrite(part)
+        part.recompile()
         return compile_fx_inner(part, part_inputs, **arguments)
 
     return _compile(gm, inputs, compile_inner, options)

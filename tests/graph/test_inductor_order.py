@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, fx, nn
+from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
+from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
+from graphshard._torch.inductor import compile_rewritten
 from graphshard.pipeline import run_passes
 from graphshard.planning.plan import Plan
 
@@ -108,3 +113,22 @@ def test_inductor_keeps_planned_order(
 
 def _products_before(event: str, events: list[str]) -> list[int]:
     return [events[:i].count("product") for i, other in enumerate(events) if other == event]
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a CUDA build of torch")
+def test_collectives_of_async_tensor_parallelism_are_fused_before_planning(group: str) -> None:
+    lowered: list[fx.Graph] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        return compile_rewritten(gm, inputs, lambda part: lowered.append(part.graph), {})
+
+    @torch.compile(backend=backend)
+    @torch.no_grad()
+    def gathered_product(x: Tensor, w: Tensor) -> Tensor:
+        return funcol.all_gather_tensor(x, 0, group) @ w
+
+    x, w = torch.ones(DIM, DIM), torch.ones(DIM, DIM)
+    on_cpu = pytest.raises(NotImplementedError, match="fused_all_gather_matmul")
+    with _test_mode(), config.patch(_micro_pipeline_tp=True), on_cpu:
+        gathered_product(x, w)
+    assert any("fused_all_gather_matmul" in str(node.target) for node in lowered[0].nodes)
