@@ -42,6 +42,7 @@ from ._torch.dynamo import (
 )
 from ._torch.frames import CompiledCall, CompileRequest, compile_request, compiled_call
 from ._torch.inductor import mode_options
+from ._torch.nn import uncompiled
 from .errors import BackendError
 from .options.float8_policy import Float8Policy
 from .options.options import Options, hashable, mesh_for
@@ -402,12 +403,13 @@ def shard(
             changed.
     """
     arguments = dict(locals())
-    root = arguments.pop("model")
+    arguments.pop("model")
+    root = uncompiled(model)
     if not isinstance(root, nn.Module):
         raise BackendError(f"model is a {type(root).__name__}: pass the nn.Module to shard")
     options = Options.from_arguments(arguments)
     shard_module(root, mesh_for(options, root.parameters()), options, in_use=False, allow_meta=True)
-    return root
+    return model
 
 
 def from_string(

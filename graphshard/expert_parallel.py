@@ -66,8 +66,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, balanced: bool = False) -
     _check(model, modules, mesh.size())
     for experts in modules:
         for name in _WEIGHTS:
-            weight = distribute_tensor(getattr(experts, name).detach(), mesh, [Shard(0)])
-            setattr(experts, name, nn.Parameter(weight))
+            weight = getattr(experts, name)
+            shard = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+            setattr(experts, name, nn.Parameter(shard, weight.requires_grad))
         # Store the name of the group: copying the model would fail to copy the group itself.
         experts.ep_group = name_for_graphs(mesh.get_group())
         experts.ep_size, experts.ep_balanced = mesh.size(), balanced

@@ -49,6 +49,10 @@ class TransferKind(_Kind):
         return self in _REDUCTIONS
 
     @property
+    def reduces_gradients(self) -> bool:
+        return self.is_reduction and self != TransferKind.ALL_REDUCE_MAX
+
+    @property
     def is_fetch(self) -> bool:
         """Whether the transfer brings data to the device for use by the graph.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -32,19 +34,15 @@ def load_named_function(option: str, name: str) -> Callable[..., object]:
 
 
 def load_function(script: str, function: str) -> Callable[..., object]:
-    """Run a script and return one of its functions.
+    """Run a script and return one of its functions or classes; its own errors propagate.
 
     Raises:
-        ValueError: the script does not exist, or has no such function.
+        ValueError: ``script`` is not an existing Python file, or does not define ``function``.
     """
     path = Path(script).resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not (path.is_file() and path.suffix == ".py"):
         raise ValueError(f"{script}: must be an existing Python file")
-    sys.path.insert(0, str(path.parent))  # as `python script.py` does
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    module = _run(path, path.stat().st_mtime_ns)
     value = getattr(module, function, None)
     if not callable(value):
         names = [
@@ -56,6 +54,16 @@ def load_function(script: str, function: str) -> Callable[..., object]:
         choices = f"choose one of {', '.join(names)}" if names else "it defines none"
         raise ValueError(f"{script} has no function {function!r}: {choices}")
     return value
+
+
+@functools.cache  # a script that several options name runs once: its classes are then the same
+def _run(path: Path, changed_ns: int) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    sys.path.insert(0, str(path.parent))  # as `python script.py` does
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def unpack(function: str, returned: object) -> tuple[nn.Module, Inputs, dict[str, Any]]:

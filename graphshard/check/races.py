@@ -81,7 +81,8 @@ class _Checker:
             case Record(event, stream):
                 self._events[event] = self._known(stream)
             case WaitEvent(event, stream):
-                self._clocks[stream] |= self._events[event]
+                # An event that was recorded before the step orders nothing in it.
+                self._clocks[stream] |= self._events.get(event, Clock())
             case RecordStream(block, stream):
                 self._blocks[block].recorded.add(stream)
 

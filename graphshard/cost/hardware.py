@@ -180,7 +180,7 @@ class Hardware:
                 )
             hardware: Hardware = _decode(cls, raw, "")
             return hardware
-        except ValueError as error:  # includes JSONDecodeError
+        except (ValueError, OverflowError) as error:  # includes JSONDecodeError
             raise ValueError(f"{source}: {error}") from error
 
     @classmethod

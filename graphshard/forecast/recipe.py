@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -176,7 +177,8 @@ class Recipe:
         arguments = [mesh, *(f"{name}={code}" for name, _, code in self._arguments())]
         schedule = []
         if memory_budget_gb is not None:
-            schedule.append(f"memory_budget_gb={memory_budget_gb:.1f}")
+            budget = math.floor(memory_budget_gb * 1e3) / 1e3  # whole MB
+            schedule.append(f"memory_budget_gb={budget:g}")
         if self.reduce != "ring":
             schedule.append(f'reduce="{self.reduce}"')
         if schedule:

@@ -299,12 +299,12 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
         num_layers=config.num_hidden_layers,
         period=_period(config),
         notes=(_FLASH,),
-        parallelize=functools.partial(_split, name, length or 1),
+        parallelize=functools.partial(_split, name, None if is_image else length),
     )
 
 
-def _split(name: str, length: int, model: nn.Module, mesh: DeviceMesh) -> None:
-    if length % mesh.size():
+def _split(name: str, length: int | None, model: nn.Module, mesh: DeviceMesh) -> None:
+    if length and length % mesh.size():
         raise ValueError(
             f"tp={mesh.size()}: does not divide the {length} tokens of a sample of {name}, as "
             "sequence parallelism requires: pass a multiple of tp tokens, as in --batch 1x8192"

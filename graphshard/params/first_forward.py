@@ -154,9 +154,13 @@ class _FirstForward:
             return None  # a call of the plain module
         self.handle.remove()
         if self._sharder.plain_parameters(module):
-            if not self._is_off:
-                self._sharder.forward_check.trace_plain(module, lambda: module(*args, **kwargs))
-            self._sharder.shard_now(module)
+            try:
+                if not self._is_off:
+                    self._sharder.forward_check.trace_plain(module, lambda: module(*args, **kwargs))
+                self._sharder.shard_now(module)
+            except BaseException:  # shard in the next call, after the user has solved the problem
+                self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
+                raise
         elif not self.casts_anyway:
             return None
         return cast_inputs(self._policy, module, args, kwargs)

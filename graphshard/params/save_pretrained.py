@@ -41,8 +41,8 @@ def has_save_pretrained(cls: type) -> bool:
 def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a class's ``save_pretrained`` to gather the model and write it on the first rank.
 
-    Nothing changes for calls with a ``state_dict``, for unsharded models, or for modules that are
-    saved as part of another one.
+    Other ranks take part in the gather and return None. Nothing changes for calls with a
+    ``state_dict``, for unsharded models, or for modules that are saved as part of another one.
     """
     signature = inspect.signature(save)
 
@@ -51,7 +51,7 @@ def save_in_full(save: Callable[..., Any]) -> Callable[..., Any]:
         arguments = signature.bind(self, *args, **kwargs).arguments
         arguments |= kwargs  # also those that the method collects in **kwargs
         groups = mesh_groups_of(self)
-        is_within = "state_dict" in vars(self)  # an enclosing module is being saved
+        is_within = _is_part(vars(self).get("state_dict"))  # an enclosing module is being saved
         if groups is None or is_within or arguments.get("state_dict") is not None:
             return save(self, *args, **kwargs)
         remedy = (
@@ -82,14 +82,21 @@ def saved_state_dict(model: nn.Module) -> StateDict:
 @contextmanager
 def _returned_from_state_dict(root: nn.Module, state: StateDict) -> Iterator[None]:
     modules = list(root.named_modules())
+    own = [(vars(module), vars(module).get("state_dict")) for _, module in modules]
     for name, module in modules:
         prefix = plain_name(f"{name}.") if name else ""
-        module.__dict__["state_dict"] = functools.partial(_part, state, prefix)
+        vars(module)["state_dict"] = functools.partial(_part, state, prefix)
     try:
         yield
     finally:
-        for _, module in modules:
-            del module.__dict__["state_dict"]
+        for attributes, method in own:
+            del attributes["state_dict"]
+            if method is not None:  # assigned by the user
+                attributes["state_dict"] = method
+
+
+def _is_part(method: object) -> bool:
+    return isinstance(method, functools.partial) and method.func is _part
 
 
 def _part(
@@ -100,7 +107,10 @@ def _part(
     prefix: str = "",
     keep_vars: bool = False,
 ) -> StateDict:
-    """Return the entries of ``state`` under ``own_prefix``; same signature as ``state_dict``."""
+    """Return the entries of ``state`` under ``own_prefix``, which ``prefix`` replaces.
+
+    Takes the keyword arguments of ``state_dict``; ``keep_vars`` has no effect.
+    """
     destination = OrderedDict() if destination is None else destination
     for name, value in state.items():
         if name.startswith(own_prefix):

@@ -149,11 +149,11 @@ def save_compiled(path: str | Path) -> None:
             'with compiler="inductor", Inductor\'s caches on and no schedule.node_cost'
         )
     header = {"format": _FORMAT, "made": _circumstances(), "graphs": GRAPHS}
-    folder = Path(cache_dir())
+    folder = Path(cache_dir()).resolve()  # as paths of loaded libraries are
     with whole(Path(path)) as scratch, zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr(_HEADER, json.dumps(header))
         file.writestr(_GRAPHS, saved[0])
-        for path_in_cache in _files(folder):
+        for path_in_cache in dict.fromkeys(_files(folder)):
             file.write(path_in_cache, _FILES + path_in_cache.relative_to(folder).as_posix())
 
 
@@ -242,12 +242,15 @@ def _files(folder: Path) -> Iterator[Path]:
     """Yield the cache files that torch does not save: plans, and libraries in use."""
     for key in GRAPHS:
         yield from (folder / PLANS_FOLDER).glob(f"{key}-*")
-    # Libraries with which Inductor probed the vector instructions of the CPU.
-    yield from (path for path in folder.glob("??/*.so") if path.with_suffix(".cpp").exists())
+    # Libraries with which Inductor probed the vector instructions of the CPU. Those of kernels,
+    # ``*.main.so``, may belong to other models; the ones in use are mapped.
+    for path in folder.glob("??/*.so"):
+        if path.with_suffix(".cpp").exists() and not path.stem.endswith(".main"):
+            yield path
     maps = Path("/proc/self/maps")
     if maps.exists():
         paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps.open() if "/" in line}
-        yield from (Path(p) for p in sorted(paths) if Path(p).is_relative_to(folder.resolve()))
+        yield from (Path(p) for p in sorted(paths) if Path(p).is_relative_to(folder))
 
 
 def _write(archive: str | Path, name: str, contents: bytes) -> None:

@@ -26,6 +26,7 @@ from .live_bytes import (
     alive_by_point,
     fixed_by_point,
     footprint,
+    in_flight_bytes,
     launches,
     least_by_point,
     num_points,
@@ -72,7 +73,8 @@ def add_host_copies(
     to_host = _copies_to_host(problem, buckets)
     if cost_model is not None:
         placed = [*to_device, *buckets, *to_host]
-        memory = FreeMemory(alive_by_point(problem, placed), limits)
+        in_flight = in_flight_bytes(problem, placed)
+        memory = FreeMemory(alive_by_point(problem, placed), limits, in_flight)
         step_us = clock(problem, buckets, cost_model).step_us
         to_device = _launch_early(problem, to_device, cost_model, memory, step_us)
         to_host = _wait_late(problem, to_host, cost_model, memory, step_us)

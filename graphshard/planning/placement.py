@@ -181,6 +181,9 @@ class Placer:
         if not averaged:
             return waits[::-1], []
         alive = self._alive(_placed(splits, gather_launches, waits[::-1]))
+        launches = [c.bucket.launch for c in reductions]
+        reducing = self._in_flight(reductions, launches, waits)
+        in_flight = list(map(add, in_flight, reducing))
         sent = [
             Sent(wait, max(wait, average.bucket.wait), average.footprint)
             for average, wait in averaged

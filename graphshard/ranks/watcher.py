@@ -90,7 +90,8 @@ class Watcher:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="graphshard", daemon=True)
         self._thread.start()
-        _watchers.add(self)
+        with _registering:
+            _watchers.add(self)
         _start_ticking()
 
     # --- called by the rank's thread ---------------------------------------------------------
@@ -194,7 +195,10 @@ class Watcher:
 
     def _watch(self) -> None:
         """Read events until this rank leaves or an error occurs; then set ``lost``."""
-        lost = "the group was destroyed"
+        lost = (
+            "the group was destroyed: after a new init_process_group, build and shard the model "
+            "again"
+        )
         try:
             self._read_all()
             if self.error is not None:
@@ -254,6 +258,7 @@ class Watcher:
 
 
 _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_registering = threading.Lock()  # a WeakSet must not grow while another thread iterates over it
 _ticking = threading.Lock()
 _ended = threading.Event()
 
@@ -265,7 +270,9 @@ def _start_ticking() -> None:
 
 def _tick_all() -> None:
     while not _ended.wait(TICK_S):
-        for watcher in list(_watchers):
+        with _registering:
+            watchers = list(_watchers)
+        for watcher in watchers:
             watcher.tick()
 
 

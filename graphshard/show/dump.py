@@ -162,7 +162,7 @@ class Dump:
         Offloaded gradients do not count: the host updates their parameters.
         """
         transfers = self.plan.problem.transfers
-        reduced = sum(t.shard_bytes for t in transfers if t.kind.is_reduction and not t.host)
+        reduced = sum(t.shard_bytes for t in transfers if t.kind.reduces_gradients and not t.host)
         if not reduced:
             return 0.0
         passes = optimizer_passes(num_states=2)
@@ -181,7 +181,7 @@ class Dump:
 
     @classmethod
     def from_json(cls, text: str, source: str = "dump") -> Dump:
-        """Parse a dump; raise a ValueError that names ``source`` unless it is a valid dump."""
+        """Parse a dump; raise a ValueError that names ``source`` if it is malformed or outdated."""
         try:
             raw = json.loads(text)
             if "plan" in raw and raw["version"] != VERSION:
@@ -195,7 +195,8 @@ class Dump:
                 limits=ScheduleLimits(**raw["limits"]),
                 compiled=raw["compiled"],
             )
-        except (KeyError, TypeError, AttributeError) as error:  # valid JSON, but not a dump
+        # Valid JSON, but not a dump.
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"{source}: is not a dump from graphshard: pass a .json file that "
                 "graphshard.backend(dump=...) wrote"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from ..kinds import GraphKind, TransferKind
+from ..kinds import GraphKind
 from .dump import Dump, param_name
 
 NO_SYNC = "no_sync"
@@ -106,7 +106,7 @@ def _pair(dumps: Sequence[Dump], graphs: tuple[int, ...]) -> _Pair:
         graphs=graphs,
         # Graphs without parameters are unrelated: use unique keys.
         params=names or frozenset({f"graph {graphs[0]}"}),
-        reduces=any(kind.is_reduction and kind != TransferKind.ALL_REDUCE_MAX for kind in kinds),
+        reduces=any(kind.reduces_gradients for kind in kinds),
     )
 
 

@@ -136,6 +136,7 @@ def test_invalid_clusters_are_refused(arguments: dict[str, object], error: str) 
 def test_recipe_code_imports_all_names_it_uses(strategy: str) -> None:
     recipe = Recipe(strategy, "bf16" if strategy == "ddp" else "fp8", recompute=True)
     part = Recipe(strategy, recompute=0.5, offload=strategy != "ddp", tp=2)
+    assert "memory_budget_gb=0.049)" in recipe.code(16, memory_budget_gb=0.0499)
     recomputed = ["model.layers[:2]", "model[1].layers[:3]"]
     for code in (recipe.code(16, memory_budget_gb=12.3), part.code(16, recomputed=recomputed)):
         tree, imported = ast.parse(code), dict[str, object](model=None)

@@ -80,9 +80,15 @@ _WITHOUT_OVERLAP = graphshard.SchedulePolicy(overlap=False)
 
 def test_loaded_code_avoids_compilation_with_empty_caches(tmp_path: Path) -> None:
     path = tmp_path / "compiled"
+    other = tmp_path / "disk" / "aa" / "other.main.so"  # a kernel of another model
+    other.parent.mkdir(parents=True)
+    for suffix in (".so", ".cpp"):
+        other.with_suffix(suffix).touch()
+    (tmp_path / "here").symlink_to(tmp_path / "disk")
     saved = _run(tmp_path / "here", _save, path)
     assert _run(tmp_path / "there", _load, path) == saved
     names = zipfile.ZipFile(path).namelist()
+    assert len(set(names)) == len(names) and not any(other.name in name for name in names)
     libraries = {Path(name).name for name in names if name.endswith(".so")}
     assert libraries == {found.name for found in (tmp_path / "there").rglob("*.so")} != set()
     assert sum(name.startswith("files/graphshard/") for name in names) >= 2

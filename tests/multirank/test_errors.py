@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,12 +81,19 @@ def test_missing_process_group_is_an_error(act: Act) -> None:
     assert_refused(MLP(), act, "^there is no process group to shard over")
 
 
-@pytest.mark.parametrize("as_function", [False, True])
-def test_lines_advised_by_error_make_one_process_train(as_function: bool) -> None:
+@pytest.mark.parametrize(
+    ("as_function", "policy"),
+    [(False, None), (True, None), (False, MixedPrecisionPolicy(torch.bfloat16))],
+    ids=["module", "function", "module in bf16"],
+)
+def test_lines_advised_by_error_make_one_process_train(
+    as_function: bool, policy: MixedPrecisionPolicy | None
+) -> None:
     model = MLP()
     target = (lambda x: model(x)) if as_function else model
     torch._dynamo.reset()
-    compiled = torch.compile(target, backend=graphshard.backend(compiler="aot_eager"))
+    backend = graphshard.backend(mp_policy=policy, compiler="aot_eager")
+    compiled = torch.compile(target, backend=backend)
     with pytest.raises(BackendError) as raised:
         compiled(X)
     lines = str(raised.value).splitlines()[1:3]

@@ -48,3 +48,13 @@ def test_gradients_match_whole_model() -> None:
     assert_close("loss", loss, losses[dist.get_rank()])
     for name, param in plain.named_parameters():
         assert_close(name, whole(model.get_parameter(name).grad), param.grad)
+
+
+@on_ranks(2)
+def test_frozen_experts_stay_frozen() -> None:
+    model: Any = find_workload(f"qwen3_moe:{SIZES}", BatchShape(1, 8)).make(None)[0]
+    frozen = {name for name, _ in model.named_parameters() if "experts" in name}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    expert_parallel.parallelize(model, init_device_mesh("cpu", (2,)))
+    assert frozen == {name for name, p in model.named_parameters() if not p.requires_grad} != set()

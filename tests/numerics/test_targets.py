@@ -333,6 +333,17 @@ def test_options_of_torch_compile_reach_inductor() -> None:
     assert all("_c10d_functional.wait_tensor.default" in seen for seen in targets.seen)
 
 
+@on_ranks(2)
+def test_shard_of_compiled_module_shards_the_module_itself() -> None:
+    model, mesh = MLP(), world_mesh()
+    compiled = torch.compile(model, backend=graphshard.backend(mesh, compiler="aot_eager"))
+    name = next(name for name, _ in model.named_parameters())
+    overrides = {name: {"shard": False}}  # a name without the prefix of ``torch.compile``
+    assert graphshard.shard(compiled, mesh, overrides=overrides) is compiled
+    sharded = {n for n, p in model.named_parameters() if p.placements[0].is_shard()}
+    assert sharded == {n for n, _ in model.named_parameters()} - {name}
+
+
 # Regional compilation.
 
 

@@ -213,3 +213,15 @@ def test_copies_of_activations_keep_a_budget(
     assert [b for b in buckets if b.kind not in HOST_COPIES] == list(plain)
     assert {i for b in buckets for i in b.transfers} == set(range(len(graph.transfers)))
     assert max(alive_bytes(graph, buckets)) <= needed
+
+
+def test_shard_copy_waits_until_less_is_in_flight() -> None:
+    graph = problem([50.0] * 5, [gather(0, 320, 3), gather(1, 320, 4, host=True)])
+    buckets = (
+        Bucket(TransferKind.ALL_GATHER, ((0,),), 320, "g", WORLD, 0, 3),
+        Bucket(TransferKind.ALL_GATHER, ((1,),), 320, "g", WORLD, 3, 4),
+    )
+    for limit, launch in ((None, 2), (320, 3)):
+        copies = add_host_copies(graph, buckets, Line(), ScheduleLimits(in_flight=limit))
+        (copy,) = (b for b in copies if b.kind == TransferKind.COPY_TO_DEVICE)
+        assert (copy.launch, copy.wait) == (launch, 3)

@@ -41,6 +41,10 @@ def test_gather_with_all_waits_has_no_race() -> None:
     assert find_races(GATHER) == []
 
 
+def test_event_of_an_earlier_step_orders_nothing() -> None:
+    assert find_races([WaitEvent(7, COMPUTE), *GATHER]) == []
+
+
 @pytest.mark.parametrize(
     ("dropped", "expected"),
     [

@@ -52,3 +52,12 @@ def test_error_for_unknown_function_lists_functions_of_script(
     script.write_text(code)
     with pytest.raises(ValueError, match=f"has no function 'mak': {choices}$"):
         load_function(str(script), "mak")
+
+
+def test_script_runs_once_until_it_changes(tmp_path: Path) -> None:
+    script = tmp_path / "script_of_model.py"
+    script.write_text("class Net: ...\ndef make(): return Net()")
+    made: Any = load_function(str(script), "make")()
+    assert isinstance(made, load_function(str(script), "Net"))  # type: ignore[arg-type]
+    script.write_text("def make(): return 3  # changed")
+    assert load_function(str(script), "make")() == 3

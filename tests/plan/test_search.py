@@ -110,6 +110,15 @@ def test_caps_of_buckets_and_bytes_in_flight_are_kept(
         assert alive == ahead <= in_flight
 
 
+def test_averages_over_replicas_are_in_flight_with_reductions() -> None:
+    graph = problem(
+        [50.0] * 4, [reduction(0, 80, 1, 4, num_replicas=2), reduction(1, 80, 2, 4, num_replicas=2)]
+    )
+    most = 80 + 80 // WORLD - 1
+    buckets = find_schedule(graph, Line(), ScheduleLimits(cap=80, in_flight=most))
+    assert max(in_flight_bytes(graph, buckets)) <= most
+
+
 def _follow(problem: Problem, plan: Plan, num_others: int = 0) -> tuple[Bucket, ...]:
     """Follow `plan` in a graph with `num_others` additional parameters, which shift indices."""
     numbers = sorted({t.param for t in plan.problem.transfers if t.param is not None})

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 
 from graphshard.__main__ import main
-from graphshard.kinds import GraphKind
+from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.simulate import COMMUNICATION, COMPUTE
 from graphshard.show import Dump, DumpWriter
@@ -28,7 +28,7 @@ from graphshard.show.step import Phase, graph_names, training_step
 from graphshard.show.table import exposed_reason, is_notable
 from graphshard.show.trace import PID
 from tests.plan.dumps import by_hand, dump, dumps
-from tests.plan.problems import problem
+from tests.plan.problems import problem, reduction
 from tests.plan.test_show_measured import NAME, STEP, event, op
 
 EVIL = "</script><img src=x onerror=\"console.error('ran')\"><!--data-->.weight"
@@ -134,6 +134,12 @@ def test_step_counts_runs_of_graphs_in_profile() -> None:
     assert optimizer_us > 0 and step["predicted"]["peak_bytes"] == 220
     assert (step["measured_us"], evaluation["measured_us"]) == (800.0, 100.0)
     assert steps_data([], []) == []
+
+
+def test_optimizer_does_not_step_maxima_of_fp8_weights() -> None:
+    maxima = dataclasses.replace(reduction(0, 8, 1, 1), kind=TransferKind.ALL_REDUCE_MAX)
+    assert dump(problem([1.0], [maxima]), []).optimizer_us() == 0
+    assert dump(problem([1.0], [reduction(0, 8, 1, 1)]), []).optimizer_us() > 0
 
 
 def test_step_runs_last_of_graphs_with_same_parameters() -> None:

@@ -7,6 +7,7 @@ by `graphshard.shard`: parameters, buffers and RNG state are bitwise equal on ev
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -270,6 +271,13 @@ def test_sharded_model_is_saved_by_all_ranks(how: str, name: str, tmp_path: Path
         assert "state_dict" not in vars(model)
     # As in scripts for FSDP, only the first rank has a state dict.
     model.save_pretrained(f"{own}-given", state_dict=state, **settings)
+    # As in scripts for LoRA, which assign a method that selects what is saved.
+    model.state_dict = own_method = functools.partial(type(model).state_dict, model)
+    model.save_pretrained(f"{own}-assigned", **settings)
+    assert vars(model)["state_dict"] is own_method
+    if is_first:
+        loaded = type(BUILD[name]()).from_pretrained(f"{own}-assigned").state_dict()
+        assert loaded.keys() == state.keys()
 
 
 class _Part(torch.nn.Module, PyTorchModelHubMixin):

@@ -126,7 +126,10 @@ def parallelize(
         "offload_policy": CPUOffloadPolicy() if training.enable_cpu_offload else None,
         "compiler": compile_config.backend,
         **options,
-        "overrides": {**_expert_overrides(model, parallel_dims), **options.get("overrides", {})},
+        "overrides": {
+            **_expert_overrides(model, parallel_dims),
+            **(options.get("overrides") or {}),
+        },
     }
     dynamo_backend = backend(**options)
     if ac_config is not None:
