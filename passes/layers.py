@@ -89,7 +89,10 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 
 def _labels(nodes: Sequence[fx.Node]) -> Iterator[Hashable]:
-    """Yield a description of each node that is equal for corresponding nodes of equal layers."""
+    """Yield a label for each node; corresponding nodes of equal layers have equal labels.
+
+    A node that no layer may contain is its own label.
+    """
     modes = 0  # number of nodes so far that may have changed a mode
     place = 0  # position in a checkpoint's body, from 1; 0 outside
     for node in nodes:
@@ -234,9 +237,10 @@ def _num_reads(node: fx.Node, users: Iterable[fx.Node]) -> int:
 
 
 def _equal_layers(nodes: Sequence[fx.Node], repeat: Repeat, end: int) -> list[_Layer]:
-    """Return a repeat's layers, cut at the first position at which all are equal, or [].
+    """Return a repeat's layers, cut where one subgraph can first replace them all, or [].
 
-    Layers may extend into ``repeat.rest``, up to ``end``.
+    They must be equal and separate, and have distinct inputs. They may extend into
+    ``repeat.rest``, up to ``end``.
     """
     stop = min(repeat.stop + repeat.rest, end)
     for begin in range(repeat.start, repeat.start + 2 * repeat.length):

@@ -94,7 +94,7 @@ class CompiledCall:
     def root(self) -> nn.Module | None:
         """Return the compiled module or, for a function, the outermost module that it runs.
 
-        Return None if the function has run no module yet.
+        Return None if the function has called no module yet, or inside a nested compiled call.
         """
         if self.module is not None:  # bool(module) may be False, or raise
             return self.module

@@ -26,13 +26,19 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor import ir, lowering
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner, view_to_reshape
+from torch._inductor.compile_fx import (
+    compile_fx,
+    compile_fx_inner,
+    fake_tensor_prop,
+    view_to_reshape,
+)
 from torch._inductor.custom_graph_pass import (
     CustomGraphPass,
     CustomPartitionerFn,
     get_hash_for_files,
 )
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes import post_grad
 from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -41,6 +47,7 @@ from torch._logging import trace_structured
 from torch._ops import OpOverload
 
 from .kernel_order import KeepWaits
+from .tensors import fake_mode_of
 
 __all__ = [
     "CustomPartitionerFn",
@@ -216,16 +223,17 @@ def compile_rewritten(
 ) -> Any:
     """Compile a graph with Inductor after ``rewrite`` has changed each partitioned graph in place.
 
-    Inductor's post-grad passes run on the rewritten graphs.
+    ``rewrite`` gets the graphs with Inductor's fusions of operators. Inductor's other post-grad
+    passes run on the rewritten graphs.
     """
 
     def compile_inner(part: fx.GraphModule, part_inputs: Sequence[Any], **arguments: Any) -> Any:
-        view_to_reshape(part)  # Inductor's first pass, which skips the subgraphs that we make
-        if inductor_config._micro_pipeline_tp:  # fuses collectives and products, also of regions
-            micro_pipeline_tp_pass(part.graph)
+        _fuse_operators(part, part_inputs)
         rewrite(part)
         part.recompile()
-        return compile_fx_inner(part, part_inputs, **arguments)
+        # Our collectives must not be fused with other operators.
+        with inductor_config.patch(_micro_pipeline_tp=False, _fuse_ddp_communication=False):
+            return compile_fx_inner(part, part_inputs, **arguments)
 
     return _compile(gm, inputs, compile_inner, options)
 
@@ -236,16 +244,48 @@ def read_partitioned(
     read: Callable[[fx.GraphModule], object],
     options: Mapping[str, Any],
 ) -> Any:
-    """Trace a graph as Inductor would, and call ``read`` with each partitioned graph.
+    """Trace a graph, and call ``read`` with each graph that ``compile_rewritten`` would rewrite.
 
     The returned callable returns uninitialized tensors instead of the graph's results.
     """
 
-    def compile_inner(part: fx.GraphModule, _: Sequence[Any], **__: Any) -> Any:
+    def compile_inner(part: fx.GraphModule, part_inputs: Sequence[Any], **_: Any) -> Any:
+        _fuse_operators(part, part_inputs)
         read(part)
         return _uninitialized_results(part)
 
     return _compile(gm, inputs, compile_inner, {**options, "force_disable_caches": True})
+
+
+def _fuse_operators(part: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Run the post-grad passes that replace operators, on which times and memory depend."""
+    # In the order of ``_InProcessFxCompile.codegen_and_compile`` in torch/_inductor/compile_fx.py
+    # and ``post_grad_passes`` in torch/_inductor/fx_passes/post_grad.py. Inductor runs them again.
+    if all(node.op in ("placeholder", "output") for node in part.graph.nodes):
+        return
+    view_to_reshape(part)
+    placeholders = part.graph.find_nodes(op="placeholder")
+    # On GPUs, Inductor may have padded the rows of saved activations.
+    if any(map(_has_other_strides, placeholders, inputs)):
+        with torch.no_grad():
+            fake_tensor_prop(part, inputs)
+    fake_mode = fake_mode_of(node.meta.get("val") for node in part.graph.nodes)
+    with V.set_fake_mode(fake_mode):
+        if inductor_config.pattern_matcher:
+            post_grad.lazy_init()
+            post_grad.remove_noop_ops(part.graph)
+            for patterns in post_grad.pass_patterns:
+                patterns.apply(part.graph)
+        if inductor_config._micro_pipeline_tp:
+            micro_pipeline_tp_pass(part.graph)
+
+
+def _has_other_strides(placeholder: fx.Node, value: object) -> bool:
+    traced = placeholder.meta.get("val")
+    if not (isinstance(traced, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return False
+    # As text, because comparing symbolic strides could add guards.
+    return traced.layout is torch.strided and str(traced.stride()) != str(value.stride())
 
 
 def _compile(

@@ -37,7 +37,7 @@ class Free:
 
 @dataclass(frozen=True)
 class Work:
-    """A kernel, a copy or a collective."""
+    """A kernel, a copy, a collective, or the host's own work, such as a wait for the device."""
 
     name: str  # name of the kernel or operator
     stream: str

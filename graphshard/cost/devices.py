@@ -195,8 +195,8 @@ def find_hardware_or_default(name: str) -> Hardware:
         return find_hardware(name)
     except ValueError:
         warnings.warn(
-            f"graphshard: hardware {name!r} is not in the device table: using the rates of "
-            f"{DEFAULT} where none are measured (by `python -m graphshard calibrate`)",
+            f"graphshard: hardware {name!r} is not in the device table: rates that "
+            f"`python -m graphshard calibrate` has not measured are those of {DEFAULT}",
             stacklevel=2,
         )
         return HARDWARE[DEFAULT]

@@ -1,6 +1,7 @@
 """Rates of a machine (matrix products, memory, kernel launches, interconnects) and their JSON form.
 
-``devices`` has a table of common GPUs; ``calibrate`` measures a machine and writes the JSON form.
+``devices`` has a table of common GPUs and a CPU; ``calibrate`` measures a machine and writes the
+JSON form.
 """
 
 from __future__ import annotations

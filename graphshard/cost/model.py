@@ -197,7 +197,10 @@ def optimizer_passes(num_states: int) -> int:
 
 
 def _all_to_all_us(link: Interconnect, num_bytes: float, num_sharing: int) -> float:
-    """Return the time of an all-to-all; ``num_sharing`` ranks share a ring's bandwidth."""
+    """Return the time of an all-to-all at its own rate or, without one, a reduce-scatter's.
+
+    In the second case, ``num_sharing`` ranks share the bandwidth of a ring.
+    """
     if ALL_TO_ALL in link.bus:
         return link.bus[ALL_TO_ALL].us(num_bytes)
     return link.bus[TransferKind.REDUCE_SCATTER].us(num_bytes) * num_sharing

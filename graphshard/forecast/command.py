@@ -133,7 +133,9 @@ def _write(option: str, path: Path | None, make: Callable[[], str]) -> None:
     try:
         write_whole(path, text)
     except OSError as error:
-        raise ValueError(f"cannot write {option} {path}: {error}") from error
+        raise ValueError(
+            f"cannot write {option} {path}: {error.strerror}: choose a file in a writable folder"
+        ) from error
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

@@ -1,6 +1,6 @@
 """Trace the graphs of a training step with fake tensors and fake ranks.
 
-    workload ─► model of fake tensors ─► shards of rank 0 in a fake group ─► all passes of Inductor
+    workload ─► model of fake tensors ─► shards of rank 0 in a fake group ─► AOTAutograd, partition
              ─► each graph as a ``Problem``, priced for the machine and for faster ones
 
 Tensors are on the CPU; only the prices are those of the machine, because a simulated GPU

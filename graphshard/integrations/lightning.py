@@ -79,8 +79,8 @@ def configure(
     """
     if model is owner:
         raise ValueError(
-            "Lightning calls training_step instead of the LightningModule's forward: pass to "
-            "configure() the module that training_step calls, such as self.net"
+            "configure() got the LightningModule itself, whose forward Lightning does not call: "
+            "pass the module that training_step calls, such as self.net"
         )
     if not is_sharded(model):
         strategy = owner.trainer.strategy

@@ -79,7 +79,7 @@ def packed(call: Call, shard: Value, dim: int) -> Any:
 
 
 def packed_shape(shape: torch.Size) -> torch.Size:
-    """Return the shape of a matrix that ``packed`` has cast."""
+    """Return the shape of the result of ``packed`` for a matrix of the given shape."""
     rows, columns = shape
     return torch.Size([rows, columns + columns // BLOCK])
 

@@ -47,8 +47,8 @@ def assign_matrices(
     """Assign each matrix to an owner and a bucket; return the buckets in the order of exchange.
 
     Args:
-        max_bytes_per_rank: limit for a bucket's size in bytes, divided by the number of ranks. A
-            bucket may exceed it to contain ``num_ranks`` matrices.
+        max_bytes_per_rank: limit of a bucket's total size in ``WIRE_DTYPE``, divided by
+            ``num_ranks``. A bucket of at most ``num_ranks`` matrices may exceed it.
     """
     buckets: list[MatrixBatch] = []
     pending: list[Owned] = []

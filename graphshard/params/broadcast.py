@@ -20,8 +20,9 @@ from .trained_module import mesh_groups_of
 def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
     """Broadcast ``tensor``, in place, from the first rank that should have the same values.
 
-    That is the mesh's first rank or, if the model is split over other axes, too, the first of the
-    ranks with the same split. All of these ranks must call this.
+    That is the first of all ranks of the model. If ``tensor`` is a DTensor, or has its own mesh in
+    ``overrides``, it is the first rank of ``groups.mesh``. All ranks with these values must call
+    this.
     """
     is_part = isinstance(tensor, DTensor) or groups.default is not None
     group = process_group(groups.data_ranks if is_part else groups.all_ranks)

@@ -204,10 +204,11 @@ def refusing_stale_forwards(compiled: Callable[..., _R]) -> Callable[..., _R]:
 
 
 def _find_saved(outputs: Sequence[object], args: Sequence[object]) -> _Saved | None:
-    """Hook the backward of a graph and return the shards that it saves; None if not training.
+    """Hook the backward of a graph, and find the inputs that are shards saved for it.
 
-    The hook raises if the parameter of a saved shard has changed. Once a graph saves a shard, all
-    optimizer steps increment the versions of DTensors.
+    Return None if the graph does not train. The hook raises if the parameter of a saved shard has
+    changed. Once a graph saves a shard, every optimizer step increments the versions of the
+    DTensors that have gradients.
     """
     # A graph may return its inputs, whose nodes belong to other graphs.
     nodes = set(compiled_nodes(outputs)).difference(compiled_nodes(args))

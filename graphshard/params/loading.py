@@ -96,7 +96,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _shard_of(full: torch.Tensor, spec: ParamSpec) -> DTensor:
-    """Return a DTensor of this rank's part of ``full``, on the shard's device or on meta."""
+    """Return a DTensor of this rank's part of ``full``, on the shard's device (meta if it is)."""
     if spec.rows is None or spec.host_memory is not None or full.is_meta:
         return spec.dtensor(spec.padded_shard(full))
     return spec.dtensor(spec.padded(full[spec.part].to(spec.groups.device)))

@@ -9,7 +9,8 @@ Graphs use the shard because flattening, wrapping and guarding a DTensor costs m
 hooks. Autograd accumulates into the shard; a hook moves the gradient to the DTensor and runs the
 DTensor's own hooks. Calls that replace a parameter's storage (``to_empty``, ``.to``,
 ``p.data = x``, ``load_state_dict(assign=True)``, ``copy.deepcopy``) attach a new shard, as FSDP2's
-``reset_sharded_param`` does; if a DTensor is replaced by other means, the next step raises.
+``reset_sharded_param`` does. A DTensor of the same layout that the user assigns to a module gets a
+shard in the next forward, which raises for any other replacement.
 
 [Note: unreduced gradients] Gradients of microbatches that are not reduced, or not yet averaged over
 replicas, add up in accumulators. A marker takes an accumulator's stand-in: a tensor that requires a

@@ -158,9 +158,11 @@ def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list
     """Return the parameter names of each param group; tied ones have their first name."""
     names = {param: plain_name(name) for name, param in root.named_parameters()}
     groups = [group["params"] for group in optim.param_groups]
-    if any(param not in names for group in groups for param in group):
+    unknown = [tuple(param.shape) for group in groups for param in group if param not in names]
+    if unknown:
         raise ValueError(
-            "optim has a parameter that model does not have: pass this model's optimizer"
+            f"optim has parameters that model does not have, with shapes {unknown}: pass this "
+            "model's optimizer, created after any load_state_dict(assign=True)"
         )
     return [[names[param] for param in group] for group in groups]
 

@@ -102,8 +102,8 @@ def compile_traced(
     If the graphs communicate, their groups' call logs record every call of the result.
 
     Raises:
-        BackendError: ranks compile graphs with different communication, or no schedule fits the
-            memory budget.
+        BackendError: ranks compile graphs with different communication, a rank has left or does
+            not arrive in time, or no schedule fits the memory budget.
         ValueError: as :func:`choose_saving`.
     """
     start_s = time.perf_counter()
@@ -235,7 +235,10 @@ def _by_inductor(
     traced: TracedGraph, lowering: Lowering, inductor_options: Mapping[str, Any]
 ) -> Runnable:
     settings = lowering.settings
+    # Torch does not cache graphs for a pass without a key, but does for such a partitioner.
+    uncached = {} if settings.caches_graphs else {"force_disable_caches": True}
     patches = {
+        **uncached,
         **options_of_plans(settings.device, lowering.report_code),
         **with_planned_order(inductor_options),
         **(KEEP_HOST_COPIES if settings.may_offload_activations else {}),
@@ -316,8 +319,6 @@ class Lowering:
                 self.has_loaded = True
                 self._plans[kind] = plan
                 self._dump(plan)
-        if GraphKind.FORWARD in self._plans:
-            self._plans.pop(GraphKind.INFERENCE, None)  # a subgraph's plan
         return [self._plans[kind] for kind in GraphKind if kind in self._plans]
 
     def _dump(self, plan: Plan) -> None:

@@ -73,7 +73,7 @@ def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
     graph.lint()
     left = [node.name for node in graph.nodes if node.target in markers.MARKERS]
     if left:
-        raise AssertionError(f"markers {left} were not lowered")
+        raise AssertionError(f"the {plan.graph} graph has markers that were not lowered: {left}")
     planned, in_graph = _planned_events(plan), _graph_events(graph)
     if planned != in_graph:
         raise AssertionError(f"the plan has {planned}, but the graph has {in_graph}")

@@ -222,7 +222,8 @@ def compare_reductions(
 ) -> ReductionChoice:
     """Compare a ring with an exchange for gradients that ``may_exchange`` allows.
 
-    An exchange must take less time on the link and no more time on the compute lane. It then wins
+    An exchange must take less time on the link, even if ``EXCHANGE_MARGIN`` times as long as
+    predicted, and no more compute time, including the slowdown by the collective. It then wins
     whether or not compute hides it, even if all links or all kernels are slower than predicted.
     """
     ring, exchange = (

@@ -78,9 +78,9 @@ def _graph_memory(problem: Problem, budget: int | None) -> _GraphMemory:
 def _hold(
     memory: tuple[_GraphMemory, _GraphMemory], in_forward: Transfer, in_backward: Transfer
 ) -> bool:
-    """Reserve memory from the last use in forward to the first in backward, if there is room.
+    """Reserve memory for a parameter from its last use in forward to its first in backward.
 
-    Return whether the memory was reserved.
+    Return whether there was room in both graphs; if not, reserve nothing.
     """
     end, num_bytes = len(memory[0].alive.by_point), in_backward.num_bytes
     after_use = Span(launches(in_forward.last + 1), end, num_bytes)

@@ -45,10 +45,14 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
     placed: list[Bucket] = []
     for bucket, bounds, wait in zip(buckets, ranges, due):
         if bounds.earliest > bounds.latest:
+            fqns = {param.input: param.fqn for param in plan.params}
+            own = (problem.transfers[i].param for i in bucket.transfers)
+            names = dict.fromkeys(fqns[params[i].input] for i in own if i is not None)
             raise BackendError(
-                f"the {problem.graph} graph cannot follow the first rank's plan: {bucket} cannot "
-                f"be launched before step {bounds.earliest}, but must be by step {bounds.latest}. "
-                "Use the same model and similar batches on all ranks"
+                f"the {problem.graph} graph cannot follow the first rank's plan: the {bucket.kind} "
+                f"of {', '.join(names) or 'fp8 maxima'} cannot be launched before step "
+                f"{bounds.earliest}, but must be launched by step {bounds.latest}. Use the same "
+                "model and similar batches on all ranks"
             )
         launch = min(max(bucket.launch, bounds.earliest), bounds.latest)
         wait = wait if wait < end else min(max(bucket.wait, launch), end)

@@ -37,7 +37,9 @@ def _write(path: Path, page: str) -> None:
     try:
         write_whole(path, page)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write --html {path}: {error}") from error
+        raise argparse.ArgumentTypeError(
+            f"cannot write --html {path}: {error.strerror}: choose a file in a writable folder"
+        ) from error
 
 
 def _files(path: Path) -> list[Path]:

@@ -289,7 +289,7 @@ def _blocking_limit(dump: Dump, bucket: Bucket) -> str | None:
 
 
 def saving_table(choice: SavingChoice) -> str:
-    """Return a table of the candidates, with a verdict on each."""
+    """Return a titled table of the strategies that ``choice`` tried, with a verdict on each."""
     rows = tabulate(saving_rows(choice), headers="keys", disable_numparse=True)
     return "\n".join([saving_title(choice), "", rows, *choice.notes])
 

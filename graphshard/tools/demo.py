@@ -134,7 +134,10 @@ def _print(text: str, end: str = "\n") -> None:
 
 
 def run_rank(settings: Settings) -> None:
-    """Train and compare; runs on every rank, prints on rank 0."""
+    """Train with graphshard, DDP and FSDP2 on this rank; rank 0 prints a comparison.
+
+    Rank 0 also writes the page, if ``settings.html`` is set.
+    """
     log_only_errors()  # compiled DDP causes warnings
     device = torch.device("cpu")
     if settings.device == "cuda":

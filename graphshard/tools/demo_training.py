@@ -119,7 +119,7 @@ def _gather(values: Sequence[float], device: torch.device) -> torch.Tensor:
 
 
 def _storage_bytes(values: Iterable[object]) -> int:
-    """Return the size of all tensors (shards of DTensors) in bytes, counting each storage once."""
+    """Return the bytes of the storages of all tensors or DTensors' shards, each counted once."""
     sizes: dict[int, int] = {}
     for value in values:
         local = value.to_local() if isinstance(value, DTensor) else value

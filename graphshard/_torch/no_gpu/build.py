@@ -1,6 +1,6 @@
 """Compile ``no_gpu.cpp`` against the installed torch, once per version of each.
 
-Relies on its imports.
+Relies on this module's imports, and on ``include`` and ``lib/libtorch_cpu.so`` in torch's folder.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ def _stand_in_for_scaled_mm() -> None:
             offset = matrix.storage_offset() * matrix.element_size()
             if offset % 16:
                 raise ValueError(
-                    f"_scaled_mm: {name} begins at byte {offset} of its storage, but cuBLASLt "
-                    "requires a multiple of 16: clone() it"
+                    f"_scaled_mm: its argument {name!r} begins at byte {offset} of its storage, "
+                    "but cuBLASLt requires a multiple of 16: pass a clone()"
                 )
         made = torch.ops.aten._scaled_mm.default(*args, **kwargs)
         assert made.shape == out.shape and made.dtype == out.dtype
