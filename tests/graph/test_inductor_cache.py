@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._logging import _internal as torch_logging
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
 from graphshard._torch.inductor import cache_dir
@@ -180,3 +180,13 @@ def _check_log(text: str) -> None:
         for kind in ("plan", "table"):
             assert text.count(f'"name": "graphshard_{graph}_{kind}"') == 1
         assert f"{graph} {compiled}: {num_params} parameters" in text
+
+
+def test_graphs_planned_with_node_cost_are_not_cached(mesh: DeviceMesh) -> None:
+    for _ in range(2):
+        torch._dynamo.reset()
+        schedule = graphshard.SchedulePolicy(node_cost=lambda _: 1.0)  # has no key
+        backend = graphshard.backend(mesh, schedule=schedule)
+        compiled = torch.compile(MLP(), backend=backend, fullgraph=True)
+        compiled(MLP.batch(torch.Generator().manual_seed(0))).backward()
+        assert backend.metrics()["num_cache_hits"] == 0

@@ -15,9 +15,10 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard
-from graphshard._torch.inductor import compile_rewritten
+from graphshard._torch.inductor import _fuse_operators, compile_rewritten
 from graphshard.pipeline import run_passes
 from graphshard.planning.plan import Plan
 
@@ -132,3 +133,12 @@ def test_collectives_of_async_tensor_parallelism_are_fused_before_planning(group
     with _test_mode(), config.patch(_micro_pipeline_tp=True), on_cpu:
         gathered_product(x, w)
     assert any("fused_all_gather_matmul" in str(node.target) for node in lowered[0].nodes)
+
+
+def test_planned_graph_has_strides_of_given_inputs(mesh: DeviceMesh) -> None:
+    gm = make_fx(lambda x: x.relu(), tracing_mode="fake")(torch.ones(4, 6))
+    placeholder, relu, _ = gm.graph.nodes
+    with placeholder.meta["val"].fake_mode:
+        given = torch.empty_strided((4, 6), (1, 4))
+    _fuse_operators(gm, [given])
+    assert relu.meta["val"].stride() == given.stride()
