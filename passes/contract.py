@@ -27,7 +27,7 @@ class Stage(StrEnum):
     JOINT = "joint"  # forward and backward in one graph
     PARTITIONED = "partitioned"  # the forward graph; the backward graph is in the context
     FINAL = "final"  # a forward, backward or inference graph
-    LOWERED = "lowered"  # the same graph with its collectives, before the compiler's own passes
+    LOWERED = "lowered"  # the same graph with its collectives, before the compiler's other passes
 
 
 class Fact(StrEnum):
