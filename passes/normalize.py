@@ -11,14 +11,13 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import fx
 
 from graphshard._torch.aot_graphs import outputs_of
 from graphshard._torch.tensors import fake_mode_of, returns_nothing
 from graphshard.ops import markers
 from graphshard.ops.bucket_copy import copy_out
-from graphshard.ops.nodes import is_random, is_view, root_of
+from graphshard.ops.nodes import is_view, root_of
 from graphshard.passes.contract import PassContext
 
 
@@ -27,7 +26,7 @@ def normalize(gm: fx.GraphModule, context: PassContext) -> None:
     graph = gm.graph
     _raise_inputs(graph)
     _raise_scales(graph)
-    _raise_returned(graph)
+    _raise_returned_views(graph)
     _sink_gathered(graph)
     _fill_values(graph)
 
@@ -47,25 +46,15 @@ def _raise_scales(graph: fx.Graph) -> None:
             first.prepend(node)
 
 
-def _raise_returned(graph: fx.Graph) -> None:
-    """Move returned views and pointwise values right after the nodes that compute their inputs."""
-    # Inductor then computes a viewed value in the layout that its views need. If another kernel
-    # read the value first, Inductor would write it twice. The partitioner leaves values that
-    # backward would compute, such as 1/n of a norm's scale, at the end of forward, where they would
-    # be outside their layers' regions, in kernels of their own.
-    returned = {node for node in outputs_of(graph) if isinstance(node, fx.Node)}
-    for node in list(filter(returned.__contains__, graph.nodes)):
-        if is_view(node) and not _is_gathered(node) and root_of(node).op == "call_function":
+def _raise_returned_views(graph: fx.Graph) -> None:
+    """Move returned views right after the node that computes their memory."""
+    # Inductor then computes the value in the layout that the views need. If another kernel read the
+    # value first, Inductor would write it twice.
+    for node in outputs_of(graph):
+        if not isinstance(node, fx.Node) or _is_gathered(node):
+            continue
+        if root_of(node).op == "call_function":
             _raise_view(node)
-        elif _is_pointwise(node):
-            latest = max(node.all_input_nodes)  # in graph order
-            if latest.op == "call_function" and not _is_gathered(latest):
-                latest.append(node)
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return is_pointwise and bool(node.all_input_nodes) and not is_random(node)
 
 
 def _raise_view(node: fx.Node) -> None:

@@ -80,17 +80,6 @@ def test_returned_views_move_to_their_sources(group: str) -> None:
         assert targets(build.graph) == [mul, t, t, mul] and product.next.next is view
 
 
-def test_returned_pointwise_value_moves_to_its_sources(group: str) -> None:
-    build = Builder(group)
-    x = build.primal(8, 8)
-    scale = build.call(RELU, build.call(MM, x, x))
-    product = build.call(MM, scale, x)
-    early, of_input = build.call(mul, scale, 0.5), build.call(mul, x, 0.5)
-    build.module(product, early, of_input)
-    _normalize(build.graph)
-    assert targets(build.graph) == [MM, RELU, mul, MM, mul] and scale.next is early
-
-
 MM, RELU = torch.ops.aten.mm.default, torch.ops.aten.relu.default
 SIZE = 64 * 64 * 4
 """Bytes of a 64 x 64 float32 matrix, the tensor in most tests below."""
