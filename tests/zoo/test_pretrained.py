@@ -270,7 +270,7 @@ def test_sharded_model_is_saved_by_all_ranks(how: str, name: str, tmp_path: Path
             assert all(torch.equal(value, state[key]) for key, value in loaded.items())
         assert "state_dict" not in vars(model)
     # As in scripts for FSDP, only the first rank has a state dict.
-    model.save_pretrained(f"{own}-given", state_dict=state, **settings)
+    model.save_pretrained(f"{own}-given", state_dict=dict(state), **settings)
     # As in scripts for LoRA, which assign a method that selects what is saved.
     model.state_dict = own_method = functools.partial(type(model).state_dict, model)
     model.save_pretrained(f"{own}-assigned", **settings)
