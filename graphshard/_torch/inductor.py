@@ -227,7 +227,7 @@ def compile_rewritten(
     passes run on the rewritten graphs.
     """
 
-    def compile_inner(part: fx.GraphModule, part_inputs: Sequence[Any], **arguments: Any) -> Any:
+    def compile_part(part: fx.GraphModule, part_inputs: Sequence[Any], **arguments: Any) -> Any:
         _fuse_operators(part, part_inputs)
         rewrite(part)
         part.recompile()
@@ -235,26 +235,29 @@ def compile_rewritten(
         with inductor_config.patch(_micro_pipeline_tp=False, _fuse_ddp_communication=False):
             return compile_fx_inner(part, part_inputs, **arguments)
 
-    return _compile(gm, inputs, compile_inner, options)
+    return _compile(gm, inputs, compile_part, options)
 
 
 def read_partitioned(
     gm: fx.GraphModule,
     inputs: Sequence[object],
-    read: Callable[[fx.GraphModule], object],
+    read: Callable[[fx.GraphModule], object] | None,
     options: Mapping[str, Any],
 ) -> Any:
     """Trace a graph, and call ``read`` with each graph that ``compile_rewritten`` would rewrite.
 
+    If ``read`` is None, partition the graph only.
+
     The returned callable returns uninitialized tensors instead of the graph's results.
     """
 
-    def compile_inner(part: fx.GraphModule, part_inputs: Sequence[Any], **_: Any) -> Any:
-        _fuse_operators(part, part_inputs)
-        read(part)
+    def read_part(part: fx.GraphModule, part_inputs: Sequence[Any], **_: Any) -> Any:
+        if read is not None:
+            _fuse_operators(part, part_inputs)
+            read(part)
         return _uninitialized_results(part)
 
-    return _compile(gm, inputs, compile_inner, {**options, "force_disable_caches": True})
+    return _compile(gm, inputs, read_part, {**options, "force_disable_caches": True})
 
 
 def _fuse_operators(part: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -291,13 +294,13 @@ def _has_other_strides(placeholder: fx.Node, value: object) -> bool:
 def _compile(
     gm: fx.GraphModule,
     inputs: Sequence[object],
-    compile_inner: Callable[..., Any],
+    compile_part: Callable[..., Any],
     options: Mapping[str, Any],
 ) -> Any:
     return compile_fx(
         gm,
         inputs,  # type: ignore[arg-type]
-        inner_compile=compile_inner,
+        inner_compile=compile_part,
         config_patches=dict(options),
         decompositions=_decompositions_for(inputs),
     )

@@ -263,6 +263,11 @@ _ticking = threading.Lock()
 _ended = threading.Event()
 
 
+def _all_watchers() -> list[Watcher]:
+    with _registering:
+        return list(_watchers)
+
+
 def _start_ticking() -> None:
     if _ticking.acquire(blocking=False):
         threading.Thread(target=_tick_all, name="graphshard ticks", daemon=True).start()
@@ -270,9 +275,7 @@ def _start_ticking() -> None:
 
 def _tick_all() -> None:
     while not _ended.wait(TICK_S):
-        with _registering:
-            watchers = list(_watchers)
-        for watcher in watchers:
+        for watcher in _all_watchers():
             watcher.tick()
 
 
@@ -280,5 +283,5 @@ def _tick_all() -> None:
 def _stop_all() -> None:
     # A thread that returns from C++ while the interpreter exits would crash the process.
     _ended.set()
-    for watcher in list(_watchers):
+    for watcher in _all_watchers():
         watcher.stop()

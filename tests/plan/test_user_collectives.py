@@ -67,7 +67,8 @@ def test_launch_moves_to_its_side_of_user_collective() -> None:
 
 
 def test_gradient_ready_on_other_side_is_an_error() -> None:
-    with pytest.raises(BackendError, match="before step 2, but must be launched by st"):
+    error = "cannot be launched before step 2, but must be launched by st"
+    with pytest.raises(BackendError, match=error):
         place_buckets(_plan(1, ready=2).problem, PARAMS, _plan(2))
 
 
