@@ -21,10 +21,10 @@ from torch import fx
 
 from graphshard._torch.aot_graphs import graph_kind
 from graphshard._torch.inductor import call_subgraph, lookup_seed, uses_channels_last
-from graphshard._torch.tensors import OpOverload, returns_nothing, writes_arguments
-from graphshard.cost.fusion import GraphValues, unmaterialized_values
-from graphshard.ops.nodes import PLANNED, is_random, is_view, replace_in_output
+from graphshard.cost.fusion import GraphValues
+from graphshard.ops.nodes import PLANNED, replace_in_output
 from graphshard.passes.contract import PassContext
+from graphshard.passes.region_borders import is_pure, recompute_at_users
 from graphshard.planning.plan import Regions
 from graphshard.planning.repeats import find_repeats, pieces
 
@@ -69,7 +69,7 @@ def _find_regions(graph: fx.Graph) -> list[_Region]:
         if keeps_layouts or all(n.target is not conv for n in compute[repeat.start : repeat.stop])
         for piece in pieces(repeat, cuts)
     ]
-    regions = map(_Region, _recompute_at_users(graph, runs))
+    regions = map(_Region, recompute_at_users(graph, runs))
     large = [region for region in regions if len(region.nodes) >= _LEAST_NODES]
     num_equal = Counter(region.key for region in large)
     return [region for region in large if num_equal[region.key] > 1 and region.outputs]
@@ -102,7 +102,7 @@ def _may_be_inside(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return _may_be_inside(node.args[0])  # type: ignore[arg-type]  # the tuple's node
-    return bool(node.all_input_nodes) and _is_pure(node)
+    return bool(node.all_input_nodes) and is_pure(node)
 
 
 def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
@@ -266,130 +266,3 @@ def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
     view = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, seed, seed + 1))
     view.meta = {"val": _value(node, seed)}
     return view
-
-
-# --- borders: values that a region does not return -----------------------------------------------
-
-# [Note: borders] A compiler assumes that the results of a subgraph call own their memory. A region
-# therefore returns no view of its inputs or of its other results; users make the view themselves.
-# It also returns no pointwise value at least as large as the values that it is computed from.
-# Without regions, such a value is never in memory: every kernel that reads it recomputes it.
-#
-#     before   region a: h = mm(..)   f = h.float()   m = f.mean()   v = h.t()
-#              region b: f - m   mm(v, ..)
-#     after    region a: h = mm(..)   f = h.float()   m = f.mean()
-#              region b: f = h.float()   f - m   v = h.t()   mm(v, ..)
-
-_NAMESPACES = ("aten", "prims", "graphshard")
-
-
-def _is_pure(node: fx.Node) -> bool:
-    """Return whether a node calls an op of ``_NAMESPACES`` that only computes tensors."""
-    op = node.target
-    if not isinstance(op, OpOverload) or op.namespace not in _NAMESPACES:
-        return False
-    return not (writes_arguments(op) or returns_nothing(op)) and _has_tensors(node.meta.get("val"))
-
-
-def _has_tensors(value: object) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(part is None or isinstance(part, torch.Tensor) for part in value)
-    return isinstance(value, torch.Tensor)
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Return whether a node's value shares the memory of another node's."""
-    if node.target is operator.getitem:
-        return _is_view(node.args[0])  # type: ignore[arg-type]  # the tuple's node
-    return is_view(node) or node.target is torch.ops.aten._unsafe_view.default
-
-
-def _is_constant(node: fx.Node) -> bool:
-    """Return whether a node takes no inputs and makes the same tensor every time."""
-    made = node.op == "call_function" and not node.all_input_nodes
-    return made and _is_pure(node) and not is_random(node)
-
-
-def _as_large_as_sources(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inlined pointwise values that are at least as large as their sources together.
-
-    Excludes random values, and values computed from memory that the graph writes to.
-    """
-    values = GraphValues(graph)
-    # Memory that changes: recomputing a value from it might give another result.
-    written = {
-        values.roots[argument]
-        for node in graph.nodes
-        if writes_arguments(node.target)
-        for argument in node.all_input_nodes
-    }
-    reads: dict[fx.Node, frozenset[fx.Node]] = {}
-    inlined = unmaterialized_values(values).inlined  # all others are in memory anyway
-    for node in filter(inlined.__contains__, graph.nodes):
-        roots = [values.roots[source] for source in node.all_input_nodes]
-        read = frozenset[fx.Node]().union(*(reads.get(root, {root}) for root in roots))
-        is_large = sum(values.num_bytes[root] for root in read) <= values.num_bytes[node]
-        is_pointwise = torch.Tag.pointwise in node.target.tags and not is_random(node)
-        if is_pointwise and is_large and read.isdisjoint(written):
-            reads[node] = read
-    return set(reads)
-
-
-def _recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Make users outside a run recompute values that its region does not return.
-
-    See [Note: borders].
-
-    Returns:
-        The nodes of each run in graph order, including new copies and excluding erased nodes.
-    """
-    home = {node: i for i, run in enumerate(runs) for node in run}
-    recomputation = _Recomputation(graph, home)
-    for node in list(graph.nodes):
-        own = {used: recomputation.copy_for(node, used) for used in node.all_input_nodes}
-        if any(used is not copy for used, copy in own.items()):
-            # All at once: see ``replace_in_output``.
-            node.args = fx.map_arg(node.args, own.__getitem__)
-            node.kwargs = fx.map_arg(node.kwargs, own.__getitem__)
-    for node in reversed(graph.nodes):
-        if not node.users and recomputation.may_be_copied(node):
-            home.pop(node, None)
-            graph.erase_node(node)
-    nodes: list[list[fx.Node]] = [[] for _ in runs]
-    for node in graph.nodes:
-        if node in home:
-            nodes[home[node]].append(node)
-    return nodes
-
-
-class _Recomputation:
-    """Copies of nodes for users outside the nodes' regions; copies in regions join ``home``."""
-
-    def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
-        self._graph, self._home = graph, home
-        self._recomputed = _as_large_as_sources(graph)
-        self._copies: dict[tuple[int | None, fx.Node], fx.Node] = {}
-
-    def copy_for(self, user: fx.Node, used: fx.Node) -> fx.Node:
-        """Return the node for ``user`` to read: ``used``, or a copy shared within its region."""
-        place = self._home.get(user)
-        if not self._is_needed(used, place):
-            return used
-        key = place, used
-        if key not in self._copies:
-            sources = {source: self.copy_for(user, source) for source in used.all_input_nodes}
-            with self._graph.inserting_before(user):
-                copy = self._graph.node_copy(used, sources.__getitem__)
-            self._copies[key] = copy
-            if place is not None:
-                self._home[copy] = place
-        return self._copies[key]
-
-    def may_be_copied(self, node: fx.Node) -> bool:
-        is_not_returned = _is_view(node) or node in self._recomputed
-        return _is_constant(node) or (node in self._home and is_not_returned)
-
-    def _is_needed(self, used: fx.Node, place: int | None) -> bool:
-        if _is_constant(used):
-            return place is not None
-        return self.may_be_copied(used) and self._home[used] != place

@@ -201,7 +201,8 @@ lookup_seed = torch.ops.prims.inductor_lookup_seed.default
 def call_subgraph(graph: fx.Graph, name: str, arguments: Sequence[fx.Node]) -> fx.Node:
     """Insert a call of a graph's submodule, which Inductor compiles once for all of its calls.
 
-    See ``InvokeSubgraph`` in torch/_inductor/ir.py. No result may be a view: see passes/regions.py.
+    See ``InvokeSubgraph`` in torch/_inductor/ir.py. No result may be a view, as
+    passes/region_borders.py explains.
     """
     owner: Any = graph.owning_module
     output = getattr(owner, name).graph.output_node()
