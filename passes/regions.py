@@ -12,8 +12,8 @@ inline, and fuses with its neighbors.
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,15 @@ from torch import fx
 
 from graphshard._torch.aot_graphs import graph_kind
 from graphshard._torch.inductor import call_subgraph, lookup_seed, uses_channels_last
+from graphshard._torch.tensors import writes_arguments
 from graphshard.cost.fusion import GraphValues
-from graphshard.ops.nodes import PLANNED, replace_in_output
+from graphshard.ops.nodes import (
+    PLANNED,
+    is_random,
+    replace_in_output,
+    root_of,
+    users_through_views,
+)
 from graphshard.passes.contract import PassContext
 from graphshard.passes.region_borders import is_pure, recompute_at_users
 from graphshard.planning.plan import Regions
@@ -72,7 +79,8 @@ def _find_regions(graph: fx.Graph) -> list[_Region]:
     regions = map(_Region, recompute_at_users(graph, runs))
     large = [region for region in regions if len(region.nodes) >= _LEAST_NODES]
     num_equal = Counter(region.key for region in large)
-    return [region for region in large if num_equal[region.key] > 1 and region.outputs]
+    shared = [region for region in large if num_equal[region.key] > 1 and region.outputs]
+    return _with_returned_values(graph, shared)
 
 
 def _count(graph: fx.Graph, shared: Sequence[_Region]) -> Regions:
@@ -266,3 +274,51 @@ def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
     view = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, seed, seed + 1))
     view.meta = {"val": _value(node, seed)}
     return view
+
+
+# --- values that only the graph's output reads ----------------------------------------------------
+
+
+def _with_returned_values(graph: fx.Graph, regions: Sequence[_Region]) -> list[_Region]:
+    """Extend regions by pointwise values of theirs that are only returned, and move these nodes.
+
+    Regions that would no longer be equal stay as they are.
+    """
+    # A forward graph ends with values that only backward reads, such as 1/n of each norm's scale.
+    # Outside of the regions, each would be a kernel.
+    home = {node: i for i, region in enumerate(regions) for node in region.nodes}
+    added: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in _only_returned(graph, home):
+        places = {home.get(used) for used in node.all_input_nodes}
+        if len(places) == 1 and (place := places.pop()) is not None:
+            home[node] = place
+            added[place].append(node)
+    extended = [_Region([*region.nodes, *added[i]]) for i, region in enumerate(regions)]
+    keys: dict[RegionKey, set[RegionKey]] = defaultdict(set)
+    for before, after in zip(regions, extended):
+        keys[before.key].add(after.key)
+    for i, region in enumerate(regions):
+        if len(keys[region.key]) > 1:
+            extended[i] = region
+            continue
+        for node in reversed(added[i]):
+            region.nodes[-1].append(node)
+    return extended
+
+
+def _only_returned(graph: fx.Graph, home: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """Return the pointwise nodes outside of regions that only the output needs, in graph order."""
+    found: dict[fx.Node, None] = {}
+    for node in reversed(graph.nodes):
+        may_join = node not in home and _may_be_inside(node) and _may_run_earlier(node)
+        if may_join and all(user.op == "output" or user in found for user in node.users):
+            found[node] = None
+    return list(reversed(found))
+
+
+def _may_run_earlier(node: fx.Node) -> bool:
+    """Return whether a node computes a pointwise value of memory that the graph does not write."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or is_random(node):
+        return False
+    users = (user for used in node.all_input_nodes for user in users_through_views(root_of(used)))
+    return not any(writes_arguments(user.target) for user in users)

@@ -245,6 +245,32 @@ def test_values_are_computed_before_write_to_their_input() -> None:
     assert torch.equal(gm(*[t.clone() for t in inputs]), expected)
 
 
+@pytest.mark.parametrize(
+    ("num_returned", "writes", "num_outside"), [(9, False, 0), (8, False, 8), (9, True, 9)]
+)
+def test_values_only_returned_are_computed_in_regions(
+    num_returned: int, writes: bool, num_outside: int
+) -> None:
+    def deep(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        sums = []
+        for w in weights:
+            x = _layer(x, w)
+            sums.append(x.sum(0))
+        if writes:
+            for total in sums:
+                aten.add_.Tensor(total, 1)
+        return (x, *sums, *(aten.sqrt.default(total).abs() for total in sums[:num_returned]))
+
+    inputs = _inputs()
+    gm = _traced(deep, *inputs)
+    expected = gm(*inputs)
+    # With a square root in eight of the nine layers, the ninth could not share their region.
+    assert _shared(gm).num_compiled_regions == 1
+    assert len(gm.graph.find_nodes(op="call_function", target=aten.sqrt.default)) == num_outside
+    for ours, theirs in zip(gm(*inputs), expected):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("changes", [True, False])
 def test_convolutions_are_shared_only_if_layouts_are_kept(changes: bool) -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
