@@ -6,6 +6,7 @@ scratch folder next to the target, and one rename puts the result in place.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,20 @@ def write_whole(path: Path, text: str) -> None:
     """
     with whole(path) as scratch:
         scratch.write_text(text)
+
+
+def write_output(option: str, path: Path, text: str) -> None:
+    """Write the file that a command's ``option`` names, atomically.
+
+    Raises:
+        argparse.ArgumentTypeError: the file cannot be written.
+    """
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"cannot write {option} {path}: {error.strerror}: choose a file in a writable folder"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -6,13 +6,11 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 from .._torch.tensors import quiet_fake_tensors
 from ..failures import describe_failure, format_failure
-from ..files import write_whole
+from ..files import write_output
 from ..progress import show_line
 from ..scripts import load_named_function
 from .cluster import Cluster, cluster
@@ -38,6 +36,8 @@ def plan(args: argparse.Namespace) -> int:
     try:
         with nullcontext() if args.verbose else quiet_fake_tensors():
             return _plan(args)
+    except argparse.ArgumentTypeError:
+        raise
     except (Exception, SystemExit) as error:  # a user's function may raise anything
         failure = format_failure(describe_failure(error), args.verbose)
     finally:
@@ -85,8 +85,10 @@ def _plan(args: argparse.Namespace) -> int:
         saved = formula_text(saved_bytes(make_workload, recipe, machine, show_line))
     shown = forecast(workload, recipe, machine, show_line, traced)
     shown = dataclasses.replace(shown, saved=saved)
-    _write("--json", args.json, shown.to_json)
-    _write("--html", args.html, lambda: forecast_page(shown, tables))
+    if args.json is not None:
+        write_output("--json", args.json, shown.to_json())
+    if args.html is not None:
+        write_output("--html", args.html, forecast_page(shown, tables))
     show_line("")
     print(shown)
     return 0 if shown.fits else 1
@@ -120,22 +122,11 @@ def _print_largest(
 
     result = largest(make_workload, recipe, machine, batch.size, show_line)
     title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
-    _write("--html", args.html, lambda: result.page(title))
+    if args.html is not None:
+        write_output("--html", args.html, result.page(title))
     show_line("")
     print(result)
     return 0
-
-
-def _write(option: str, path: Path | None, make: Callable[[], str]) -> None:
-    if path is None:
-        return
-    text = make()  # outside of ``try``: an OSError raised here is not a failed write
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write {option} {path}: {error.strerror}: choose a file in a writable folder"
-        ) from error
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

@@ -238,9 +238,9 @@ def _by_inductor(
     # Torch does not cache graphs for a pass without a key, but does for such a partitioner.
     uncached = {} if settings.caches_graphs else {"force_disable_caches": True}
     patches = {
-        **uncached,
         **options_of_plans(settings.device, lowering.report_code),
         **with_planned_order(inductor_options),
+        **uncached,
         **(KEEP_HOST_COPIES if settings.may_offload_activations else {}),
         "custom_partitioner_fn": Partitioner(settings, lowering.writer),  # part of cache keys
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..files import write_whole
+from ..files import write_output
 from .diff import diff, diff_page
 from .dump import Dump
 from .dump_folder import dump_paths, folder_page, saving_choices
@@ -29,17 +29,8 @@ def _write_page(args: argparse.Namespace) -> int:
         given = " ".join(map(str, args.files))
         raise argparse.ArgumentTypeError(f"--html: pass exactly one folder of dumps, not {given}")
     _files(folder)
-    _write(args.html, folder_page(folder))
+    write_output("--html", args.html, folder_page(folder))
     return 0
-
-
-def _write(path: Path, page: str) -> None:
-    try:
-        write_whole(path, page)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"cannot write --html {path}: {error.strerror}: choose a file in a writable folder"
-        ) from error
 
 
 def _files(path: Path) -> list[Path]:
@@ -56,7 +47,7 @@ def compare(args: argparse.Namespace) -> int:
     before, after = _load(args.before), _load(args.after)
     report = diff(before, after)
     if args.html is not None:
-        _write(args.html, diff_page(before, after))
+        write_output("--html", args.html, diff_page(before, after))
     print(report or "no difference")
     return 1 if report else 0
 

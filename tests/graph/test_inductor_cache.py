@@ -187,6 +187,7 @@ def test_graphs_planned_with_node_cost_are_not_cached(mesh: DeviceMesh) -> None:
         torch._dynamo.reset()
         schedule = graphshard.SchedulePolicy(node_cost=lambda _: 1.0)  # has no key
         backend = graphshard.backend(mesh, schedule=schedule)
-        compiled = torch.compile(MLP(), backend=backend, fullgraph=True)
+        options = {"force_disable_caches": False}  # does not turn caches on
+        compiled = torch.compile(MLP(), backend=backend, fullgraph=True, options=options)
         compiled(MLP.batch(torch.Generator().manual_seed(0))).backward()
         assert backend.metrics()["num_cache_hits"] == 0
