@@ -99,6 +99,7 @@ ALLOWED: dict[str, set[str]] = {
         "fake_mesh",
         "files",
         "kinds",
+        "ops",
         "options",
         "params",
         "passes",

@@ -61,7 +61,8 @@ class Rate:
             _check_positive("achieved", amount)
             _check_positive("achieved", fraction)
         for (less, slow), (more, fast) in zip(self.achieved, self.achieved[1:]):
-            if less >= more or less / slow > more / fast:
+            # ``fit_rate`` makes times equal, up to rounding.
+            if less >= more or less / slow > more / fast * (1 + 1e-9):
                 raise ValueError(
                     f"achieved: {(less, slow)} before {(more, fast)}: amounts must grow, and a "
                     "larger amount must not take less time"

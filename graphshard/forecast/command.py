@@ -48,6 +48,7 @@ def plan(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     batch, recipe, machine = BatchShape.parse(args.batch), _recipe(args), _cluster(args)
+    _check_chosen(args)
     for option in (name for name in ("search", "largest", "formula") if getattr(args, name)):
         if recipe.ep > 1:
             raise ValueError(f"--ep cannot be combined with --{option}: drop one of the two")
@@ -77,6 +78,8 @@ def _plan(args: argparse.Namespace) -> int:
         )
         show_line("")
         print(f"{result}\n")
+        if not result.front():
+            return 1
         best = result.best
         batch, recipe = batch._replace(size=best.microbatch), best.recipe
         tables, traced = [result.table()], best.traced
@@ -92,6 +95,16 @@ def _plan(args: argparse.Namespace) -> int:
     show_line("")
     print(shown)
     return 0 if shown.fits else 1
+
+
+def _check_chosen(args: argparse.Namespace) -> None:
+    mode = "search" if args.search else "largest"
+    defaults = {"strategy": "zero3"}
+    if args.search:
+        defaults |= {"recompute": 0.0, "accumulate": 1, "offload": False}
+    for name, default in defaults.items():
+        if (args.search or args.largest) and getattr(args, name) != default:
+            raise ValueError(f"--{mode} chooses --{name} itself: drop one of the two")
 
 
 def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:
@@ -126,7 +139,7 @@ def _print_largest(
         write_output("--html", args.html, result.page(title))
     show_line("")
     print(result)
-    return 0
+    return 0 if result.fits else 1
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:

@@ -242,10 +242,10 @@ def peak_of_step(
     device_type: str = "cuda",
 ) -> MemoryForecast:
     """Return the memory at the peak of a step; ``outside`` comes from ``outside_of_graphs``."""
-    earlier = outside.gradients if accumulate > 1 else 0
     candidates = [outside]
     for graph, others in zip(graphs, other_graph_bytes(graphs)):
-        gradients = earlier + others.gradients
+        # Accumulated gradients of all graphs exist already: later ones are added in place.
+        gradients = outside.gradients if accumulate > 1 else others.gradients
         around = dataclasses.replace(outside, gradients=gradients)
         candidates.append(_peak_of_graph(graph, around, others.saved))
     peak = max(candidates, key=lambda memory: memory.allocated)

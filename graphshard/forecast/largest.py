@@ -57,6 +57,8 @@ class LargestResult:
     fits: tuple[LargestFit, ...]
 
     def __str__(self) -> str:
+        if not self.fits:
+            return "nothing fits: use more or larger GPUs"
         return tabulate([fit.row() for fit in self.fits], HEADERS, floatfmt=",.1f")
 
     def page(self, title: str) -> str:

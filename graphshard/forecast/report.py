@@ -53,20 +53,29 @@ def _graph(forecast: Forecast, number: int, name: str, graph: PlannedGraph) -> J
     data = graph_data(forecast.dumps[number], name)
     outside = outside_of_graphs(forecast.held, forecast.recipe, forecast.memory.device)
     others = other_graph_bytes(forecast.graphs)[number]
-    earlier = outside.gradients if forecast.recipe.accumulate > 1 else 0
+    # Accumulated gradients of all graphs exist already: later ones are added in place.
+    reduced = outside.gradients if forecast.recipe.accumulate > 1 else others.gradients
     constant = {
         "parameters": outside.parameters,
         "optimizer": outside.optimizer + outside.buffers,
-        "held for other graphs": others.saved + others.gradients + earlier,
+        "held for other graphs": others.saved + reduced,
     }
-    kinds = bytes_by_kind(graph)
-    alive = list(map(sum, zip(*kinds.values())))
-    steps = range(graph.problem.num_steps)
-    # Each step has three points in time; the chart shows the one with the most memory.
-    peaks = [max(range(3 * step, 3 * step + 3), key=alive.__getitem__) for step in steps]
-    areas = {name: [num_bytes] * len(steps) for name, num_bytes in constant.items()}
-    areas |= {name: [at[peak] for peak in peaks] for name, at in kinds.items()}
+    areas = {name: [num_bytes] * graph.problem.num_steps for name, num_bytes in constant.items()}
+    areas |= bytes_by_step(graph)
     data["memory"]["areas"] = named_bytes(areas)
     data["memory"]["limits"] = named_bytes({"device": forecast.memory.device})
     data["predicted"]["peak_bytes"] = max(map(sum, zip(*areas.values())))
     return data
+
+
+def bytes_by_step(graph: PlannedGraph) -> dict[str, list[int]]:
+    """Return a graph's live bytes in each step, by kind, at the step's point with the most."""
+    kinds = bytes_by_kind(graph)
+    alive = list(map(sum, zip(*kinds.values())))
+    # Each step has three points in time; the last one also has those of the graph's end.
+    starts = range(0, 3 * graph.problem.num_steps, 3)
+    peaks = [
+        max(range(start, end), key=alive.__getitem__)
+        for start, end in zip(starts, [*starts[1:], len(alive)])
+    ]
+    return {name: [at[peak] for peak in peaks] for name, at in kinds.items()}

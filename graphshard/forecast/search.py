@@ -83,12 +83,7 @@ class SearchResult:
 
     @property
     def best(self) -> PlannedRecipe:
-        """Fastest candidate that fits; raises ValueError if no candidate fits."""
-        if not self.candidates or not self.candidates[0].fits:
-            raise ValueError(
-                "no recipe fits into the memory of a GPU, or into --budget if set: use more or "
-                "larger GPUs, fewer tokens, or a larger budget"
-            )
+        """Fastest candidate, if any fits."""
         return self.candidates[0]
 
     def front(self) -> list[PlannedRecipe]:
@@ -317,7 +312,8 @@ class _Search:
             self.refused.append("partial recomputation: the model has too few layers")
             return
         self.progress(f"partial recomputation, {dtype}")
-        copies = trace_all_depths(workload, recipes[0], self.cluster, self.progress)
+        base = self._base(dtype, 0.0, self.recipe.tp)  # from which all strategies are derived
+        copies = trace_all_depths(workload, base, self.cluster, self.progress)
         self.num_traces += sum(map(len, copies.steps))
         try:
             partial = [self._least_recomputed(r, copies, tried, microbatch) for r in recipes]

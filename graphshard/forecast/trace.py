@@ -25,13 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from .._torch.dynamo import mark_dynamic
+from .._torch.aot_graphs import flat_inputs, original_inputs
+from .._torch.dynamo import mark_dynamic, source_name, sources
 from .._torch.tensors import new_fake_mode, size_expr, size_hint, tree_leaves, tree_map
 from ..cost.hardware import Hardware, Rate
 from ..cost.model import CostModel
 from ..dynamo_backend import Backend, backend, shard
 from ..fake_mesh import Ranks, fake_mesh, sharding_options
 from ..kinds import GraphKind
+from ..ops.nodes import WHOLE_SHARD
 from ..params.memory_report import memory_report
 from ..passes.build_problem import saved_bytes, shard_bytes
 from ..pipeline.compile import CompiledGraph, trace_only
@@ -264,6 +266,7 @@ class _GraphReader:
         self.saved: sympy.Expr = sympy.S.Zero
 
     def read(self, graph: fx.Graph, kind: GraphKind, traced: TracedGraph) -> None:
+        _mark_buffers(graph, traced)
         models = [CostModel(h, device_type=h.device_type) for h in self._machines.values()]
         params, problems = read_problems(graph, kind, models)
         self.graphs.append(
@@ -290,6 +293,16 @@ class _GraphReader:
                 symbol, name = size_expr(size), self._symbols.get(size_hint(size))
                 if symbol.is_Symbol and name is not None:
                     yield symbol, name
+
+
+def _mark_buffers(graph: fx.Graph, traced: TracedGraph) -> None:
+    """Mark the model's buffers as held outside of graphs, where ``HeldMemory`` counts them."""
+    positions = flat_inputs(traced.gm)
+    names = [source_name(source) for source in sources(traced.gm)]
+    for node, number in original_inputs(graph).items():
+        position = positions[number]
+        if position is not None and "_buffers[" in names[position]:
+            node.meta[WHOLE_SHARD] = True
 
 
 def faster_machines(hardware: Hardware) -> dict[str, Hardware]:

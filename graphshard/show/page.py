@@ -171,8 +171,6 @@ def _params(dump: Dump) -> list[Json]:
     return [
         {
             "name": param_name(param),
-            "shape": list(param.shape),
-            "dtype": param.dtype.removeprefix("torch."),
             "used": used.get(i),  # first step that uses it unsharded; None if it is not gathered
         }
         for i, param in enumerate(dump.plan.params)

@@ -16,7 +16,7 @@ from ..planning.bucketing import compare_reductions, may_exchange
 from ..planning.live_bytes import footprint
 from ..planning.plan import Bucket
 from ..planning.saving import SavingChoice, TriedSaving
-from ..planning.simulate import COLLECTIVE, COPY_IN
+from ..planning.simulate import COLLECTIVE, COPY_IN, USER
 from .dump import TRANSFER_SLOWDOWN, Dump, Totals, param_name
 
 MAX_LISTED_EXPOSED = 10
@@ -267,9 +267,13 @@ def exposed_reason(dump: Dump, i: int) -> str:
     collective = dump.slots[COLLECTIVE, i]
     launched_us = dump.slots[COPY_IN, i].end_us
     wait_begins_us = collective.end_us - dump.timeline.exposed_us[i]
-    earlier = [j for j in range(i) if dump.slots[COLLECTIVE, j].lane == collective.lane]
-    if earlier and collective.duration_us <= wait_begins_us - launched_us:
-        return f"link is busy with bucket {earlier[-1]}"
+    if collective.duration_us <= wait_begins_us - launched_us:
+        for slot in dump.timeline.slots:
+            on_link = slot.kind == COLLECTIVE and slot.lane in (collective.lane, USER)
+            if on_link and slot is not collective and slot.end_us == collective.start_us:
+                by_user = slot.lane == USER
+                what = dump.user_collective(slot).op if by_user else f"bucket {slot.index}"
+                return f"link is busy with {'user ' * by_user}{what}"
     limit = _blocking_limit(dump, bucket)
     if limit is not None:
         return limit

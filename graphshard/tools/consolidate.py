@@ -54,6 +54,11 @@ def consolidate(
         with _new(target) as scratch:
             write(checkpoint, scratch)
     elif source.is_file():
+        if target.suffix in _WRITERS:
+            raise ValueError(
+                f"{target}: a file is converted to a checkpoint, which is a folder: choose a name "
+                f"without {target.suffix}"
+            )
         state = _read(source)
         state = _under(state, key, source) if key else state
         new_names = without_prefix(state, strip_prefix, source)
@@ -73,10 +78,9 @@ def _new(target: Path) -> AbstractContextManager[Path]:
 
 
 def _writer(target: Path) -> Callable[[Checkpoint, Path], None]:
-    writers = {".pt": _write_pt, ".pth": _write_pt, ".safetensors": _write_safetensors}
-    if target.suffix not in writers:
-        raise ValueError(f"{target}: must end in one of {', '.join(writers)}")
-    return writers[target.suffix]
+    if target.suffix not in _WRITERS:
+        raise ValueError(f"{target}: must end in one of {', '.join(_WRITERS)}")
+    return _WRITERS[target.suffix]
 
 
 def _write_pt(checkpoint: Checkpoint, path: Path) -> None:
@@ -114,6 +118,9 @@ def _write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
                 f"({error})"
             ) from error
     serialize_file(specs, path, {"format": "pt"})
+
+
+_WRITERS = {".pt": _write_pt, ".pth": _write_pt, ".safetensors": _write_safetensors}
 
 
 def _mapped_tensors(checkpoint: Checkpoint, path: Path) -> Iterator[tuple[str, torch.Tensor]]:

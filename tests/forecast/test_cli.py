@@ -3,10 +3,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from graphshard.__main__ import main
+from graphshard.forecast import command
+from graphshard.forecast.largest import LargestResult
+from graphshard.forecast.search import SearchResult
 
 
 def _llama(layers: int) -> str:
@@ -199,6 +204,36 @@ def test_search_keeps_given_tensor_parallelism(capsys: pytest.CaptureFixture[str
     assert rows and rows <= allowed
     assert re.search(r"^recipe +[\w:]+, tp 2, bf16", out, re.M)
     assert "for 256 tokens" in out  # 8 pairs of GPUs, 32 tokens each
+
+
+@pytest.mark.parametrize(
+    ("mode", "result", "says"),
+    [
+        ("search", SearchResult((), (), 0), "none fits"),
+        ("largest", LargestResult(()), "nothing fits"),
+    ],
+)
+def test_exit_status_is_1_if_nothing_fits(
+    mode: str, result: Any, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch.object(command, mode, return_value=result):
+        assert _plan("gpt2", "--gpus", "8", f"--{mode}") == 1
+    assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--search", "--accumulate", "4"),
+        ("--search", "--offload"),
+        ("--largest", "--strategy", "zero2"),
+    ],
+)
+def test_settings_that_are_searched_are_refused(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _plan("gpt2", "--gpus", "8", *options) == 2
+    assert f"{options[0]} chooses {options[1]} itself" in capsys.readouterr().err
 
 
 def test_largest_lists_models_that_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

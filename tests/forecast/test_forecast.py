@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -16,17 +17,24 @@ from graphshard.forecast.cluster import cluster
 from graphshard.forecast.command import gigabytes
 from graphshard.forecast.deepen import Layers
 from graphshard.forecast.derive import Depth, ShallowCopies
-from graphshard.forecast.estimate import PlannedGraph, bytes_by_kind
+from graphshard.forecast.estimate import (
+    PlannedGraph,
+    bytes_by_kind,
+    outside_of_graphs,
+    peak_of_step,
+)
 from graphshard.forecast.largest import largest_that_fits
 from graphshard.forecast.planned_step import keep_unsharded
 from graphshard.forecast.recipe import Recipe
-from graphshard.forecast.search import PlannedRecipe, _dtypes, microbatches, pareto_front
-from graphshard.forecast.workload import BatchShape
-from graphshard.kinds import TransferKind
+from graphshard.forecast.report import bytes_by_step
+from graphshard.forecast.search import PlannedRecipe, _dtypes, _Search, microbatches, pareto_front
+from graphshard.forecast.trace import HeldMemory
+from graphshard.forecast.workload import BatchShape, Workload
+from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.live_bytes import alive_by_point
 from graphshard.planning.plan import Problem
 from graphshard.planning.search import schedule_without_overlap
-from tests.plan.problems import problems
+from tests.plan.problems import problem, problems, reduction
 
 GIB = 1 << 30
 
@@ -38,6 +46,27 @@ def test_memory_by_kind_adds_up(problem: Problem) -> None:
     total = [sum(kinds) + 7 for kinds in zip(*parts.values())]
     assert total == alive_by_point(problem, buckets)
     assert all(value >= 0 for name in ("gathered", "gradients") for value in parts[name])
+
+
+@given(problems())
+def test_memory_by_step_includes_peak(problem: Problem) -> None:
+    graph = PlannedGraph(problem, schedule_without_overlap(problem), input_bytes=7)
+    at_peak, by_step = (
+        list(map(sum, zip(*of.values()))) for of in (bytes_by_kind(graph), bytes_by_step(graph))
+    )
+    assert len(by_step) == problem.num_steps and max(by_step) == max(at_peak)
+
+
+def test_accumulated_gradients_are_counted_once() -> None:
+    # With a graph break, the second backward graph runs first.
+    pair = (
+        PlannedGraph(dataclasses.replace(problem([1.0], []), graph=GraphKind.FORWARD), (), 0),
+        PlannedGraph(problem([1.0], [reduction(0, 400, 0, 1)]), (), 0),
+    )
+    held = HeldMemory(parameters=200, trained=200, buffers=0, num_params=100, params_bytes=800)
+    outside = outside_of_graphs(held, Recipe(optimizer="sgd"), GIB)
+    for accumulate, gradients in ((1, 200), (2, 200)):
+        assert peak_of_step(pair * 2, outside, accumulate=accumulate).gradients == gradients
 
 
 @given(problems(), st.data())
@@ -75,6 +104,28 @@ def test_no_candidate_beats_the_pareto_front(candidates: list[PlannedRecipe]) ->
         )
     pairs = itertools.pairwise(front)
     assert all(a.step_us < b.step_us and a.memory_bytes > b.memory_bytes for a, b in pairs)
+
+
+def test_partial_recomputation_is_derived_from_zero3() -> None:
+    def make_workload(size: int) -> Workload:
+        return Workload("stack", lambda n: None, 64, num_layers=8)  # type: ignore[arg-type, return-value]
+
+    searching = _Search(make_workload, 1, Recipe(), cluster("H100", 8), str, ("bf16",), [])
+    for strategy, recompute, step_us, fits in (
+        ("zero3", 0.0, 9.0, False),
+        ("hsdp:4", 0.0, 3.0, False),
+        ("hsdp:4", 1.0, 5.0, True),
+    ):
+        recipe = Recipe(strategy, recompute=recompute)
+        searching.candidates.append(PlannedRecipe(recipe, 1, step_us, GIB, fits))
+    with (
+        mock.patch(
+            "graphshard.forecast.search.trace_all_depths", side_effect=KeyboardInterrupt
+        ) as trace,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        searching.add_partial_recomputation("bf16")
+    assert trace.call_args.args[1].strategy == "zero3"
 
 
 @given(st.integers(1, 4096))

@@ -221,6 +221,22 @@ class Experts(nn.Module):
         return torch.einsum("bd,edh->bh", x, self.up).square().mean()
 
 
+def test_buffers_are_counted_once() -> None:
+    class Buffered(nn.Linear):
+        def __init__(self, num_rows: int) -> None:
+            super().__init__(1024, 1024)
+            self.register_buffer("table", torch.zeros(num_rows, 1024))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) + self.table.mean(0)).square().mean()
+
+    large, small = (
+        graphshard.plan(Buffered(n), (torch.zeros(8, 1024),), graphshard.cluster("H100", 8)).memory
+        for n in (10_001, 1)
+    )
+    assert large.allocated - small.allocated == large.buffers - small.buffers == 10_000 * 4096
+
+
 def test_padding_is_reported() -> None:
     with torch.device("meta"):
         model = Experts()

@@ -103,6 +103,12 @@ def test_rates_ignore_samples_slower_than_larger_ones() -> None:
     assert [measured.us(amount) for amount in (10, 20, 40, 80)] == pytest.approx([4, 4, 4, 8])
 
 
+def test_rates_with_equal_times_are_accepted() -> None:
+    # A rounding error makes the first time larger.
+    measured = fit_rate([Sample(65536, 290.3), Sample(300000, 281.3)])
+    assert measured.us(65536) == pytest.approx(281.3)
+
+
 def test_rates_are_finite_for_samples_without_time() -> None:
     measured = fit_rate([Sample(10, -1.0), Sample(20, 0.0), Sample(40, 4.0)])
     assert 0 < measured.us(10) <= measured.us(20) < measured.us(40) == pytest.approx(4)

@@ -160,6 +160,7 @@ def test_impossible_conversions_are_refused(
     dcp.save({"q": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=quaternions, no_dist=True)
     bad = [
         ((folder, tmp_path / "x.bin"), "must end in one of .pt"),
+        ((text, tmp_path / "x.safetensors"), "a checkpoint, which is a folder"),
         ((folder, tmp_path / "x.safetensors"), "only tensors"),
         ((folder, tmp_path / "x.pt", "--key", "nothing"), "model, note, optim"),
         ((folder, text), "already exists"),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphshard.check.gpus import GPUS
 from graphshard.cost.devices import (
     DEFAULT,
     HARDWARE,
@@ -99,6 +100,7 @@ def test_invalid_rates_are_refused(peak: float, achieved: Any, says: str) -> Non
         ("AMD Instinct MI300X", "MI300X"),
         ("cpu", "cpu"),
         *((name, name) for name in HARDWARE),
+        *((properties.name, name) for name, properties in GPUS.items()),
     ],
 )
 def test_device_names_find_their_entry(device: str, entry: str) -> None:

@@ -99,6 +99,16 @@ def test_exposed_reason_names_what_prevents_hiding(shown: Dump, because: str) ->
     assert exposed_reason(shown, 0) == because
 
 
+def test_exposed_reason_names_collective_of_user() -> None:
+    # The model's own all-reduce, which begins with step 1, occupies the link of the gather.
+    asked = problem([50.0] * 4, [gather(0, 20, 3)], user_launches=[1])
+    large = dataclasses.replace(asked.user_collectives[0], num_bytes=10_000, wait=4)
+    asked = dataclasses.replace(asked, user_collectives=(large,))
+    shown = dump(asked, [bucket(TransferKind.ALL_GATHER, [(0,)], 20, (2, 3))])
+    assert shown.timeline.exposed_us[0] > 0
+    assert exposed_reason(shown, 0) == "link is busy with user all_reduce"
+
+
 def test_host_copies_are_counted_separately_from_communication() -> None:
     # Compute waits for a host copy of 20 us; the gather after it is fully hidden.
     copied = dataclasses.replace(gather(1, 200, 0), kind=TransferKind.COPY_TO_DEVICE)
