@@ -140,11 +140,13 @@ def test_training_with_inductor_matches_fsdp2_with_torchao() -> None:
     ranks.run(2, _against_torchao, "inductor", policy, SHALLOW, backend="recording")
 
 
-def _gradients(size: Size = SIZE, **options: Any) -> tuple[list[Tensor], int]:
+def _gradients(dim: int = 64, **options: Any) -> tuple[list[Tensor], int]:
     """Return the gradients of one step, and the bytes gathered, scales included."""
-    model = _model(size)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", **options)
-    torch.compile(model, backend=backend)(_batch(0, dist.get_rank(), size)).backward()
+    x = torch.randn(32, dim, generator=generator(dist.get_rank()))
+    torch.compile(model, backend=backend)(x).float().square().mean().backward()
     kinds = TransferKind.ALL_GATHER, TransferKind.ALL_REDUCE_MAX
     num_bytes = sum(plan.num_bytes(kind) for plan in backend.plans for kind in kinds)
     return [whole(param.grad) for param in model.parameters()], num_bytes
@@ -157,10 +159,10 @@ def _recipes() -> list[str]:
 
 def _cosines() -> list[float]:
     """Return the cosine of each fp8 gradient with the float32 one, for all recipes and policies."""
-    exact, _ = _gradients(SHALLOW)
+    exact, _ = _gradients()
     found = []
     for recipe, mp_policy in itertools.product(_recipes(), (None, BF16)):
-        in_fp8, _ = _gradients(SHALLOW, fp8=graphshard.Float8Policy(recipe), mp_policy=mp_policy)
+        in_fp8, _ = _gradients(fp8=graphshard.Float8Policy(recipe), mp_policy=mp_policy)
         for ours, theirs in zip(in_fp8, exact, strict=True):
             found.append(float(F.cosine_similarity(ours.flatten(), theirs.flatten(), 0)))
     return found
@@ -173,10 +175,10 @@ def test_gradients_have_direction_of_float32_gradients() -> None:
 
 def _loss(fp8: graphshard.Float8Policy | None) -> float:
     """Train the demo's model; return the mean loss of the last 10 of 60 steps on real text."""
-    size = Size(layers=1, heads=2, dim=64, context=64, batch=8, steps=60)
+    size = Size(layers=1, heads=2, dim=64, context=32, batch=4, steps=60)
     model = _model(size)
     compiled = compile_sharded(model, compiler="aot_eager", mp_policy=BF16, fp8=fp8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     data = batches(load_text()[:200_000], size, seed=dist.get_rank())
     losses = []
     for _ in range(size.steps):
@@ -198,15 +200,14 @@ def _losses() -> list[float]:
 @pytest.mark.low_precision
 def test_loss_after_training_is_close_to_bfloat16() -> None:
     plain, *in_fp8 = ranks.run(2, _losses)[0]
-    assert plain < 3  # starts at ln 256 = 5.5
+    assert plain < 4  # starts at ln 256 = 5.5
     assert in_fp8 and max(in_fp8) <= 1.02 * plain  # the documented claim, not a rounding bound
 
 
 def _bytes_in_fp8_and_float32() -> tuple[int, int]:
-    size = Size(layers=1, heads=2, dim=512, context=32, batch=1, steps=0)
     with quick_products():
-        _, in_fp8 = _gradients(size, fp8=graphshard.Float8Policy(), mp_policy=BF16)
-    return in_fp8, _gradients(size)[1]
+        _, in_fp8 = _gradients(512, fp8=graphshard.Float8Policy(), mp_policy=BF16)
+    return in_fp8, _gradients(512)[1]
 
 
 def test_fp8_gathers_a_quarter_of_float32_bytes() -> None:

@@ -188,8 +188,9 @@ def test_no_gradient_is_lost_or_added_twice(run: Callable[[], None]) -> None:
 @pytest.mark.parametrize("eager", [False, True])
 @on_ranks(2)
 def test_backward_of_reduced_and_unreduced_forwards_adds_both(eager: bool) -> None:
+    twins = Twins(MLP())
     for reduced_first in (False, True):
-        twins = Twins(MLP())
+        twins.zero_grad()
         batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
         twins.backward(batches[0])
         twins.zero_grad()

@@ -184,19 +184,33 @@ MODULE_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+TOGETHER = (
+    ("pre", "post", "inner"),
+    ("pre, kwargs", "post, kwargs"),
+    ("pre, prepended", "post, always"),
+    ("pre, eager",),
+    ("pre, reads",),
+    ("backward", "backward, pre", "inner, backward"),
+    ("global, pre", "global, post"),
+)
+"""Hooks that are registered together: none cancels the effect of another."""
+
+
 @on_ranks(2)
 def test_module_hooks_registered_before_compilation_run() -> None:
-    for name, register in MODULE_HOOKS.items():
+    assert {name for names in TOGETHER for name in names} == MODULE_HOOKS.keys()
+    for names in TOGETHER:
         torch._dynamo.reset()
         model = MLP()
-        handle = register(model)
+        handles = [MODULE_HOOKS[name](model) for name in names]
         try:
             Twins(model, fullgraph=False).train(MLP.batch, steps=2)
         except Exception as error:
-            error.add_note(f"hook: {name}")
+            error.add_note(f"hooks: {names}")
             raise
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
 
 @on_ranks(2)
