@@ -16,8 +16,8 @@ from torch import fx
 
 from graphshard.ops.float8_math import as_dtype
 from graphshard.ops.groups import span_of
-from graphshard.ops.marker_specs import ReduceGradSpec, UnshardSpec
-from graphshard.ops.markers import reduce_grad, unshard
+from graphshard.ops.marker_specs import AllReduceGradSpec, ReduceGradSpec, UnshardSpec
+from graphshard.ops.markers import all_reduce_grad, reduce_grad, unshard
 from graphshard.ops.nodes import (
     WHOLE_SHARD,
     Emitter,
@@ -42,7 +42,9 @@ def elide_single_rank_collectives(gm: fx.GraphModule, context: PassContext) -> N
             if node.target is unshard:
                 value = _use_shard(node, UnshardSpec.of_node(node))
             elif node.target is reduce_grad:
-                value = _use_gradient(node, ReduceGradSpec.of_node(node))
+                value = _use_reduced(node, ReduceGradSpec.of_node(node))
+            elif node.target is all_reduce_grad:
+                value = _use_gradient(node, AllReduceGradSpec.of_node(node))
         if value is not None:
             node.replace_all_uses_with(value, lambda user: user.op != "output")
             if node.users:
@@ -66,14 +68,20 @@ def _use_shard(marker: fx.Node, spec: UnshardSpec) -> fx.Node | None:
     return None
 
 
-def _use_gradient(marker: fx.Node, spec: ReduceGradSpec) -> fx.Node | None:
+def _use_reduced(marker: fx.Node, spec: ReduceGradSpec) -> fx.Node | None:
     """Return the gradient, cast like the reduced one, or None if the reduction does more."""
-    alone = all(is_alone(group) for group in (spec.group, spec.replica_group) if group)
-    if alone and spec.host_memory is None and spec.partial is None:
-        sent, emit = spec.collective_input(), Emitter(marker.graph, marker.meta)
-        reduced = as_dtype(emit, spec.grad, sent.wire_dtype)
-        return _owned_if_returned(marker, as_dtype(emit, reduced, sent.result_dtype), emit)
-    return None
+    does_more = spec.host_memory is not None or spec.partial is not None
+    if does_more or (spec.replica_group and not is_alone(spec.replica_group)):
+        return None
+    return _use_gradient(marker, spec)
+
+
+def _use_gradient(marker: fx.Node, spec: ReduceGradSpec | AllReduceGradSpec) -> fx.Node | None:
+    if not is_alone(spec.group):
+        return None
+    sent, emit = spec.collective_input(), Emitter(marker.graph, marker.meta)
+    reduced = as_dtype(emit, spec.grad, sent.wire_dtype)
+    return _owned_if_returned(marker, as_dtype(emit, reduced, sent.result_dtype), emit)
 
 
 def is_alone(group: str) -> bool:

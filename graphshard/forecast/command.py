@@ -99,7 +99,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _check_chosen(args: argparse.Namespace) -> None:
     mode = "search" if args.search else "largest"
-    defaults = {"strategy": "zero3"}
+    defaults: dict[str, object] = {"strategy": "zero3"}
     if args.search:
         defaults |= {"recompute": 0.0, "accumulate": 1, "offload": False}
     for name, default in defaults.items():

@@ -337,6 +337,11 @@ def check_mesh(mesh: object) -> None:
             "for shards, or two, for replicas and shards (HSDP), as in "
             "mesh['replicate', 'shard']"
         )
+    if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
+        raise ValueError(
+            f"mesh has ranks {mesh.mesh.tolist()}: pass a mesh whose ranks ascend along each axis, "
+            "as those of init_device_mesh do"
+        )
     names = mesh.mesh_dim_names or ()
     if split := [name for name in names if mesh.ndim == 2 and name in ("tp", "ep", "pp")]:
         raise ValueError(

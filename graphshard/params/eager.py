@@ -64,7 +64,7 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
         param = _sharded(module, name)
         param.sync()
         param.model.reads_eagerly = True
-        reads[name] = _Read(param, torch.is_inference_mode_enabled(), version_of(param.shard))
+        reads[name] = _Read(param, torch.is_inference_mode_enabled(), version_of(param.dtensor))
     # A tied parameter may have been gathered for another module already.
     missing = [read.param for read in dict.fromkeys(reads.values()) if read not in scope]
     if missing:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from .._torch.nn import uncompiled
-from .sharded_param import refresh_accessors, sharded_model_of
+from .sharded_param import refresh_accessors, sharded_model_of, sharded_param_of
 
 # Flags of a module: whether to reduce its gradients; whether to average them over replicas.
 SYNCS, ALL_REDUCES = "_graphshard_syncs", "_graphshard_all_reduces"
@@ -102,7 +102,10 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
     if not is_number or not 0 < factor < math.inf:
         raise ValueError(f"factor={factor!r}: must be a positive, finite number")
-    sharded.gradient_divide_factor = float(factor)
+    # Parameters that an earlier call of ``shard`` sharded belong to another ``ShardedModel``.
+    params = filter(None, map(sharded_param_of, module.parameters()))
+    for model_or_part in {sharded, *(param.model for param in params)}:
+        model_or_part.gradient_divide_factor = float(factor)
 
 
 def _check(model: object, **flags: object) -> None:

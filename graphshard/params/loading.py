@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch.dtensor import local_tensor
-from .._torch.tensors import is_traceable_wrapper_subclass
+from .._torch.tensors import is_traceable_wrapper_subclass, tree_map
 from ..errors import BackendError
 from .param_spec import ParamSpec
 from .sharded_param import Assigned, ShardedParam, sharded_param_of
@@ -48,6 +48,17 @@ class Incoming(torch.Tensor):
         incoming = like.as_subclass(Incoming)
         incoming.receive = receive
         return incoming
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Receive the full tensor for anything but a property: a load hook may compute with it."""
+        if getattr(func, "__name__", "") == "__get__":
+            return super().__torch_function__(func, types, args, kwargs or {})
+        args, kwargs = tree_map(
+            lambda value: value.receive(None) if isinstance(value, Incoming) else value,
+            (args, kwargs or {}),
+        )
+        return func(*args, **kwargs)
 
 
 def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assigns: bool) -> object:

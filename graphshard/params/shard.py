@@ -50,13 +50,20 @@ from .param_spec import ParamSpec
 from .pickling import require_collective_save
 from .plain_params import PlainParam, find_plain_params, instances_of
 from .save_pretrained import has_save_pretrained
-from .sharded_param import ShardedModel, ShardedParam, is_unattached, join_model, sharded_model_of
+from .sharded_param import (
+    ShardedModel,
+    ShardedParam,
+    is_unattached,
+    join_model,
+    sharded_model_of,
+    sharded_param_of,
+)
 from .torch_calls import assign_data, gradient_of, leaves_of
 from .trained_module import is_first_rank
 
 # Parts of descriptions from which ``_advice`` infers why ranks differ.
 ARGUMENTS = "arguments of graphshard"
-REQUIRES_GRAD, WITH_GRADIENT = " requires_grad", " with a gradient"
+ON_META, REQUIRES_GRAD, WITH_GRADIENT = " on meta", " requires_grad", " with a gradient"
 
 
 class _Stale:
@@ -108,6 +115,8 @@ def shard_module(
         require_collective_save(own)
     _warn_of_torchao(root)
     model = ShardedModel(type(root).__name__, options)
+    for earlier in filter(None, map(sharded_param_of, root.parameters())):
+        model.gradient_divide_factor = earlier.model.gradient_divide_factor
     with torch.no_grad(), torch.inference_mode(False):
         on_meta = any(plain.param.is_meta for plain in plain_params)
         syncs = options.sync_module_states and not on_meta
@@ -157,6 +166,11 @@ def _check_same_shards(
 def _advice(name: str, ours: str, theirs: str) -> str:
     if name == ARGUMENTS:
         return "Pass the same values on all ranks: does one depend on the rank or a local file?"
+    if ON_META in ours + theirs and ours.replace(ON_META, "") == theirs.replace(ON_META, ""):
+        return (
+            "Create the model on the meta device on all ranks, or on none; to load weights that "
+            "only one rank has, use load_full_state_dict after materialize or to_empty"
+        )
     if ours.removesuffix(WITH_GRADIENT) == theirs.removesuffix(WITH_GRADIENT):
         return "Call zero_grad() on all ranks first, or on none: has one run a backward alone?"
     if ours.removesuffix(REQUIRES_GRAD) == theirs.removesuffix(REQUIRES_GRAD):
@@ -168,6 +182,8 @@ def _describe(tensor: torch.Tensor) -> str:
     text = f"{tensor.dtype} {tuple(tensor.shape)}"
     if isinstance(tensor, DTensor):
         text += f" {tensor.placements}"
+    if tensor.is_meta:
+        text += ON_META
     if tensor.requires_grad:
         text += REQUIRES_GRAD
     return text + WITH_GRADIENT if tensor.grad is not None else text
@@ -271,12 +287,12 @@ def _shard_parameter(plain: PlainParam, model: ShardedModel) -> ShardedParam:
     new = nn.Parameter(spec.dtensor(spec.padded_shard(old)), requires_grad=old.requires_grad)
     assert isinstance(new, DTensor)
     new.__dict__.update(old.__dict__)  # attributes that users set
-    share_hooks(old, new)
     sharded_param = ShardedParam(spec, model)
     sharded_param.attach(new)
     if old.grad is not None:
         _accumulate_full_grad(sharded_param, old.grad)
         old.grad = None
+    share_hooks(old, new)  # last: the hooks have run on an existing gradient
     return sharded_param
 
 
@@ -300,7 +316,7 @@ def _accumulate_full_grad(sharded_param: ShardedParam, grad: torch.Tensor) -> No
     """Average a full gradient over the parameter's mesh, and accumulate this rank's part."""
     spec = sharded_param.spec
     group = process_group(spec.groups.data_ranks)
-    own = spec.unsharded(grad)
+    own = spec.unsharded(grad.to_dense() if grad.is_sparse else grad)
     mean = own.to(spec.groups.device).contiguous() / dist.get_world_size(group)
     dist.all_reduce(mean, group=group)
     sharded_param.accumulate_grad(spec.padded_shard_of(mean))

@@ -131,6 +131,7 @@ def load_full_state_dict(
         ValueError: on all ranks, if ``model`` is not sharded yet or is on the meta device, a
             parameter differs between ranks (experts that are not DTensors), or the first rank's
             state dicts cannot be loaded.
+        BackendError: on all ranks, if they have registered parameters in different orders.
     """
     root = checked_module(model, optim)
     groups = mesh_groups_of(root)
@@ -140,11 +141,24 @@ def load_full_state_dict(
             "use its load_state_dict"
         )
     names = [] if optim is None else _parameter_names(root, optim)
+    _check_same_order(root, groups)
     incoming = _announce(state_dict, None if optim is None else optim_state_dict, names, groups)
     result = root.load_state_dict(_incoming_model(root, incoming), strict)
     if optim is not None:
         optim.load_state_dict(_received_optimizer(optim, names, incoming))
     return result
+
+
+def _check_same_order(root: nn.Module, groups: MeshGroups) -> None:
+    """Raise on all ranks if they have registered their sharded parameters in different orders."""
+    # Each rank receives a tensor when its own ``load_state_dict`` reaches the parameter.
+    named = root.named_parameters(remove_duplicate=False)
+    order = [plain_name(name) for name, param in named if sharded_param_of(param)]
+    raise_if_different(
+        {f"sharded parameter {i}": name for i, name in enumerate(order)},
+        groups.all_ranks,
+        lambda *_: "Register modules in the same order on all ranks: does a set decide it?",
+    )
 
 
 # --- names and versions --------------------------------------------------------------------------

@@ -320,6 +320,19 @@ def test_full_state_gathered_by_torch_is_loaded() -> None:
         _assert_equal(ours[1]["state"], theirs[1]["state"])
 
 
+@on_ranks(2)
+def test_load_hook_may_compute_values() -> None:
+    class Transposed(nn.Linear):
+        def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
+            state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}old").t() * 2
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    model = graphshard.shard(Transposed(3, 5, bias=False), world_mesh())
+    old = torch.arange(15.0).view(3, 5)
+    graphshard.load_full_state_dict(model, {"old": old} if dist.get_rank() == 0 else None)
+    assert torch.equal(whole(model.weight.detach()), old.t() * 2)
+
+
 # Errors, raised on every rank.
 
 

@@ -123,3 +123,23 @@ def test_inference_matches_plain_model() -> None:
         assert not plan.buckets
         ours[1].zero_()  # must not change the parameter
         assert torch.equal(whole(model.left), expected[1])
+
+
+@on_ranks(1)
+def test_scalar_gradient_is_not_reduced() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.scale * super().forward(x)).square().mean()
+
+    model, x = Scaled(), torch.randn(4, 3)
+    plain = copy.deepcopy(model)
+    backend = graphshard.backend(init_device_mesh("cpu", (1,)), compiler="aot_eager")
+    torch.compile(model, backend=backend)(x).backward()
+    plain(x).backward()
+    assert not any(plan.buckets for plan in backend.plans)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(whole(ours.grad), theirs.grad)  # type: ignore[arg-type]

@@ -1,0 +1,112 @@
+"""Ranks that register parameters in different orders, and models that are sharded in parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import graphshard
+from graphshard.errors import BackendError
+from tests.numerics.compare import whole, world_mesh
+from tests.ranks import on_ranks
+
+
+class _TwoMatrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        values = {"u": 1.0, "v": 5.0}
+        for name in sorted(values, reverse=dist.get_rank() == 1):
+            self.register_parameter(name, nn.Parameter(torch.full((2, 2), values[name])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.get_parameter("u")
+
+
+@on_ranks(2)
+def test_eager_gather_pairs_parameters_by_name() -> None:
+    model = graphshard.shard(_TwoMatrices(), world_mesh())
+    assert torch.equal(model(torch.ones(1, 2)), torch.full((1, 2), 2.0))
+
+
+@on_ranks(2)
+def test_full_state_for_parameters_in_other_order_is_refused() -> None:
+    model = graphshard.shard(_TwoMatrices(), world_mesh())
+    full = graphshard.full_state_dict(model)
+    with pytest.raises(BackendError, match=r"(?s)sharded parameter 0.*in the same order"):
+        graphshard.load_full_state_dict(model, full)
+
+
+@on_ranks(2)
+def test_mesh_with_descending_ranks_is_refused() -> None:
+    mesh = DeviceMesh("cpu", [1, 0])
+    with pytest.raises(ValueError, match=r"mesh has ranks \[1, 0\]: .*ascend"):
+        graphshard.shard(nn.Linear(4, 4), mesh)
+
+
+@on_ranks(2)
+def test_meta_device_on_one_rank_is_refused() -> None:
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(BackendError, match="meta device on all ranks, or on none"):
+        graphshard.shard(model, world_mesh())
+
+
+@on_ranks(2)
+def test_divide_factor_applies_to_all_parts() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+    graphshard.shard(model[0], world_mesh())
+    graphshard.shard(model, world_mesh())
+    graphshard.set_gradient_divide_factor(model, 1.0)
+    model.append(nn.Linear(2, 2, bias=False))
+    graphshard.shard(model, world_mesh())
+    reference = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        theirs.data = whole(ours.detach())
+    for called in (model, reference):
+        called(torch.ones(1, 2)).sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(whole(ours.grad), 2 * theirs.grad)  # the sum over two ranks
+
+
+@on_ranks(2)
+def test_gradient_from_before_sharding_is_kept() -> None:
+    model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 1, bias=False))
+    model[1].weight.register_hook(lambda grad: grad * 3)
+    model(torch.tensor([1, 4])).sum().backward()
+    expected = [param.grad.to_dense() for param in model.parameters() if param.grad is not None]
+    graphshard.shard(model, world_mesh())
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(whole(param.grad), grad)
+
+
+@on_ranks(2)
+def test_eager_read_after_step_in_same_call_is_current() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    graphshard.shard(model, world_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    @torch.compiler.disable
+    def train_once(x: Tensor) -> Tensor:
+        loss = (x @ model.weight.t()).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return train_once(x) - train_once(x)
+
+    loop = graphshard.shard(Loop(), world_mesh())
+    difference = loop(torch.ones(1, 2))
+    # Each of the four weights decreases by 0.5.
+    torch.testing.assert_close(difference, torch.tensor(2.0))
