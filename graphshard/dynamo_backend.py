@@ -143,10 +143,14 @@ class Backend:
             marker_groups=sorted({name for spec in specs for name in spec.group_names()}),
             tp_groups=sorted(set(filter(None, (spec.groups.tp_ranks for spec in specs)))),
             inductor_options=inductor_options,
-            regathered=self.options.with_own_reshard(fqns),
         )
         device = specs[0].groups.device if specs else traced.device_of_inputs()
-        settings = CompileSettings(self.options.compiler, self.options.schedule, device=device)
+        settings = CompileSettings(
+            self.options.compiler,
+            self.options.schedule,
+            device=device,
+            regathered=self.options.with_own_reshard(fqns),
+        )
         compiled = self._build(traced, settings)
         is_cast = any(spec.dtype is not None for spec in specs)
         meter = Meter(device, waits=any(plan.buckets for plan in compiled.plans))

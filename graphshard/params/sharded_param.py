@@ -289,7 +289,7 @@ class ShardedParam:
         """
         destination = self.grad_destination
         if destination is not None:
-            self.model.start_accumulating()
+            _accumulating.setdefault(self.model)
         if not self.dtensor.requires_grad:
             return {}
         pending = {}
@@ -422,10 +422,9 @@ def _on_shard_gradient(shard: torch.Tensor) -> None:
 def _reduce_all_leftovers() -> None:
     for model in list(_accumulating):
         model.reduce_leftovers()
+        del _accumulating[model]
         for sharded_param in model.sharded_params:
-            sharded_param.refresh_accessors()
-        if not model.accumulates:
-            del _accumulating[model]
+            sharded_param.refresh_accessors()  # adds the model again if gradients still accumulate
 
 
 # --- the model of a parameter --------------------------------------------------------------------
@@ -443,7 +442,6 @@ class ShardedModel:
         eager_classes: ordered names of module classes whose forward ran outside a graph while
             parts of the model were compiled.
         warned: whether ``warn_of_breaks`` has warned the user.
-        accumulates: whether gradients accumulate, or accumulated ones may be left to reduce.
         compiled: whether a graph was compiled for this model, rather than for an identical one.
         reads_eagerly: whether any parameter was read outside of graphs.
         trains_eagerly: whether any gradient was computed outside of graphs.
@@ -461,7 +459,6 @@ class ShardedModel:
     eager_classes: dict[str, None] = field(default_factory=dict)
     warned: bool = False
     sharded_params: weakref.WeakSet[ShardedParam] = field(default_factory=weakref.WeakSet)
-    accumulates: bool = False
     compiled: bool = False
     reads_eagerly: bool = False
     trains_eagerly: bool = False
@@ -483,15 +480,15 @@ class ShardedModel:
         if fqn is not None:
             raise BackendError(changed_in_place(fqn))
 
-    def start_accumulating(self) -> None:
-        self.accumulates = True
-        _accumulating.setdefault(self)
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients accumulate, or accumulated ones may be left to reduce."""
+        return self in _accumulating
 
     def reduce_leftovers(self) -> None:
         """Reduce accumulated gradients of parameters without a gradient in the last backward."""
         reducible = [p for p in self.sharded_params if p.is_owned() and p.grad_destination is None]
         reducible.sort(key=lambda sharded_param: sharded_param.fqn)
-        self.accumulates = any(p.grad_destination is not None for p in self.sharded_params)
         if not reducible:
             return
         with eager_reduction(reducible[0].spec.groups, [param.fqn for param in reducible]):

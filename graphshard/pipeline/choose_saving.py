@@ -229,9 +229,9 @@ class _Chooser:
                 f"Not tried: saving less than {least:.0%} of the activations, since {least:.0%} "
                 "was already slower."
             )
-        if self.traced.regathered:
+        if settings.regathered:
             notes.append(
-                f"Not kept by 'all': {len(self.traced.regathered)} parameters whose overrides set "
+                f"Not kept by 'all': {len(settings.regathered)} parameters whose overrides set "
                 "reshard_after_forward."
             )
         if not may_offload:

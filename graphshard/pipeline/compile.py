@@ -111,7 +111,7 @@ def compile_traced(
     facts = baked_in(
         traced.inputs, traced.marker_groups, settings.device, options, traced.tp_groups
     )
-    settings = dataclasses.replace(settings, baked_in=facts, regathered=traced.regathered)
+    settings = dataclasses.replace(settings, baked_in=facts)
 
     def choose_and_compile() -> tuple[CompiledGraph, CompileSettings, str, str]:
         chosen, tried, context = choose_saving(traced, settings, consensus, writer)

@@ -29,8 +29,6 @@ class TracedGraph:
         marker_groups: names of all groups that the markers may use.
         inductor_options: the user's options of ``torch.compile``.
         tp_groups: names of the groups over which tensor parallelism splits parameters.
-        regathered: positions in ``fqns`` of the parameters whose ``overrides`` decide whether they
-            are kept for backward.
     """
 
     gm: fx.GraphModule
@@ -41,7 +39,6 @@ class TracedGraph:
     marker_groups: Sequence[str]
     inductor_options: Mapping[str, Any]
     tp_groups: Sequence[str] = ()
-    regathered: frozenset[int] = frozenset()
 
     def device_of_inputs(self) -> torch.device:
         tensors = (value for value in self.inputs if isinstance(value, torch.Tensor))

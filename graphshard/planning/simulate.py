@@ -141,7 +141,6 @@ class Timeline:
         exposed_us: time that the compute lane is blocked at the wait for each bucket.
         alive_bytes: peak bytes alive in each step.
         in_flight_bytes: bytes of the buckets between launch and wait in each step.
-        critical_path: slots that determine the end; each starts when the one before it ends.
         total_us: time until all lanes are done.
         slowdown_us: estimated time that hidden collectives take from compute; not in ``total_us``.
         user_exposed_us: time that the compute lane is blocked at the wait for each user collective.
@@ -151,7 +150,6 @@ class Timeline:
     exposed_us: tuple[float, ...]
     alive_bytes: tuple[int, ...]
     in_flight_bytes: tuple[int, ...]
-    critical_path: tuple[Slot, ...]
     total_us: float
     slowdown_us: float
     user_exposed_us: tuple[float, ...] = ()
@@ -197,7 +195,6 @@ def simulate(
         exposed_us=tuple(exposed_us),
         alive_bytes=tuple(alive_bytes(problem, buckets)),
         in_flight_bytes=tuple(in_flight_bytes(problem, buckets)),
-        critical_path=run.critical_path(),
         total_us=max((slot.end_us for slot in run.slots), default=0.0),
         slowdown_us=sum(map(cost_model.slowdown_us, hidden_us)),
         user_exposed_us=tuple(user_exposed_us),
@@ -208,8 +205,6 @@ class _Run:
     def __init__(self) -> None:
         self.slots: list[Slot] = []
         self.lanes: defaultdict[str, Lane] = defaultdict(Lane)
-        self._last: dict[str, Slot] = {}  # latest slot of each lane
-        self._blockers: dict[tuple[str, int], list[Slot]] = {}  # keyed by (kind, index)
 
     def add(
         self,
@@ -226,22 +221,10 @@ class _Run:
         for name in busy:
             start_us = self.lanes[name].start_us(start_us)
         slot = Slot(kind, index, start_us, duration_us, lane)
-        blockers = [after, *map(self._last.get, busy)]
-        self._blockers[kind, index] = [blocker for blocker in blockers if blocker is not None]
         for name in busy:
             self.lanes[name].run(duration_us, start_us)
-            self._last[name] = slot
         self.slots.append(slot)
         return slot
-
-    def critical_path(self) -> tuple[Slot, ...]:
-        path = []
-        slot = max(self.slots, key=lambda slot: slot.end_us, default=None)
-        while slot is not None:  # walk back from the last slot to what each slot waited for
-            path.append(slot)
-            blockers = self._blockers[slot.kind, slot.index]
-            slot = max(blockers, key=lambda blocker: blocker.end_us, default=None)
-        return tuple(reversed(path))
 
 
 @dataclass(frozen=True)
