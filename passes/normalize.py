@@ -68,14 +68,16 @@ def _raise_view(node: fx.Node) -> None:
 def _sink_gathered(graph: fx.Graph) -> None:
     """Move gathered parameters, reloaded activations and their views to before their first use."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    # The last node moved before each node.
-    last_moved: dict[fx.Node, fx.Node] = {}
+    anchor: dict[fx.Node, fx.Node] = {}  # the unmoved node that each moved node precedes
+    front: dict[fx.Node, fx.Node] = {}  # the first node moved before each anchor
     for node in reversed(list(position)):
         if node.users and _is_gathered(node):
             first_user = min(node.users, key=position.__getitem__)
-            last_moved.get(first_user, first_user).prepend(node)
-            last_moved[first_user] = node
-            position[node] = position[first_user]
+            target = anchor[node] = anchor.get(first_user, first_user)
+            # Nodes moved before one node keep their order, in which each precedes its users.
+            front.get(target, target).prepend(node)
+            front[target] = node
+            position[node] = position[target]
 
 
 def _is_gathered(node: fx.Node) -> bool:

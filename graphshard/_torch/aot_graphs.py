@@ -3,8 +3,8 @@
 AOTAutograd names the inputs of forward and backward graphs ``primals_1``, ``primals_2``, ..., the
 gradients of outputs ``tangents_1``, ..., and the inputs of inference graphs ``arg0_1``, ``arg1_1``,
 ...: torch/_functorch/_aot_autograd/graph_capture_wrappers.py and
-torch/fx/experimental/proxy_tensor.py. Dynamo's inputs come after tokens, one for each kind of
-operator effect (raising an error, printing), and after constants.
+torch/fx/experimental/proxy_tensor.py. Dynamo's inputs come after constants, and after tokens, which
+order operators with side effects such as printing.
 """
 
 from __future__ import annotations

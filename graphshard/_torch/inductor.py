@@ -224,8 +224,9 @@ def compile_rewritten(
 ) -> Any:
     """Compile a graph with Inductor after ``rewrite`` has changed each partitioned graph in place.
 
-    ``rewrite`` gets the graphs with Inductor's fusions of operators. Inductor's other post-grad
-    passes run on the rewritten graphs.
+    ``rewrite`` gets each graph after Inductor's post-grad passes that replace operators, such as
+    ``mm`` and ``add`` with ``addmm``. Inductor then runs all its post-grad passes on the rewritten
+    graph, except those that fuse collectives.
     """
 
     def compile_part(part: fx.GraphModule, part_inputs: Sequence[Any], **arguments: Any) -> Any:

@@ -109,8 +109,8 @@ def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProces
     except subprocess.TimeoutExpired as error:
         raise CheckError(
             Failure(
-                f"the check did not finish within {timeout_s:.0f} s: use fewer layers of the same "
-                "kind, or raise --timeout"
+                f"the check did not finish within {timeout_s:.0f} s: use a model with fewer "
+                "repeated layers, or raise --timeout"
             )
         ) from error
 

@@ -96,6 +96,8 @@ def flops(node: fx.Node) -> Flops:
 def _matmul(node: fx.Node, left: torch.Tensor) -> Flops:
     out = shape_of(node.meta["val"])
     num_flops = 2.0 * math.prod(out) * shape_of(left)[-1]
+    if len(out) == 2 and left.dim() == 3:  # addbmm sums the products of all batches
+        num_flops *= shape_of(left)[0]
     if len(out) == 3 and left.dim() == 2:  # grouped: the groups split the inner dimension
         num_flops /= out[0]
     return Flops(num_flops, _dtype_name(left))

@@ -61,8 +61,9 @@ def saved_bytes(
         ) from error
     if saved.free_symbols != {SAMPLES, TOKENS}:
         raise ValueError(
-            f"{workload.name}: the bytes saved for backward are not a formula in samples and "
-            "tokens, because the model's graph is valid only for some sizes: omit --formula"
+            f"{workload.name}: the bytes saved for backward cannot be written as a formula in "
+            "samples and tokens, because the model's graph is valid only for some sizes: omit "
+            "--formula"
         )
     return saved
 

@@ -148,10 +148,10 @@ def trace(
             if axis := ranks.split_axis:
                 _split(model, axis, mesh[axis], parallelize)
         options = {**options, **sharding_options(model, mesh, ranks)}
-        # Outside of the fake mode: ranks exchange parameter names in real tensors.
+        # Outside of the fake mode: the mesh and the parameter names that ranks exchange are real.
         shard(model, **options)
+        tracing = _TracingBackend(options, reader)
         with fake:
-            tracing = _TracingBackend(options, reader)
             _mark_dynamic(inputs, symbols)
             dynamic = None if symbols else False
             _run(torch.compile(model, backend=tracing, dynamic=dynamic), inputs)

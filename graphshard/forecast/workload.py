@@ -177,7 +177,8 @@ def recompute_layers(model: nn.Module, part: float = 1) -> None:
         enable({"use_reentrant": False})
         return
     for layers in layer_lists(model).values():
-        for layer in layers[: num_recomputed(len(layers), part)]:
+        # A layer may be in the list several times.
+        for layer in dict.fromkeys(layers[: num_recomputed(len(layers), part)]):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 

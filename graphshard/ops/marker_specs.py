@@ -202,6 +202,7 @@ class ReduceGradSpec(MarkerSpec):
 
     Attributes:
         grad: full gradient, ``[rows, ...]``.
+        padded_rows: number of rows of the shard, including padding: ``ceil(rows / world)``.
         partial: key of an accumulator whose total is added before the mean over replicas.
         result_dtype: dtype of the shard, or None for the dtype of ``grad``.
         host_memory: kind of host memory that the shard is copied to, or None for no copy.

@@ -8,11 +8,12 @@ A parameter enters the graph as its padded local shard, which ``unshard`` gather
 A parameter that is not split (a scalar, or one to be replicated) uses ``replicate`` and
 ``all_reduce_grad``. ``max_over_ranks`` reduces the largest absolute values, from which fp8 scales
 are computed. ``secondary_shard`` returns a padded shard of a full parameter, from which backward
-gathers within a few ranks (hpZ). ``offload_activation`` and ``reload_activation`` copy activations.
-``marker_specs`` defines the arguments.
+gathers within a few ranks (hpZ); it is not lowered. ``offload_activation`` and
+``reload_activation`` copy activations. ``marker_specs`` defines the arguments of all others.
 
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
-them to functional collectives. In eager parts of a model they run directly, by the same lowering.
+them to functional collectives, host copies and casts. In eager parts of a model they run directly,
+by the same lowering.
 """
 
 from __future__ import annotations

@@ -337,9 +337,11 @@ def check_mesh(mesh: object) -> None:
             "for shards, or two, for replicas and shards (HSDP), as in "
             "mesh['replicate', 'shard']"
         )
-    if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
+    ranks = mesh.mesh.tolist()
+    lines = [ranks] if mesh.ndim == 1 else [*ranks, *zip(*ranks)]
+    if any(list(line) != sorted(line) for line in lines):
         raise ValueError(
-            f"mesh has ranks {mesh.mesh.tolist()}: pass a mesh whose ranks ascend along each axis, "
+            f"mesh has ranks {ranks}: pass a mesh whose ranks ascend along each axis, "
             "as those of init_device_mesh do"
         )
     names = mesh.mesh_dim_names or ()

@@ -271,7 +271,11 @@ def _is_unwritten(buffer: torch.Tensor) -> bool:
     if buffer.is_meta or num_uninitialized(buffer):
         return True
     mark = _integer_mark(buffer)
-    return mark is not None and bool((buffer == mark).any())
+    if mark is None:
+        return False
+    is_marked = buffer == mark
+    # A table of all 8-bit values contains the mark.
+    return bool(is_marked.all() if buffer.itemsize == 1 else is_marked.any())
 
 
 def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:

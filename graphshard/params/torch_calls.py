@@ -18,7 +18,15 @@ from .sharded_param import sharded_param_of
 
 
 def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
-    """Return the leaves that get a sharded parameter's gradient, or None for any other value."""
+    """Return the leaves that get a sharded parameter's gradient, or None for any other value.
+
+    Args:
+        accumulates: whether gradients accumulate in ``.grad``, as in ``backward(inputs=)``; if not,
+            they are returned, as by ``torch.autograd.grad``.
+
+    Raises:
+        BackendError: gradients are to be returned, but unreduced ones accumulate.
+    """
     sharded_param = sharded_param_of(value)
     if sharded_param is None:
         return None

@@ -70,8 +70,8 @@ class Queue:
     neighbors in ``order``. A position is an index into the concatenated runs.
 
     Args:
-        cap: maximum size of a candidate with more than one transfer, or None for no limit.
-        order: positions in ``Problem.transfers``.
+        cap: maximum bytes of a candidate with more than one transfer, or None for no limit.
+        order: indices into ``Problem.transfers``, hardest to hide first.
         yields: whether to delay a bucket that is ready just before a user collective until just
             after it. For a reduction, this can take more memory.
         reduce: see ``ScheduleLimits``.

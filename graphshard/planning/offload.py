@@ -241,7 +241,7 @@ def _offload_enough(
 ) -> list[int]:
     """Return the positions in ``saved`` to offload so that both graphs fit into ``budget``.
 
-    If even offloading everything is not enough, a graph's least memory still exceeds ``budget``.
+    If they cannot, return every activation whose offloading lowers memory that exceeds ``budget``.
     """
     alive = [LiveBytes(least_by_point(problem)) for problem in (forward, backward)]
     chosen = []

@@ -59,7 +59,10 @@ class CallLog:
         self._members.release_also(group)
 
     def run(self, plan_id: str) -> None:
-        """Log a run of a known graph, just before it starts."""
+        """Log a call just before it starts, without waiting for other ranks.
+
+        For runs of known graphs, and for gathers and reductions outside of graphs.
+        """
         call, watcher = self._history.append(plan_id), self._watcher
         # No race: the count is already written, and the watcher reads it after adding the event.
         if watcher is not None and (watcher.early_calls or watcher.error is not None):

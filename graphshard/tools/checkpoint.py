@@ -55,11 +55,13 @@ def without_prefix(names: Iterable[str], prefix: str | None, source: Path) -> di
     if not prefix:
         return dict(zip(names, names))
     prefix = prefix.removesuffix(".") + "."
-    renamed = {name: name.removeprefix(prefix) or name for name in names}
+    renamed = {
+        name: (name.removeprefix(prefix) or name) if isinstance(name, str) else name
+        for name in names
+    }
     if all(name == new for name, new in renamed.items()):
-        raise ValueError(
-            f"{source}: no name starts with {prefix!r}; names include {', '.join(names[:20])}"
-        )
+        some = ", ".join(map(str, names[:20]))
+        raise ValueError(f"{source}: no name starts with {prefix!r}; names include {some}")
     old_names: dict[str, str] = {}
     for name, new in renamed.items():
         if (other := old_names.setdefault(new, name)) != name:

@@ -157,6 +157,8 @@ def test_impossible_conversions_are_refused(
     text.write_text("no zip")
     tensors, quaternions = tmp_path / "tensors.pt", tmp_path / "quaternions"
     torch.save([torch.ones(2)], tensors)
+    numbers = tmp_path / "numbers.pt"
+    torch.save({7: torch.ones(2)}, numbers)
     dcp.save({"q": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=quaternions, no_dist=True)
     bad = [
         ((folder, tmp_path / "x.bin"), "must end in one of .pt"),
@@ -168,6 +170,7 @@ def test_impossible_conversions_are_refused(
         ((empty, tmp_path / "x.pt"), "not a checkpoint"),
         ((text, tmp_path / "x"), "cannot be read: "),
         ((tensors, tmp_path / "x"), "holds a list, not a state dict"),
+        ((numbers, tmp_path / "x", "--strip-prefix", "net"), "no name starts with 'net.'"),
         (
             (quaternions, tmp_path / "x.safetensors"),
             "'q' is torch.complex128, which safetensors cannot store",
@@ -180,6 +183,7 @@ def test_impossible_conversions_are_refused(
         assert said in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "empty",
+        "numbers.pt",
         "quaternions",
         "tensors.pt",
         "text.pt",

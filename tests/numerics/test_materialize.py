@@ -173,11 +173,14 @@ class _Tables(nn.Module):
         self.register_buffer("angles", torch.ones(4, dtype=torch.complex64))
         self.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
         self.register_buffer("ids", torch.ones(4, dtype=torch.int32))
+        self.register_buffer("bytes", torch.ones(256, dtype=torch.uint8))
 
     def write(self, names: str) -> None:
         nn.init.ones_(self.lin.weight)
         nn.init.ones_(self.lin.bias)
-        for name in names.split():
+        if "bytes" in names:
+            self.bytes.copy_(torch.arange(256))  # has all values of the dtype
+        for name in names.replace("bytes", "").split():
             buffer = self.get_buffer(name)
             buffer.copy_(torch.eye(4).flatten()[: buffer.numel()].view_as(buffer))
 
@@ -186,11 +189,12 @@ class _Tables(nn.Module):
 def test_complex_and_integer_buffers_are_written_by_init() -> None:
     with torch.device("meta"):
         model = graphshard.shard(_Tables(), world_mesh())
-    for missing in ("angles", "mask", "ids"):
-        written = " ".join({"angles", "mask", "ids"} - {missing})
+    names = {"angles", "mask", "ids", "bytes"}
+    for missing in sorted(names):
+        written = " ".join(names - {missing})
         with pytest.raises(ValueError, match=f"does not write the buffer '{missing}'"):
             graphshard.materialize(model, lambda m, names=written: m.write(names))
-    graphshard.materialize(model, lambda m: m.write("angles mask ids"))
+    graphshard.materialize(model, lambda m: m.write(" ".join(names)))
     assert torch.equal(model.mask, torch.eye(4, dtype=torch.uint8))
     assert model.angles.is_complex() and model.angles.tolist() == [1, 0, 0, 0]
 

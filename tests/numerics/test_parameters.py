@@ -161,7 +161,22 @@ class EqualGradients(nn.Module):
     batch = staticmethod(_rows)
 
 
-KINDS = [Tiny, Strided, Frozen, Whole, Mixed, Unused, Reused, EqualGradients]
+class TwoViews(nn.Module):
+    """Parameter whose views, of equal and of unequal number, meet in one operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.cat([self.weight[:4].t(), self.weight[4:].t()], 1)
+        mixed = self.weight.t() @ self.weight.view(4, 2, 6)[:, 1].repeat(2, 1)
+        return (x @ mixed @ turned).square().mean()
+
+    batch = staticmethod(_rows)
+
+
+KINDS = [Tiny, Strided, Frozen, Whole, Mixed, Unused, Reused, EqualGradients, TwoViews]
 
 
 @pytest.mark.parametrize("kind", KINDS)

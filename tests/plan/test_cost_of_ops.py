@@ -42,6 +42,12 @@ def test_grouped_matmuls_of_experts_are_priced_as_matmuls() -> None:
     assert flops(backward).num_flops == 2 * flops(product).num_flops
 
 
+def test_product_summed_over_batches_is_priced_as_all_products() -> None:
+    graph = Graph()
+    out, left, right = graph.input(4, 5), graph.input(3, 4, 6), graph.input(3, 6, 5)
+    assert flops(graph(aten.addbmm.default, out, left, right)).num_flops == 2 * 3 * 4 * 6 * 5
+
+
 OTHER_ARGUMENTS = {"p": 3.0, "ord": 3.0, "unbiased": True, "dtype": torch.float32, "keepdim": True}
 
 
