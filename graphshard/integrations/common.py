@@ -71,7 +71,8 @@ def shard_and_compile(
         dynamo_backend: ``graphshard.backend(**options)``. Callers create it before they change
             anything, since it raises for invalid options.
     """
-    shard(model, **options)
+    # ``dynamo_backend`` may have exhausted an iterator.
+    shard(model, **{**options, "ignored_params": dynamo_backend.options.ignored_params})
     model.compile(backend=dynamo_backend)
     _backends[model] = dynamo_backend
     model.no_sync = MethodType(no_sync, model)  # type: ignore[assignment]

@@ -150,7 +150,8 @@ def _parameter_error(groups: Mapping[PlainParam, MeshGroups], allow_meta: bool) 
 def _optimizer_error(plain_params: Sequence[PlainParam]) -> str | None:
     for optimizer in instances_of(torch.optim.Optimizer):
         for plain in plain_params:
-            state = optimizer.state.get(plain.param, {})
+            # An optimizer whose __init__ raised may live on in a traceback, without state.
+            state = getattr(optimizer, "state", {}).get(plain.param, {})
             meshes = {v.device_mesh for v in state.values() if isinstance(v, DTensor)}
             own = {plain.param.device_mesh} if isinstance(plain.param, DTensor) else set()
             if meshes - own:

@@ -354,7 +354,8 @@ def _install(
 
 def repoint_param_groups(new: Mapping[nn.Parameter, torch.Tensor]) -> list[torch.optim.Optimizer]:
     """Replace parameters in the param groups of all live optimizers; return the optimizers."""
-    optimizers = list(instances_of(torch.optim.Optimizer))
+    # An optimizer whose __init__ raised may live on in a traceback, without param groups.
+    optimizers = [o for o in instances_of(torch.optim.Optimizer) if hasattr(o, "param_groups")]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"][:] = [new.get(param, param) for param in group["params"]]

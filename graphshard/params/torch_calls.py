@@ -53,7 +53,8 @@ def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.
             f"parameter {sharded_param.fqn!r} is sharded and has no second-order gradients "
             "(create_graph=True): use an unsharded model"
         )
-    return sharded_param.gradient(padded_grad)
+    # A copy, which is scaled in place: tied inputs have one gradient.
+    return sharded_param.gradient(padded_grad.clone())
 
 
 # --- p.data = x: sharpness-aware optimizers, clamping and averaging swap values like this --------

@@ -66,3 +66,17 @@ def test_invalid_factors_are_refused() -> None:
     for factor in (0, -1.0, math.inf, math.nan, True, "1"):
         with pytest.raises(ValueError, match="must be a positive, finite number"):
             graphshard.set_gradient_divide_factor(model, factor)  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_gradient_of_tied_weights_is_scaled_once() -> None:
+    model = MLP()
+    model.tied = model.up
+    graphshard.shard(model, world_mesh())
+    graphshard.set_gradient_divide_factor(model, 1.0)
+    compiled = compile_sharded(model)
+    batch = MLP.batch(torch.Generator().manual_seed(0))
+    (once,) = torch.autograd.grad(compiled(batch), [model.up.weight])
+    twice = torch.autograd.grad(compiled(batch), [model.up.weight, model.tied.weight])
+    for grad in twice:
+        assert torch.equal(whole(grad), whole(once))

@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import BackendError
+from graphshard.integrations.common import shard_and_compile
 from tests.numerics.compare import whole, world_mesh
 from tests.ranks import on_ranks
 
@@ -110,3 +112,22 @@ def test_eager_read_after_step_in_same_call_is_current() -> None:
     difference = loop(torch.ones(1, 2))
     # Each of the four weights decreases by 0.5.
     torch.testing.assert_close(difference, torch.tensor(2.0))
+
+
+@on_ranks(2)
+def test_optimizer_that_failed_to_initialize_is_no_obstacle() -> None:
+    model = nn.Linear(2, 2)
+    try:
+        torch.optim.AdamW(model.parameters(), lr=-1)
+    except ValueError as error:  # its traceback keeps the optimizer alive
+        kept = error
+    graphshard.shard(model, world_mesh())
+    assert isinstance(model.weight, DTensor) and kept
+
+
+@on_ranks(2)
+def test_integrations_accept_iterator_of_ignored_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    options = {"ignored_params": model[1].parameters(), "mesh": world_mesh()}
+    shard_and_compile(model, graphshard.backend(**options), options)
+    assert isinstance(model[0].weight, DTensor) and not isinstance(model[1].weight, DTensor)
