@@ -20,6 +20,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch.distributed as dist
@@ -219,7 +220,8 @@ def _generate_together(model: nn.Module) -> None:
         method = getattr(type(module), "generate", None)
         known = method is not None and "synced_gpus" in inspect.signature(method).parameters
         if known and "generate" not in vars(module):
-            module.generate = _together(module.generate)
+            # A bound method: a copy of the module must not generate with this module.
+            module.generate = MethodType(_together(method), module)  # type: ignore[assignment]
 
 
 def _together(generate: Any) -> Any:

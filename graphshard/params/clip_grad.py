@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .._torch.distributed import process_group
+from .._torch.dtensor import local_tensor
 from .sharded_param import sharded_param_of
 
 
@@ -56,10 +58,27 @@ def clip_grad_norm_(
     return norm
 
 
+def _largest(grads: list[Any], foreach: bool | None) -> torch.Tensor:
+    """Return the infinity norm of gradients on one mesh, over all its ranks."""
+    local = [local_tensor(grad) for grad in grads]
+    dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in local))
+    norm = torch.zeros((), dtype=dtype, device=local[0].device)
+    # torch computes no infinity norm of an empty tensor, which ranks without rows have.
+    if filled := [grad for grad in local if grad.numel()]:
+        norm.copy_(get_total_norm(filled, math.inf, foreach=foreach))
+    mesh = grads[0].device_mesh
+    for axis in range(mesh.ndim):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return norm
+
+
 def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
     grads = [param.grad for param in params if param.grad is not None]
-    norm: Any = get_total_norm(grads, norm_type, foreach=foreach)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if norm_type == math.inf and grads and isinstance(grads[0], DTensor):
+        norm: Any = _largest(grads, foreach)
+    else:
+        norm = get_total_norm(grads, norm_type, foreach=foreach)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     known = sharded_param_of(params[0])
     if known is None or not known.spec.is_local:
         return norm

@@ -131,3 +131,11 @@ def test_integrations_accept_iterator_of_ignored_parameters() -> None:
     options = {"ignored_params": model[1].parameters(), "mesh": world_mesh()}
     shard_and_compile(model, graphshard.backend(**options), options)
     assert isinstance(model[0].weight, DTensor) and not isinstance(model[1].weight, DTensor)
+
+
+@on_ranks(2)
+def test_infinity_norm_includes_ranks_without_rows() -> None:
+    model = graphshard.shard(nn.Linear(8, 1, bias=False), world_mesh())
+    model(torch.full((1, 8), -2.0)).sum().backward()
+    assert graphshard.clip_grad_norm_(model.parameters(), 1.0, float("inf")) == 2
+    assert torch.allclose(whole(model.weight.grad), torch.full((1, 8), -1.0))

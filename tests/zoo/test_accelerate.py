@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import graphshard
-from graphshard.integrations.accelerate import ShardedAccelerator, metrics, prepare
+from graphshard.integrations.accelerate import (
+    ShardedAccelerator,
+    _generate_together,
+    metrics,
+    prepare,
+)
 from tests import ranks
 from tests.numerics.compare import assert_rounded, relative_error, whole
 from tests.numerics.parallel import MLP, mesh_2d, split
@@ -172,3 +178,15 @@ def test_split_model_is_refused() -> None:
 
 def test_bad_input_is_refused_without_changes(tmp_path: Path) -> None:
     ranks.run(2, _refuse, str(tmp_path))
+
+
+@on_ranks(1)
+def test_copy_of_model_generates_with_itself() -> None:
+    class Model(nn.Module):
+        def generate(self, synced_gpus: bool = False, disable_compile: bool = False) -> object:
+            return self
+
+    model = Model()
+    _generate_together(model)
+    copied = copy.deepcopy(model)
+    assert model.generate() is model and copied.generate() is copied
