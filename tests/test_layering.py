@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"_torch", "files", "kinds", "ops"},
     "ranks": {"_torch", "errors", "kinds", "planning"},
     "show": {"_torch", "cost", "files", "kinds", "planning"},
-    "options": {"cost", "errors", "ops", "planning"},
+    "options": {"_torch", "cost", "errors", "ops", "planning"},
     "passes": {"_torch", "cost", "kinds", "ops", "planning"},
     "params": {"_torch", "ranks", "errors", "ops", "options"},
     "optim": {"_torch", "ranks", "ops", "params"},

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import symbolic_shapes
 from torch.utils._mode_utils import no_dispatch
@@ -30,6 +30,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "tree_leaves",
     "tree_map",
+    "unset_fake_temporarily",
 ]
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from .._torch.tensors import FakeTensor, unset_fake_temporarily
 from ..errors import BackendError
 from ..ops.host_copy import PAGEABLE, PINNED
 from .float8_policy import Float8Policy, check_fp8
@@ -337,7 +338,8 @@ def check_mesh(mesh: object) -> None:
             "for shards, or two, for replicas and shards (HSDP), as in "
             "mesh['replicate', 'shard']"
         )
-    ranks = mesh.mesh.tolist()
+    with unset_fake_temporarily():  # forecasts make backends in fake mode
+        ranks = [] if isinstance(mesh.mesh, FakeTensor) else mesh.mesh.tolist()
     lines = [ranks] if mesh.ndim == 1 else [*ranks, *zip(*ranks)]
     if any(list(line) != sorted(line) for line in lines):
         raise ValueError(
