@@ -82,12 +82,18 @@ class SavingChoice:
         return min(fitting, key=lambda t: (t.step_us or 0.0, t.peak_bytes), default=None)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        raw = dataclasses.asdict(self)
+        for tried in raw["tried"]:  # the JSON key is the field's former name
+            tried["saving"]["stows"] = tried["saving"].pop("offloads")
+        return json.dumps(raw)
 
     @classmethod
     def from_json(cls, text: str) -> SavingChoice:
         raw = json.loads(text)
-        tried = [TriedSaving(**{**t, "saving": Saving(**t["saving"])}) for t in raw["tried"]]
+        tried = []
+        for t in raw["tried"]:
+            t["saving"]["offloads"] = t["saving"].pop("stows")
+            tried.append(TriedSaving(**{**t, "saving": Saving(**t["saving"])}))
         return cls(**{**raw, "tried": tuple(tried), "notes": tuple(raw["notes"])})
 
 
