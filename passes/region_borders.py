@@ -49,8 +49,15 @@ def _is_view(node: fx.Node) -> bool:
 
 def _is_constant(node: fx.Node) -> bool:
     """Return whether a node takes no inputs and makes the same tensor every time."""
-    made = node.op == "call_function" and not node.all_input_nodes
-    return made and is_pure(node) and not is_random(node)
+    if node.op != "call_function" or node.all_input_nodes:
+        return False
+    return is_pure(node) and not is_random(node)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Return whether a node calls a pointwise op that draws no random numbers."""
+    tags = getattr(node.target, "tags", ())  # only operators have tags
+    return torch.Tag.pointwise in tags and not is_random(node)
 
 
 def _as_large_as_sources(graph: fx.Graph) -> set[fx.Node]:
@@ -72,8 +79,7 @@ def _as_large_as_sources(graph: fx.Graph) -> set[fx.Node]:
         roots = [values.roots[source] for source in node.all_input_nodes]
         read = frozenset[fx.Node]().union(*(reads.get(root, {root}) for root in roots))
         is_large = sum(values.num_bytes[root] for root in read) <= values.num_bytes[node]
-        is_pointwise = torch.Tag.pointwise in node.target.tags and not is_random(node)
-        if is_pointwise and is_large and read.isdisjoint(written):
+        if is_pointwise(node) and is_large and read.isdisjoint(written):
             reads[node] = read
     return set(reads)
 

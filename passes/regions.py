@@ -25,13 +25,12 @@ from graphshard._torch.tensors import writes_arguments
 from graphshard.cost.fusion import GraphValues
 from graphshard.ops.nodes import (
     PLANNED,
-    is_random,
     replace_in_output,
     root_of,
     users_through_views,
 )
 from graphshard.passes.contract import PassContext
-from graphshard.passes.region_borders import is_pure, recompute_at_users
+from graphshard.passes.region_borders import is_pointwise, is_pure, recompute_at_users
 from graphshard.planning.plan import Regions
 from graphshard.planning.repeats import find_repeats, pieces
 
@@ -293,6 +292,8 @@ def _with_returned_values(graph: fx.Graph, regions: Sequence[_Region]) -> list[_
         if len(places) == 1 and (place := places.pop()) is not None:
             home[node] = place
             added[place].append(node)
+    if not added:
+        return list(regions)
     extended = [_Region([*region.nodes, *added[i]]) for i, region in enumerate(regions)]
     keys: dict[RegionKey, set[RegionKey]] = defaultdict(set)
     for before, after in zip(regions, extended):
@@ -318,7 +319,7 @@ def _only_returned(graph: fx.Graph, home: Mapping[fx.Node, int]) -> list[fx.Node
 
 def _may_run_earlier(node: fx.Node) -> bool:
     """Return whether a node computes a pointwise value of memory that the graph does not write."""
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or is_random(node):
+    if not is_pointwise(node):
         return False
     users = (user for used in node.all_input_nodes for user in users_through_views(root_of(used)))
     return not any(writes_arguments(user.target) for user in users)

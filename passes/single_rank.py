@@ -42,7 +42,7 @@ def elide_single_rank_collectives(gm: fx.GraphModule, context: PassContext) -> N
             if node.target is unshard:
                 value = _use_shard(node, UnshardSpec.of_node(node))
             elif node.target is reduce_grad:
-                value = _use_reduced(node, ReduceGradSpec.of_node(node))
+                value = _use_gradient(node, ReduceGradSpec.of_node(node))
             elif node.target is all_reduce_grad:
                 value = _use_gradient(node, AllReduceGradSpec.of_node(node))
         if value is not None:
@@ -68,16 +68,14 @@ def _use_shard(marker: fx.Node, spec: UnshardSpec) -> fx.Node | None:
     return None
 
 
-def _use_reduced(marker: fx.Node, spec: ReduceGradSpec) -> fx.Node | None:
-    """Return the gradient, cast like the reduced one, or None if the reduction does more."""
-    does_more = spec.host_memory is not None or spec.partial is not None
-    if does_more or (spec.replica_group and not is_alone(spec.replica_group)):
-        return None
-    return _use_gradient(marker, spec)
-
-
 def _use_gradient(marker: fx.Node, spec: ReduceGradSpec | AllReduceGradSpec) -> fx.Node | None:
-    if not is_alone(spec.group):
+    """Return the gradient, cast like the reduced one, or None if the reduction does more."""
+    groups = [spec.group]
+    if isinstance(spec, ReduceGradSpec):
+        if spec.host_memory is not None or spec.partial is not None:
+            return None
+        groups += [spec.replica_group] if spec.replica_group else []
+    if not all(map(is_alone, groups)):
         return None
     sent, emit = spec.collective_input(), Emitter(marker.graph, marker.meta)
     reduced = as_dtype(emit, spec.grad, sent.wire_dtype)

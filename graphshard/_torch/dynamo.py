@@ -218,6 +218,11 @@ def source_name(source: Source) -> str:
     return source.name
 
 
+def is_buffer(source: Source) -> bool:
+    """Return whether ``source`` is a buffer of a module."""
+    return "_buffers[" in source_name(source)
+
+
 class _Captured(ShortenTraceback):
     """Raised to end a trace once its graph has been captured."""
 

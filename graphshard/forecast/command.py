@@ -98,12 +98,14 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _check_chosen(args: argparse.Namespace) -> None:
-    mode = "search" if args.search else "largest"
-    defaults: dict[str, object] = {"strategy": "zero3"}
-    if args.search:
-        defaults |= {"recompute": 0.0, "accumulate": 1, "offload": False}
-    for name, default in defaults.items():
-        if (args.search or args.largest) and getattr(args, name) != default:
+    mode = "search" if args.search else "largest" if args.largest else ""
+    chosen = {
+        "search": ("strategy", "recompute", "accumulate", "offload"),
+        "largest": ("strategy",),
+        "": (),
+    }
+    for name in chosen[mode]:
+        if getattr(args, name) != getattr(Recipe(), name):
             raise ValueError(f"--{mode} chooses --{name} itself: drop one of the two")
 
 

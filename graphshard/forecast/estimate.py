@@ -244,8 +244,7 @@ def peak_of_step(
     """Return the memory at the peak of a step; ``outside`` comes from ``outside_of_graphs``."""
     candidates = [outside]
     for graph, others in zip(graphs, other_graph_bytes(graphs)):
-        # Accumulated gradients of all graphs exist already: later ones are added in place.
-        gradients = outside.gradients if accumulate > 1 else others.gradients
+        gradients = others.held_gradients(outside, accumulate=accumulate)
         around = dataclasses.replace(outside, gradients=gradients)
         candidates.append(_peak_of_graph(graph, around, others.saved))
     peak = max(candidates, key=lambda memory: memory.allocated)
@@ -282,6 +281,11 @@ class OtherGraphBytes(NamedTuple):
 
     saved: int  # activations saved by earlier forward graphs
     gradients: int  # gradients reduced by earlier backward graphs
+
+    def held_gradients(self, outside: MemoryForecast, *, accumulate: int) -> int:
+        """Return the bytes of gradients while the graph runs, apart from its own."""
+        # Accumulated gradients of all graphs exist already: later ones are added in place.
+        return outside.gradients if accumulate > 1 else self.gradients
 
 
 def other_graph_bytes(graphs: Sequence[PlannedGraph]) -> list[OtherGraphBytes]:

@@ -53,12 +53,11 @@ def _graph(forecast: Forecast, number: int, name: str, graph: PlannedGraph) -> J
     data = graph_data(forecast.dumps[number], name)
     outside = outside_of_graphs(forecast.held, forecast.recipe, forecast.memory.device)
     others = other_graph_bytes(forecast.graphs)[number]
-    # Accumulated gradients of all graphs exist already: later ones are added in place.
-    reduced = outside.gradients if forecast.recipe.accumulate > 1 else others.gradients
+    gradients = others.held_gradients(outside, accumulate=forecast.recipe.accumulate)
     constant = {
         "parameters": outside.parameters,
         "optimizer": outside.optimizer + outside.buffers,
-        "held for other graphs": others.saved + reduced,
+        "held for other graphs": others.saved + gradients,
     }
     areas = {name: [num_bytes] * graph.problem.num_steps for name, num_bytes in constant.items()}
     areas |= bytes_by_step(graph)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from .._torch.aot_graphs import flat_inputs, original_inputs
-from .._torch.dynamo import mark_dynamic, source_name, sources
+from .._torch.dynamo import is_buffer, mark_dynamic, sources
 from .._torch.tensors import new_fake_mode, size_expr, size_hint, tree_leaves, tree_map
 from ..cost.hardware import Hardware, Rate
 from ..cost.model import CostModel
@@ -148,10 +148,10 @@ def trace(
             if axis := ranks.split_axis:
                 _split(model, axis, mesh[axis], parallelize)
         options = {**options, **sharding_options(model, mesh, ranks)}
-        # Outside of the fake mode: the mesh and the parameter names that ranks exchange are real.
+        # Outside of the fake mode: ranks exchange parameter names in real tensors.
         shard(model, **options)
-        tracing = _TracingBackend(options, reader)
         with fake:
+            tracing = _TracingBackend(options, reader)
             _mark_dynamic(inputs, symbols)
             dynamic = None if symbols else False
             _run(torch.compile(model, backend=tracing, dynamic=dynamic), inputs)
@@ -298,10 +298,10 @@ class _GraphReader:
 def _mark_buffers(graph: fx.Graph, traced: TracedGraph) -> None:
     """Mark the model's buffers as held outside of graphs, where ``HeldMemory`` counts them."""
     positions = flat_inputs(traced.gm)
-    names = [source_name(source) for source in sources(traced.gm)]
+    of_input = sources(traced.gm)
     for node, number in original_inputs(graph).items():
         position = positions[number]
-        if position is not None and "_buffers[" in names[position]:
+        if position is not None and is_buffer(of_input[position]):
             node.meta[WHOLE_SHARD] = True
 
 

@@ -28,7 +28,7 @@ PLANNED = "graphshard_planned"
 # Reason why a parameter is not sent, or not used, in a smaller dtype.
 REASON = "graphshard_reason"
 
-# Marks an input that is a parameter's only shard.
+# Marks an input that the model holds: a parameter's only shard or, in forecasts, a buffer.
 WHOLE_SHARD = "graphshard_whole_shard"
 
 # Bytes of a backward input that holds a full parameter, or a part of one, including padding. Unlike

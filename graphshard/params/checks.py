@@ -28,7 +28,7 @@ from ..options.options import Options, ParamOptions, matches
 from .mesh import MeshGroups
 from .module_class import class_error, had_sharded, plain_class
 from .param_spec import ParamSpec
-from .plain_params import PlainParam, find_reduced_by_ddp, instances_of
+from .plain_params import PlainParam, find_reduced_by_ddp, live_optimizers
 from .sharded_param import FUNCTIONAL_CALL, sharded_param_of
 from .shared_memory import shared_memory_error
 
@@ -148,10 +148,9 @@ def _parameter_error(groups: Mapping[PlainParam, MeshGroups], allow_meta: bool) 
 
 
 def _optimizer_error(plain_params: Sequence[PlainParam]) -> str | None:
-    for optimizer in instances_of(torch.optim.Optimizer):
+    for optimizer in live_optimizers():
         for plain in plain_params:
-            # An optimizer whose __init__ raised may live on in a traceback, without state.
-            state = getattr(optimizer, "state", {}).get(plain.param, {})
+            state = optimizer.state.get(plain.param, {})
             meshes = {v.device_mesh for v in state.values() if isinstance(v, DTensor)}
             own = {plain.param.device_mesh} if isinstance(plain.param, DTensor) else set()
             if meshes - own:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,6 +69,12 @@ def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list
             for param in plain_params.keys() & ddp_parameters(module):
                 plain_params[param].in_ddp = True
     return list(plain_params.values())
+
+
+def live_optimizers() -> Iterator[torch.optim.Optimizer]:
+    """Yield all live optimizers, except those whose ``__init__`` raised."""
+    # A traceback may keep these alive, without param groups or state.
+    return (o for o in instances_of(torch.optim.Optimizer) if hasattr(o, "param_groups"))
 
 
 def instances_of(kind: type[_T]) -> Iterator[_T]:

@@ -48,7 +48,7 @@ from .module_class import ShardedModule, had_sharded, install
 from .padding import padding_advice
 from .param_spec import ParamSpec
 from .pickling import require_collective_save
-from .plain_params import PlainParam, find_plain_params, instances_of
+from .plain_params import PlainParam, find_plain_params, live_optimizers
 from .save_pretrained import has_save_pretrained
 from .sharded_param import (
     ShardedModel,
@@ -354,8 +354,7 @@ def _install(
 
 def repoint_param_groups(new: Mapping[nn.Parameter, torch.Tensor]) -> list[torch.optim.Optimizer]:
     """Replace parameters in the param groups of all live optimizers; return the optimizers."""
-    # An optimizer whose __init__ raised may live on in a traceback, without param groups.
-    optimizers = [o for o in instances_of(torch.optim.Optimizer) if hasattr(o, "param_groups")]
+    optimizers = list(live_optimizers())
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"][:] = [new.get(param, param) for param in group["params"]]

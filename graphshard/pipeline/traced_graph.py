@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch.dynamo import source_name, sources
+from .._torch.dynamo import is_buffer, sources
 from .._torch.tensors import size_hint
 
 Runnable = Callable[..., Any]  # a compiled graph, called with its inputs
@@ -57,7 +57,7 @@ class TracedGraph:
             (node.meta["example_value"].shape, value.shape)
             for node, source, value in zip(nodes, sources(self.gm), self.inputs, strict=True)
             if isinstance(value, torch.Tensor) and value.ndim and id(value) not in shards
-            if "_buffers[" not in source_name(source)
+            if not is_buffer(source)
         ]
         sizes = ["x".join(str(size_hint(size)) for size in shape) for _, shape in batch]
         varies = any(isinstance(size, torch.SymInt) for traced, _ in batch for size in traced)

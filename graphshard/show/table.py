@@ -271,9 +271,9 @@ def exposed_reason(dump: Dump, i: int) -> str:
         for slot in dump.timeline.slots:
             on_link = slot.kind == COLLECTIVE and slot.lane in (collective.lane, USER)
             if on_link and slot is not collective and slot.end_us == collective.start_us:
-                by_user = slot.lane == USER
-                what = dump.user_collective(slot).op if by_user else f"bucket {slot.index}"
-                return f"link is busy with {'user ' * by_user}{what}"
+                if slot.lane == USER:
+                    return f"link is busy with user {dump.user_collective(slot).op}"
+                return f"link is busy with bucket {slot.index}"
     limit = _blocking_limit(dump, bucket)
     if limit is not None:
         return limit

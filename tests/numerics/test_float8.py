@@ -175,7 +175,7 @@ def test_gradients_have_direction_of_float32_gradients() -> None:
 
 def _loss(fp8: graphshard.Float8Policy | None) -> float:
     """Train the demo's model; return the mean loss of the last 10 of 60 steps on real text."""
-    size = Size(layers=1, heads=2, dim=64, context=32, batch=4, steps=60)
+    size = Size(layers=1, heads=2, dim=64, context=64, batch=8, steps=60)
     model = _model(size)
     compiled = compile_sharded(model, compiler="aot_eager", mp_policy=BF16, fp8=fp8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -200,7 +200,7 @@ def _losses() -> list[float]:
 @pytest.mark.low_precision
 def test_loss_after_training_is_close_to_bfloat16() -> None:
     plain, *in_fp8 = ranks.run(2, _losses)[0]
-    assert plain < 4  # starts at ln 256 = 5.5
+    assert plain < 3  # starts at ln 256 = 5.5
     assert in_fp8 and max(in_fp8) <= 1.02 * plain  # the documented claim, not a rounding bound
 
 

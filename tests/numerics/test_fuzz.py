@@ -41,8 +41,10 @@ FOUND: dict[str, Case] = {
             ("hardware", "H100"),
             ("activation_memory_budget", 0.2),
         ),
-        micros=2,
+        steps=3,
+        micros=3,
         rows="by_both",
+        evaluation="no_grad",
     ),
     # Only one rank recomputed a sum with a parameter expanded to the batch size.
     "a parameter is expanded to the size of a batch": Case(
