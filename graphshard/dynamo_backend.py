@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -66,6 +66,7 @@ from .params.graph_params import (
     trace_parameters,
 )
 from .params.mixed_precision import advise, check_cast_boundaries
+from .params.plain_params import noted_ignored
 from .params.shard import shard_module
 from .params.sharded_param import ShardedParam, sharded_param_of
 from .pipeline.compile import CompiledGraph, compile_traced
@@ -202,14 +203,19 @@ class Backend:
             self.shard_now(root, call.runs(root))
 
     def plain_parameters(self, root: nn.Module) -> list[nn.Parameter]:
-        plain = [p for p in root.parameters() if is_plain(p)]
-        return [p for p in plain if p not in self.options.ignored_params]
+        ignored = self.ignored(root)
+        return [p for p in root.parameters() if is_plain(p) and p not in ignored]
+
+    def ignored(self, root: nn.Module) -> Set[nn.Parameter]:
+        """Return the parameters that this backend or an earlier sharding of ``root`` ignores."""
+        return self.options.ignored_params | noted_ignored(root)
 
     def shard_now(self, root: nn.Module, in_use: bool = False) -> None:
         """Shard ``root`` in place, even while its forward runs (``in_use``)."""
         mesh = mesh_for(self.options, self.plain_parameters(root))
         progress.report(f"sharding {type(root).__name__} over {mesh.size()} ranks")
-        shard_module(root, mesh, self.options, in_use=in_use, allow_meta=False)
+        ignored = self.ignored(root)
+        shard_module(root, mesh, self.options, ignored, in_use=in_use, allow_meta=False)
         stop_watching(self)
 
     @property
@@ -309,6 +315,8 @@ class Backend:
             if ignored or id(value) in seen:
                 continue
             root, in_use = find_root(trace, source, value, call)
+            if value in noted_ignored(root):
+                continue
             seen.update(names_of(root))
             check_cast_boundaries(root, self.options, in_use)
             self.shard_now(root, in_use)
@@ -412,7 +420,8 @@ def shard(
     if not isinstance(root, nn.Module):
         raise BackendError(f"model is a {type(root).__name__}: pass the nn.Module to shard")
     options = Options.from_arguments(arguments)
-    shard_module(root, mesh_for(options, root.parameters()), options, in_use=False, allow_meta=True)
+    mesh, ignored = mesh_for(options, root.parameters()), options.ignored_params
+    shard_module(root, mesh, options, ignored, in_use=False, allow_meta=True)
     return model
 
 

@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..dynamo_backend import backend
+from ..params.clip_grad import clip_grad_norm_
 from ..params.state_dict import full_state_dict
 from .common import (
     is_sharded,
@@ -82,8 +83,15 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         accelerator.register_save_state_pre_hook(accelerator._save_sharded)
         accelerator.register_load_state_pre_hook(accelerator._load_sharded)
     placed = None if may_be_moved(model, options) else False
+    attributes = dict(vars(model))
     accelerator.prepare_model(model, device_placement=placed, evaluation_mode=True)
-    shard_and_compile(model, dynamo_backend, options)
+    try:
+        shard_and_compile(model, dynamo_backend, options)
+    except BaseException:
+        accelerator._models.remove(model)
+        vars(model).clear()
+        vars(model).update(attributes)  # without Accelerate's mark and forward
+        raise
     _generate_together(model)
     return accelerator.prepare(model, *others)
 
@@ -143,6 +151,12 @@ class ShardedAccelerator(Accelerator):
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
         return full_state_dict(model) if self._sharded is None else {}
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        """Clip as :func:`graphshard.clip_grad_norm_`, also if parameters are on several meshes."""
+        parameters = list(parameters)
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
         """Save as Accelerate does, except that all ranks save sharded models and their optimizers.

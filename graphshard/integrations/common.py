@@ -12,15 +12,17 @@ plain file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -117,7 +119,15 @@ def save_sharded(
     Args:
         weights: whether to also save the model's parameters and buffers.
     """
-    dcp.save(_state(model, optimizers, weights), checkpoint_id=folder)
+    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
+    state = _state(model, optimizers, weights)
+    # torch fills missing state by a step with zero gradients: undo it, since training continues.
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    for optimizer in fresh:
+        for param in optimizer.state:
+            del state["optim"]["state"][names[param]]
+        optimizer.state.clear()
+    dcp.save(state, checkpoint_id=folder)
 
 
 def load_sharded(
@@ -137,12 +147,47 @@ def load_sharded(
             "without its optimizer (save_only_model), or the save was interrupted. To start from "
             "saved weights only, load them into the model before it is sharded"
         )
-    state = _state(model, optimizers, weights)
-    dcp.load(state, checkpoint_id=folder)
-    if weights:
-        set_model_state_dict(model, state["model"])
-    if optimizers:
-        set_optimizer_state_dict(model, optimizers, state["optim"])
+    with _unused(model, optimizers):
+        state = _state(model, optimizers, weights)
+        if optimizers:
+            _keep_saved(state["optim"]["state"], folder)
+        dcp.load(state, checkpoint_id=folder)
+        if weights:
+            set_model_state_dict(model, state["model"])
+        if optimizers:
+            # Not strict: a parameter that has not had a gradient has no saved state.
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(model, optimizers, state["optim"], options=options)
+
+
+@contextmanager
+def _unused(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Hide gradients, and clear state that is to be loaded; restore it after an error."""
+    # torch makes state to load into only if an optimizer has none, and no gradients.
+    gradients = {param: param.grad for param in model.parameters()}
+    states = [dict(optimizer.state) for optimizer in optimizers]
+    for param in gradients:
+        param.grad = None
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    try:
+        yield
+    except BaseException:
+        for optimizer, state in zip(optimizers, states):
+            optimizer.state.clear()
+            optimizer.state.update(state)
+        raise
+    finally:
+        for param, gradient in gradients.items():
+            param.grad = gradient
+
+
+def _keep_saved(state: dict[str, Any], folder: Path) -> None:
+    """Remove the state of parameters that ``folder`` has no state of."""
+    paths = dcp.FileSystemReader(folder).read_metadata().planner_data.values()
+    saved = {path[2] for path in paths if path[:2] == ("optim", "state")}
+    for name in state.keys() - saved:
+        del state[name]
 
 
 def _state(model: nn.Module, optimizers: Sequence[Optimizer], weights: bool) -> dict[str, Any]:

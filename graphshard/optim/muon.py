@@ -68,7 +68,7 @@ class Muon(torch.optim.Muon):
 
     Raises:
         ValueError: a parameter is not a matrix; or, in a step, has another placement, is complex,
-            or has a gradient that is sparse or placed differently.
+            or has a gradient that is sparse or placed differently, or state of another sharding.
         BackendError: in a step, on all ranks, if they do not step the same matrices.
     """
 
@@ -113,6 +113,10 @@ class Muon(torch.optim.Muon):
             for param in group["params"]
             if param.grad is not None and param.numel()
         ]
+        for param, _ in matrices:
+            momentum = self.state.get(param, {}).get("momentum_buffer")
+            if momentum is not None and isinstance(momentum, DTensor) != isinstance(param, DTensor):
+                raise ValueError(_foreign_state(param, momentum))
         if self._plan is not None and _are_same(self._plan.matrices, matrices):
             return self._plan, False
         self._plan = _make_plan(matrices, self.param_groups)
@@ -175,6 +179,16 @@ def _has_fitting_gradient(param: Tensor) -> bool:
     if isinstance(param, DTensor):
         return isinstance(grad, DTensor) and grad.placements == param.placements
     return not grad.is_sparse
+
+
+def _foreign_state(param: Tensor, momentum: Tensor) -> str:
+    sharded = sharded_param_of(param)
+    return (
+        f"momentum_buffer of {'a matrix' if sharded is None else repr(sharded.fqn)} is a "
+        f"{type(momentum).__name__}, but the parameter is a {type(param).__name__}: load the state "
+        "with torch.distributed.checkpoint, or by set_optimizer_state_dict with "
+        "StateDictOptions(full_state_dict=True)"
+    )
 
 
 def _make_plan(matrices: list[_Stepped], param_groups: Sequence[Group]) -> _Plan:

@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -343,7 +348,7 @@ def _dim(param: nn.Parameter, options: ParamOptions) -> int:
 
 
 def _device_error(device: torch.device, mesh: DeviceMesh, options: ParamOptions) -> str | None:
-    is_offloaded = device.type == "cpu" and options.host_memory(mesh.device_type) is not None
+    is_offloaded = device.type == "cpu" and isinstance(options.offload_policy, CPUOffloadPolicy)
     if is_offloaded or device.type in ("meta", mesh.device_type):
         return None
     return (

@@ -23,6 +23,7 @@ from ..errors import BackendError
 from ..ops.markers import UNSHARD_MARKERS
 from ..options.options import Options
 from . import param_spec
+from .plain_params import noted_ignored
 from .sharded_param import sharded_param_of
 
 _Label = tuple[object, ...]
@@ -91,8 +92,9 @@ class ForwardCheck:
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
-    """Map the ``id`` of each parameter to its first FQN."""
-    return {id(param): name for name, param in module.named_parameters()}
+    """Map the ``id`` of each parameter that earlier shardings did not ignore to its first FQN."""
+    ignored = noted_ignored(module)
+    return {id(p): name for name, p in module.named_parameters() if p not in ignored}
 
 
 def _difference(before: _Step | None, after: _Step | None) -> str:

@@ -14,6 +14,7 @@ numbers work as in the unsharded model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -207,7 +208,7 @@ def _run(init: Init, root: nn.Module) -> None:
     try:
         init(root)
     except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):  # the model's own error
+        if not re.search(r"\bmeta\b", str(error)):  # the model's own error
             raise
         raise BackendError(
             "init reads a parameter, or computes one from another: it may only write parameters, "

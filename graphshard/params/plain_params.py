@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -17,6 +17,10 @@ from .param_spec import ParamSpec
 from .sharded_param import sharded_param_of
 
 _T = TypeVar("_T")
+
+# Attribute of a module: names of its ignored parameters. ``to_empty``, ``load_state_dict(assign=
+# True)`` and copies make other parameters, which ``ignored_params`` does not contain.
+_IGNORED = "_graphshard_ignored"
 
 
 class Holder(NamedTuple):
@@ -48,7 +52,25 @@ class PlainParam:
         return self.fqns[0]
 
 
-def find_plain_params(root: nn.Module, ignored: frozenset[nn.Parameter]) -> list[PlainParam]:
+def note_ignored(root: nn.Module, ignored: Set[nn.Parameter]) -> None:
+    """Make ``root`` and its copies remember which of their parameters are ignored."""
+    for module in root.modules():
+        names = {name for name, param in parameters_of(module).items() if param in ignored}
+        if names:
+            vars(module)[_IGNORED] = names | vars(module).get(_IGNORED, set())
+
+
+def noted_ignored(root: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of ``root`` that :func:`note_ignored` was given, or replacements."""
+    return {
+        param
+        for module in root.modules()
+        for name in vars(module).get(_IGNORED, ())
+        if (param := parameters_of(module).get(name)) is not None
+    }
+
+
+def find_plain_params(root: nn.Module, ignored: Set[nn.Parameter]) -> list[PlainParam]:
     """Return the unique parameters of ``root`` that are neither ignored nor already sharded."""
     plain_params: dict[nn.Parameter, PlainParam] = {}
     for prefix, module in root.named_modules():

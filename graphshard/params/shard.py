@@ -14,7 +14,7 @@ the full copy is freed: peak memory is the full model plus one parameter.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ from .module_class import ShardedModule, had_sharded, install
 from .padding import padding_advice
 from .param_spec import ParamSpec
 from .pickling import require_collective_save
-from .plain_params import PlainParam, find_plain_params, live_optimizers
+from .plain_params import PlainParam, find_plain_params, live_optimizers, note_ignored
 from .save_pretrained import has_save_pretrained
 from .sharded_param import (
     ShardedModel,
@@ -88,7 +88,13 @@ class StaleDTensor(_Stale, DTensor):
 
 
 def shard_module(
-    root: nn.Module, mesh: DeviceMesh, options: Options, *, in_use: bool, allow_meta: bool
+    root: nn.Module,
+    mesh: DeviceMesh,
+    options: Options,
+    ignored: Set[nn.Parameter],
+    *,
+    in_use: bool,
+    allow_meta: bool,
 ) -> None:
     """Shard the parameters of ``root`` in place, except ignored and already sharded ones.
 
@@ -102,12 +108,13 @@ def shard_module(
             or if values that a forward may have used differ.
     """
     has_replacements = take_replacements(root)
-    plain_params = find_plain_params(root, options.ignored_params)
+    plain_params = find_plain_params(root, ignored)
     if has_replacements and not plain_params:
         return
     groups = find_groups(root, plain_params, mesh, options)
     error = find_error(root, plain_params, groups, options, allow_meta=allow_meta)
     _check_same_shards(root, plain_params, groups, options, error=error)
+    note_ignored(root, ignored)
     # Sorted by name: ranks may have registered parameters in different orders.
     by_name = sorted(plain_params, key=lambda plain: plain.fqn)
     for own in dict.fromkeys([groups, *(plain.spec.groups for plain in by_name)]):

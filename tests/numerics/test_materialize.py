@@ -126,6 +126,10 @@ def _reads(model: nn.Module) -> None:
         nn.init.zeros_(model.lin.weight)
 
 
+def _fails(model: nn.Module) -> None:
+    raise RuntimeError("no metadata")
+
+
 def _forgets_buffers(model: nn.Module) -> None:
     for param in model.parameters():
         nn.init.zeros_(param)
@@ -141,6 +145,8 @@ def test_invalid_init_raises_and_changes_nothing() -> None:
     before = dict(model.named_buffers())
     with pytest.raises(ValueError, match=r"does not write 66 of the 66 elements of 'embed.weight'"):
         graphshard.materialize(model, _half)
+    with pytest.raises(RuntimeError, match=r"^no metadata$"):
+        graphshard.materialize(model, _fails)
     with pytest.raises(ValueError, match="init reads a parameter"):
         graphshard.materialize(model, _reads)
     assert all(param.is_meta for param in model.parameters())

@@ -255,6 +255,21 @@ def test_unsupported_placements_raise() -> None:
 
 
 @on_ranks(2)
+def test_state_of_unsharded_optimizer_raises() -> None:
+    plain = nn.Parameter(torch.ones(4, 4))
+    plain.grad = torch.ones(4, 4)
+    unsharded = Muon([plain])
+    unsharded.step()
+    param = nn.Parameter(distribute_tensor(torch.ones(4, 4), world_mesh(), [Shard(0)]))
+    param.grad = distribute_tensor(torch.ones(4, 4), world_mesh(), [Shard(0)])
+    optimizer = Muon([param])
+    optimizer.step()
+    optimizer.load_state_dict(unsharded.state_dict())
+    with pytest.raises(ValueError, match="is a Tensor, but the parameter is a DTensor"):
+        optimizer.step()
+
+
+@on_ranks(2)
 def test_step_accepts_closure_compilation_and_torch_state() -> None:
     model, compiled, optimizer = _trained(1)
     twin = copy.deepcopy(model)

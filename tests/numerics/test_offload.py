@@ -21,6 +21,7 @@ import graphshard
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
 from graphshard.kinds import GraphKind, TransferKind
+from graphshard.params.checks import _device_error
 from graphshard.pipeline.settings import CompileSettings
 from graphshard.planning.plan import Plan
 from graphshard.planning.simulate import simulate
@@ -178,6 +179,15 @@ def test_offloaded_meta_device_model_trains() -> None:
             module.reset_parameters()
     assert all(p.device.type == "cpu" for p in model.parameters())
     assert len(_losses(model, {})) > 6
+
+
+@pytest.mark.parametrize("fqn", ["up.weight", "down.weight"])
+def test_offload_on_gpus_accepts_sharded_and_replicated_parameters_on_host(fqn: str) -> None:
+    backend = graphshard.backend(
+        offload_policy=CPUOffloadPolicy(), overrides={"down": {"shard": False}}
+    )
+    mesh = mock.Mock(device_type="cuda")
+    assert _device_error(torch.device("cpu"), mesh, backend.options.for_parameter([fqn])) is None
 
 
 # Activations offloaded to the host to stay within a memory budget.

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import graphshard
+from graphshard.integrations.common import load_sharded, save_sharded
 from tests import ranks
-from tests.numerics.compare import assert_plain, draw
+from tests.numerics.compare import assert_plain, draw, world_mesh
 from tests.numerics.test_loading import Even
 from tests.ranks import on_ranks
 
@@ -57,6 +59,7 @@ def _load(path: Path, shape: tuple[int, ...], refused: str | None) -> None:
 
 def _assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
     for number, values in theirs["state"].items():
         for name, value in values.items():
             own = ours["state"][number][name]
@@ -108,3 +111,40 @@ def _before_sharding(path: Path) -> None:
 
 def test_sharded_state_loaded_before_sharding_raises(tmp_path: Path) -> None:
     ranks.run(2, _before_sharding, tmp_path / "optim.pt")
+
+
+@pytest.mark.parametrize("stepped", [(), ("up",), ("up", "down")])
+@on_ranks(2)
+def test_folder_has_exactly_the_state_of_stepped_parameters(tmp_path: Path, stepped: Any) -> None:
+    model, other = (graphshard.shard(Even(), world_mesh()) for _ in range(2))
+    optimizer, loaded = _adam(model), _adam(other)
+    for name in stepped:
+        for param in model.get_submodule(name).parameters():
+            param.grad = torch.ones_like(param)
+    if stepped:
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.5
+    before = copy.deepcopy(optimizer.state_dict())
+    save_sharded(tmp_path, model, [optimizer])
+    _assert_equal(optimizer.state_dict(), before)
+    for param in other.parameters():
+        param.grad = torch.ones_like(param)
+    loaded.step()
+    load_sharded(tmp_path, other, [loaded])
+    _assert_equal(loaded.state_dict(), before)
+    assert all(param.grad is not None for param in other.parameters())
+
+
+@on_ranks(2)
+def test_state_remains_if_folder_lacks_a_parameter(tmp_path: Path) -> None:
+    save_sharded(tmp_path, graphshard.shard(torch.nn.Linear(3, 4), world_mesh()), [])
+    model = graphshard.shard(Even(), world_mesh())
+    optimizer = _adam(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointException, match="Missing key"):
+        load_sharded(tmp_path, model, [optimizer])
+    _assert_equal(optimizer.state_dict(), before)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import graphshard
 from tests import ranks
 from tests.models import MLP, Trainable
 from tests.numerics.compare import (
@@ -20,6 +22,7 @@ from tests.numerics.compare import (
     sgd,
     train,
     whole,
+    world_mesh,
 )
 from tests.ranks import on_ranks
 
@@ -289,6 +292,40 @@ def test_ignored_parameters_stay_plain() -> None:
     for optimizer in optimizers:
         optimizer.step()
     assert_close("own step", model.mid.weight, plain.mid.weight)
+
+
+def _loaded(model: nn.Module) -> nn.Module:
+    model.load_state_dict({n: p.clone() for n, p in model.state_dict().items()}, assign=True)
+    return model
+
+
+REPLACEMENTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "assign": _loaded,
+    "deepcopy": copy.deepcopy,
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
+@on_ranks(2)
+def test_replaced_ignored_parameters_stay_plain(replacement: str) -> None:
+    model = MLP()
+    graphshard.shard(model, world_mesh(), ignored_params=[model.mid.weight])
+    replaced = REPLACEMENTS[replacement](model)
+    for param in replaced.parameters():
+        nn.init.ones_(param)
+    nn.init.constant_(replaced.mid.weight, own := float(torch.distributed.get_rank()))
+    compile_sharded(replaced)(torch.ones(5, 7))
+    assert type(replaced.mid.weight) is nn.Parameter and isinstance(replaced.up.weight, DTensor)
+    assert torch.equal(replaced.mid.weight, torch.full_like(replaced.mid.weight, own))
+
+
+@on_ranks(2)
+def test_ignored_parameters_of_an_earlier_call_can_be_sharded() -> None:
+    model = MLP()
+    graphshard.shard(model, world_mesh(), ignored_params=model.mid.parameters())
+    graphshard.shard(model.mid, world_mesh())
+    assert isinstance(model.mid.weight, DTensor)
 
 
 class _TwoHeads(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from graphshard.integrations.accelerate import (
@@ -178,6 +179,31 @@ def test_split_model_is_refused() -> None:
 
 def test_bad_input_is_refused_without_changes(tmp_path: Path) -> None:
     ranks.run(2, _refuse, str(tmp_path))
+
+
+@on_ranks(2)
+def test_model_of_failed_prepare_can_be_prepared_for_ddp() -> None:
+    as_by_torchrun()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = nn.Linear(3, 4)
+    with pytest.raises(ValueError, match="matches no parameter"):
+        prepare(accelerator, model, overrides={"head": {"shard": False}})
+    assert not accelerator._models and "forward" not in vars(model)
+    assert type(accelerator.prepare(model)) is nn.parallel.DistributedDataParallel
+
+
+@on_ranks(2)
+def test_accelerator_clips_by_norm_of_parameters_on_all_meshes() -> None:
+    as_by_torchrun()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
+    dp, overrides = mesh["efsdp", "ep"]._flatten("dp"), {"1": {"mesh": mesh["efsdp"]}}
+    accelerator, model = Accelerator(cpu=True), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    model = prepare(accelerator, model, mesh=dp, overrides=overrides)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    # Both ranks together have the 16 elements of one linear; each has its own 25 of the other.
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    assert float(norm) == pytest.approx((16 + 2 * 25) ** 0.5)
 
 
 @on_ranks(1)
