@@ -80,9 +80,9 @@ class First:
 
     Attributes:
         seconds: time of the first forward and backward.
-        parts: seconds of each part of it, keyed by name; see ``_parts``.
+        parts: seconds of each part of that time, keyed by name; see ``_parts``.
         graphs: number of graphs that Inductor generated code for, including subgraphs.
-        files: number of files that the C++ compiler read.
+        files: number of runs of the C++ compiler.
         step_s: median time of later steps, in seconds.
         peak: bytes that a later step adds to resident memory at its peak.
     """
@@ -279,7 +279,7 @@ def _parts(seconds: float, ours: dict[str, float], setting: Setting) -> dict[str
         "Dynamo": _spent("_compile.compile_inner") - _spent("OutputGraph.call_user_compiler"),
         "AOT trace": _spent("aot_collect_metadata", "aot_trace_joint_graph"),
         "partition": by_torch + cut,
-        "ours": sum(ours.values()) - 2 * cut,  # "partitioner" also includes it
+        "ours": sum(ours.values()) - 2 * cut,  # torch's; "partitioner" includes it, too
         "Inductor": _spent("compile_fx_inner") - lowering + waited,
     }
     return {**parts, "rest": seconds - sum(parts.values())}

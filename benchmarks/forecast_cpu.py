@@ -11,9 +11,9 @@ then measures steps of six models, compiled by Inductor, with AdamW:
     4 ranks    over modelled wires (``links``); only the first rank exists, because four
                ranks would share two cores
 
-Predictions are made as by ``graphshard.plan``, from the calibrated file. A JSON file (--rows) keeps
-calibrations and measurements: an interrupted run continues where it stopped, and a complete one
-only predicts again. Most of the time is spent compiling, unless Inductor's cache is warm.
+Predictions are made as by ``graphshard.plan``, for the calibrated machine. A JSON file (--rows)
+keeps calibrations and measurements: an interrupted run continues where it stopped, and a complete
+one only predicts again. Most of the time is spent compiling, unless Inductor's cache is warm.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Store:
     """Calibrations and measurements, kept in a file.
 
     Attributes:
-        calibrated: calibrated machine, keyed by number of busy processes.
+        calibrated: calibrated machines, keyed by number of busy processes.
         rows: one row per training run.
     """
 
@@ -138,8 +138,8 @@ def calibrate(busy: int) -> Hardware:
 def machine_of(case: Case, recipe: Recipe, calibrated: Hardware) -> Hardware:
     """Return the machine that a recipe is planned for.
 
-    On a modelled wire, a collective takes time from compute only for its launch, and to copy its
-    bytes at the rate of memory.
+    On a modelled wire, a collective delays compute only by its launch, and by a copy of its bytes
+    at the memory bandwidth.
     """
     if case.wire is None:
         return calibrated
@@ -261,7 +261,10 @@ def _arguments() -> argparse.Namespace:
         "--dtypes", nargs="+", choices=("float32", "bf16"), default=["float32", "bf16"]
     )
     parser.add_argument(
-        "--rows", type=Path, default=Path("benchmarks/results/forecast_cpu.json"), help="the store"
+        "--rows",
+        type=Path,
+        default=Path("benchmarks/results/forecast_cpu.json"),
+        help="file of calibrations and measurements; default: %(default)s",
     )
     common.add_counts(parser, steps=10)
     common.add_out(parser, "benchmarks/results/forecast_cpu.md")

@@ -40,9 +40,9 @@ class Cost(NamedTuple):
     """Cost of loading on one rank.
 
     Attributes:
-        seconds: time until all ranks had loaded.
-        resident: peak resident memory minus that before loading, in bytes.
-        own: peak anonymous memory minus that before loading, in bytes.
+        seconds: time until all ranks have loaded.
+        resident: resident bytes at the peak, minus those before loading.
+        own: anonymous bytes at the peak, minus those before loading.
         shards: size of the shards in bytes.
     """
 

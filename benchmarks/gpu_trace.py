@@ -70,7 +70,7 @@ def split(kernels: Sequence[Kernel], steps: int) -> dict[str, float]:
 
 
 def streams(kernels: Iterable[Kernel]) -> Streams:
-    """Return kernels of the busiest stream without collectives, and of all streams with some."""
+    """Return kernels of the busiest stream without collectives, and of all streams with any."""
     by_stream: dict[int, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         by_stream[kernel.stream].append(kernel)

@@ -50,7 +50,7 @@ def with_wire(base: Hardware, wire: Wire, world: int) -> Hardware:
 
     A collective takes the latency of the wire plus the time of all bytes of its full buffer.
     """
-    share = (world - 1) / world  # fraction of a buffer that a ring moves, an all-reduce twice
+    share = (world - 1) / world  # fraction of a buffer that a ring moves; twice in an all-reduce
     bus = {
         kind: Rate(
             wire.bytes_per_s * share * (2 if kind == TransferKind.ALL_REDUCE else 1), ((1.0, 1.0),)

@@ -1,4 +1,4 @@
-"""Does the loss depend on the precision of linears and reductions, and how many bytes do they save?
+"""How do lower precisions of linears and reductions change the loss, and what do they save?
 
     python -m benchmarks.losses [--runs "fp8, rowwise" ...] [--steps 300] [--ranks 4]
 
@@ -125,7 +125,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = common.new_parser(__doc__)
-    runs = "the first one is compared with; default: all"
+    runs = "the first one is the baseline; default: all"
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help=runs)
     common.add_counts(parser, steps=300, ranks=4)
     common.add_out(parser, "benchmarks/results/losses.md")

@@ -90,7 +90,8 @@ def resident(key: str) -> int:
     """Return a field of /proc/self/status in bytes.
 
     Args:
-        key: "VmRSS": resident now; "VmHWM": peak since `_forget_peak`; "RssAnon": anonymous memory.
+        key: "VmRSS": resident now; "VmHWM": peak since the last ``_forget_peak``; "RssAnon":
+            anonymous memory.
     """
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())

@@ -7,7 +7,7 @@ torch.optim.Muon on DTensors and by graphshard.optim.Muon, interleaved. A proces
 bytes that a rank sends in a step; they are averaged over ranks. Memory is the peak resident memory
 of a rank during a step, minus its resident memory before the step.
 
-For the table, see benchmarks/optimizer_table.py. It omits optimizers of packages that are not
+The table of optimizers, described in benchmarks/optimizer_table.py, omits packages that are not
 installed (pip install torchao transformers schedulefree pytorch_optimizer).
 """
 

@@ -6,7 +6,7 @@
 Links are modelled (benchmarks/links.py). Parameters are gathered and used in bfloat16,
 gradients are reduced in float32, and AdamW is fused. FSDP2 is wrapped as torchtitan wraps it. Plain
 torch.compile shards nothing, and its weights are in bfloat16. With --planned-wire, graphshard plans
-for links that differ from those that it runs on.
+for other links than it runs on.
 
 Each variant runs in a separate process for each link. Up to --at-once of them build the model and
 take the first step, which compiles, at the same time. After that they use the device in turns: in
@@ -177,7 +177,10 @@ class Racer:
             return json.loads(line)
         except ValueError:
             command = " ".join(self._process.args)
-            sys.exit(f"{command}: no answer within {self._timeout_s:g} s, but {line!r}; see above")
+            sys.exit(
+                f"{command}: no answer within {self._timeout_s:g} s (output: {line!r}); see the "
+                "messages above"
+            )
 
     def turn(self) -> Any:
         self.go()
@@ -249,7 +252,7 @@ def _build(
         return torch.compile(model, backend=backend, fullgraph=True), backend
     if entry.variant == TORCHAO:
         convert_to_float8(model)
-    if mesh.device_type == "cpu":  # by default, FSDP2 waits there for every gather at once
+    if mesh.device_type == "cpu":  # on CPUs, FSDP2 by default waits for every gather at once
         return asynchronous(model, mesh, build=as_torchtitan, mp_policy=MIXED), None
     return as_torchtitan(model, mesh, mp_policy=MIXED), None
 

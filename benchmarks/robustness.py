@@ -4,10 +4,10 @@
 
 Llama-3 is traced as in ``benchmarks.schedules``, and scheduled once for each number of GPUs and
 each kind of link: the H100's in the hardware table, and links that take 3.7 times as long per byte.
-Each schedule is then simulated in ``SCENARIOS``, next to
+Each schedule is then simulated in ``SCENARIOS``, and compared with
 
     FSDP2's rule    the faster of its two schedules, with and without packed buffers
-    exact           a schedule that was planned for the times of that scenario
+    exact           a schedule planned for the times of the scenario
 """
 
 from __future__ import annotations

@@ -51,10 +51,9 @@ Rule = Callable[[Plan, Problem], Sequence[Bucket]]
 
 
 def at_world(plan: Plan, world: int) -> Problem:
-    """Return the problem of ``plan`` for ``world`` ranks, with other shards and other padding.
+    """Return the problem of ``plan`` with the shards and the padding of ``world`` ranks.
 
-    Full parameters that are freed before their last step ends are an exception: the padding in
-    their bytes stays as traced.
+    Full parameters that are freed before their last step ends keep the traced padding.
     """
     before = plan.problem
     transfers = tuple(_resized(plan, transfer, world) for transfer in before.transfers)
@@ -104,7 +103,7 @@ class Blocks(NamedTuple):
 
 
 def by_block(plan: Plan, problem: Problem) -> Blocks:
-    """Return the transfers of each of ``blocks``, and all other transfers, in launch order."""
+    """Return the transfers of each block, and of the rest of the model, in launch order."""
     gathers: dict[str, list[int]] = {}
     reductions: dict[str, list[int]] = {}
     for i, transfer in enumerate(problem.transfers):

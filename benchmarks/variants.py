@@ -88,7 +88,7 @@ def ddp(model: Model, mesh: DeviceMesh) -> Trained:
 def sharding(
     mesh: DeviceMesh, *, hardware: str = "auto", fp8: str | None = None, **options: Any
 ) -> Backend:
-    """Return the backend of :func:`one_line`; ``fp8`` is the name of a recipe."""
+    """Return the backend of ``one_line``; ``fp8`` is the name of a recipe."""
     # Imported here, because it would add to the memory of a process that measures FSDP2.
     import graphshard
 

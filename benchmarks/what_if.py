@@ -9,9 +9,9 @@ Needs no ranks. Llama-3 on the hardware table's H100, 8 in each node, is traced 
                    with the same place in their node then reduce-scatter these sums. Rank
                    ``8 * node + place`` owns its rows as today, so gradients are packed
     in order       ... with rows owned in the order of the exchange, so large gradients are not
-                   packed; this takes a mesh of another order
-    overlapped     ... and the shorter of both stages takes no time
-    faster copies  a ring whose gradients are cast and packed at 80 % of the memory's bandwidth
+                   packed; this needs a mesh with another order of ranks
+    overlapped     ... and the shorter of the two stages takes no time
+    faster copies  a ring whose gradients are cast and packed at 80 % of the memory bandwidth
     early scales   in fp8, forward begins with the scales of its weights, computed and reduced after
                    the optimizer's step
     in turns       with expert parallelism, a microbatch is computed as two halves in turns: one
@@ -87,7 +87,7 @@ def two_levels(
 
     Args:
         packs: whether all gradients are packed, or small and padded ones only.
-        overlaps: whether only the longer of both stages takes time on the lane.
+        overlaps: whether only the longer of the two stages takes time on the lane.
     """
     in_node = cost_model.hardware.ranks_per_node
     exchange = packed_bucket(
@@ -114,7 +114,7 @@ def two_levels(
 
 
 def in_turns(problem: Problem) -> Problem:
-    """Return the problem of two microbatches in turns, which end at waits for user collectives."""
+    """Return the problem of two microbatches in turns that end at waits for user collectives."""
     waits = {user.wait for user in problem.user_collectives}
     bounds = itertools.pairwise(sorted({0, *waits, problem.num_steps}))
     order = [
@@ -124,7 +124,7 @@ def in_turns(problem: Problem) -> Problem:
     place |= {(turn, problem.num_steps): len(order) for turn in (0, 1)}
 
     def both(transfer: Transfer) -> Transfer:
-        if transfer.kind.is_fetch:  # for the first microbatch, until the end of the second
+        if transfer.kind.is_fetch:  # due for the first microbatch, last used by the second
             due, last = place[0, transfer.due], place[1, transfer.last]
             return dataclasses.replace(transfer, due=due, last=last)
         ready = place[1, transfer.ready - 1] + 1
@@ -311,7 +311,7 @@ def rows(
 
 
 def padded(traced: TracedStep, before: int, after: int) -> TracedStep:
-    """Return a step traced for ``before`` ranks, with shards and padding of ``after``."""
+    """Return ``traced`` with the shards and padding of ``after`` instead of ``before`` ranks."""
     graphs = (
         graph.with_problem(at_world(Plan(graph.params, graph.problem, ()), after))
         for graph in traced.graphs

@@ -20,7 +20,7 @@ _NEVER = 2**31 - 1  # limit of middle-generation collections between full collec
 def with_stack_room(
     function: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-    """Make the frames that a long-running, deep function calls share one stack chunk.
+    """Wrap a long-running function so that the frames of all its callees share one stack chunk.
 
     CPython keeps frames in chunks of 16 KB. If the last frame that fits into a chunk calls a
     function in a loop, each call maps and unmaps a chunk (python/cpython#142183; pull request

@@ -368,11 +368,11 @@ def backend(
             parameters. If several globs match, the last one wins. A glob that matches a module
             applies to all parameters in it, and its ``mp_policy`` casts inputs and outputs of the
             outermost modules that it matches. ``"shard": False`` replicates a parameter and
-            all-reduces its gradient, as DDP does, without fp8. ``"dim": 1`` shards
-            dim 1 instead of dim 0, as ``Shard(1)`` from FSDP2's ``shard_placement_fn`` does.
-            ``"mesh"`` is another mesh to shard and reduce over, such as the ranks that hold the
-            same experts; both meshes must be slices of one mesh. Gradients are still divided by the
-            number of ranks of the argument ``mesh``.
+            all-reduces its gradient, as DDP does, without fp8. ``"dim": 1`` shards dim 1 instead of
+            dim 0, as ``Shard(1)`` from FSDP2's ``shard_placement_fn`` does. ``"mesh"`` is another
+            mesh to shard and reduce over, such as the ranks that hold the same experts; both meshes
+            must be slices of one mesh. Gradients are still divided by the number of ranks of the
+            argument ``mesh``.
         fp8: policy for fp8 matmuls and fp8 weight gathers of linears. Defaults to no fp8.
         schedule: limits and options of the schedule. Defaults to ``SchedulePolicy()``.
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.

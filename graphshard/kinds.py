@@ -27,7 +27,7 @@ class TransferKind(_Kind):
     ``pipeline.verify``, ``ranks.plan_consensus``, ``show.table``, ``show.trace``, ``show.page``,
     ``show/page.html``, ``check.analysis``, ``tools.demo``, ``forecast.estimate``,
     ``forecast.planned_step``, ``forecast.derive`` and ``forecast.deepen``. In ``planning``: its
-    bytes (``live_bytes``), its place in a chain of buckets (``plan``, ``place_buckets``), its
+    bytes (``live_bytes``), its place in a chain of buckets (``buckets``, ``place_buckets``), its
     copies (``simulate``), its queue (``search``, ``bucketing``) and its part in offloading and
     keeping (``offload``, ``keep_unsharded``). ``tests/plan/test_kinds.py`` finds most tables that
     lack a kind; ``git grep TransferKind`` finds the rest.

@@ -1,4 +1,4 @@
-"""Load a function that returns a model and inputs from a script, and compute the model's loss."""
+"""Load a function from a user's script, unpack its model and inputs, and find the model's loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Inputs: TypeAlias = Sequence[Any] | Mapping[str, Any]  # positional or keyword a
 
 
 def load_named_function(option: str, name: str) -> Callable[..., object]:
-    """Load the function that ``name`` specifies as FILE.py:FUNCTION; errors mention ``option``.
+    """Load function ``name``, given as FILE.py:FUNCTION in a command's ``option``.
 
     Raises:
         ValueError: as ``load_function``, or ``name`` has another form.
@@ -34,7 +34,7 @@ def load_named_function(option: str, name: str) -> Callable[..., object]:
 
 
 def load_function(script: str, function: str) -> Callable[..., object]:
-    """Run a script and return one of its functions or classes; its own errors propagate.
+    """Run a script and return one of its functions or classes; the script's errors propagate.
 
     Raises:
         ValueError: ``script`` is not an existing Python file, or does not define ``function``.

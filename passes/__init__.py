@@ -1,7 +1,7 @@
 """The graph passes, and the order in which they run (``PIPELINE``).
 
-``contract`` defines passes and stages. Between stages, AOTAutograd differentiates the traced graph,
-torch's partitioner splits the joint graph; after the last, the compiler runs its own passes.
+``contract`` defines passes and stages. AOTAutograd differentiates the traced graph, torch's
+partitioner splits the joint graph, and the compiler runs its own passes after the last stage.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PIPELINE = ordered(
         elide_single_rank_collectives,
         Stage.JOINT,
         requires=(Fact.TAGGED, Fact.WIRE_DTYPES),
-        # Offloading needs the steps between these collectives.
+        # Offloading is planned in steps, which begin at these markers.
         when=lambda context: context.choose_offloaded is None,
     ),
     #

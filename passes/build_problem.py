@@ -176,8 +176,8 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _
 def _freed_early(
     transfers: Sequence[Transfer], last_runs: Sequence[int], borders: Sequence[int]
 ) -> list[int]:
-    """Return, for each node, the bytes of fetched values last used earlier in the node's step."""
-    # A schedule counts a full parameter until the end of its last step.
+    """Return, for each node, the bytes of fetched values last used before it in the same step."""
+    # A schedule counts a fetched value until the end of the last step that uses it.
     spans = (
         Span(max(last_run, borders[t.last]) + 1, borders[t.last + 1], t.num_bytes)
         for t, last_run in zip(transfers, last_runs)
@@ -233,7 +233,7 @@ def _waits(position: Mapping[fx.Node, int], values: GraphValues) -> dict[fx.Node
 
 class _AliveBytes(NamedTuple):
     at: list[int]  # bytes alive while the node runs
-    before: list[int]  # bytes alive before the node runs, then those at the graph's end
+    before: list[int]  # bytes alive before the node runs; the last entry is the graph's end
 
 
 def _alive_bytes(

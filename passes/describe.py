@@ -68,7 +68,7 @@ def _describe_param(marker: fx.Node, position: int) -> PlanParam:
     full, shard = (marker, source_of(marker)) if gathers else (source_of(marker), marker)
     split = marker.target in (markers.unshard, markers.reduce_grad)
     shard_value = value_of(shard)
-    # In mxfp8, a gathered row is longer.
+    # A row gathered in mxfp8 also contains scales: take its other sizes from the shard.
     shape = *value_of(full).shape[:1], *shard_value.shape[1:]
     # A gradient's size may be symbolic, taken from an input. Its hint is the parameter's size.
     return PlanParam(
@@ -153,7 +153,7 @@ def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
 
 
 def _held_bytes(gradient: fx.Node) -> int:
-    # A vocabulary-parallel embedding sends a view of its gradient, which holds all of the memory.
+    # A vocabulary-parallel embedding sends a view, which keeps the whole gradient in memory.
     root = root_of(gradient)
     is_tensor = isinstance(root.meta.get("val"), torch.Tensor)
     owns_memory = is_tensor and len(users_through_views(root)) == 1

@@ -12,7 +12,7 @@ All casts to fp8 are ATen ops, which Inductor fuses into the kernels that comput
 weight that is not gathered in fp8 is used in its own dtype, and the plan records why.
 
 With the recipe "mxfp8", forward and backward cast a weight in different blocks, so each gathers its
-own cast. A weight for which that is not possible is gathered in its own dtype and then cast.
+own cast. If that is not possible, a weight is gathered in its own dtype and then cast.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def gather_float8(gm: fx.GraphModule, context: PassContext) -> None:
                 emit = _once(Emitter(graph, node.meta, **_region(node)), emitted)
                 _lower_product(node, emit, refused)
     for node in graph.find_nodes(op="call_function", target=float8_math.transposed_copy):
-        # Save the source of the copy instead, as for an op that Inductor can fuse.
+        # Save the source of the copy instead, as the partitioner does for ops that can be fused.
         node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
 
 
@@ -103,8 +103,8 @@ def _choose_weights(
 ) -> dict[_Scaling, list[fx.Node]]:
     """Return the weights to gather with shared scales, keyed by scaling.
 
-    Markers of weights that are gathered in mxfp8 are changed in place. Records why others are not
-    gathered in fp8.
+    Changes the markers of weights to gather in mxfp8, in place, and records why other weights are
+    not gathered in fp8.
     """
     chosen: dict[_Scaling, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=markers.unshard):
@@ -164,13 +164,13 @@ def _mx_gather_refusal(
     if rows % BLOCK:
         return f"the {rows} rows of a rank are not a multiple of {BLOCK}"
     if context.ranks_differ or has_activation_budget():
-        # Only some ranks might compute a product again in backward, and gather its weight for it.
+        # If only some ranks recomputed a product in backward, only they would gather its weight.
         return "ranks may differ in what backward recomputes"
     return _use_refusal(weight, refused)
 
 
 def _gather_blocks(weight: fx.Node) -> None:
-    """Make a marker gather mxfp8 in the blocks of forward, and add one for those of backward."""
+    """Make a marker gather mxfp8 in forward's blocks, and add a marker for backward's blocks."""
     backward = [user for user in weight.users if user.target is float8_ops.float8_mm_grad_input]
     if backward:
         with weight.graph.inserting_after(weight):

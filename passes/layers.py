@@ -14,7 +14,8 @@ for each of them, which makes results bitwise equal. The conditions are:
   sizes, strides, devices and ``requires_grad`` of all values. Symbolic sizes are equal expressions
   of the sizes of inputs. The same holds for nodes in the bodies of checkpoints, and for the
   policies that choose what a checkpoint saves.
-- No node mutates a value that they read or return, and no two inputs or outputs share memory.
+- No node mutates a value that a layer reads or returns, and no two inputs or outputs of a layer
+  share memory.
 - They have exactly one output, which requires a gradient. With several outputs, AOTAutograd would
   pass zeros as the gradients of those that backward does not reach.
 - No value that needs a gradient is read several times inside a layer and also outside it: its
@@ -47,7 +48,7 @@ from graphshard.planning.repeats import Repeat, find_repeats
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 SHARED_LAYER = "graphshard_layer"  # part of the name of each shared subgraph
-_LEAST_SAVED = 48  # minimum number of nodes that sharing saves from being traced
+_LEAST_SAVED = 48  # minimum number of nodes that a repeat saves from tracing
 
 
 def share_layers(gm: fx.GraphModule, context: PassContext) -> None:
@@ -237,9 +238,9 @@ def _num_reads(node: fx.Node, users: Iterable[fx.Node]) -> int:
 
 
 def _equal_layers(nodes: Sequence[fx.Node], repeat: Repeat, end: int) -> list[_Layer]:
-    """Return a repeat's layers, cut where one subgraph can first replace them all, or [].
+    """Return a repeat's layers, cut at the first offset where one subgraph can replace all, or [].
 
-    They must be equal and separate, and have distinct inputs. They may extend into
+    Layers must be equal and separate, and have distinct inputs. The last one may extend into
     ``repeat.rest``, up to ``end``.
     """
     stop = min(repeat.stop + repeat.rest, end)

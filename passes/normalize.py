@@ -39,7 +39,7 @@ def _raise_inputs(graph: fx.Graph) -> None:
 
 
 def _raise_scales(graph: fx.Graph) -> None:
-    """Move copy-outs of scales that forward saved to the front, before all gathers."""
+    """Move copy-outs of saved scales to the front, before all gathers."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in graph.find_nodes(op="call_function", target=copy_out):
         if node.args[0].op == "placeholder":
@@ -66,7 +66,7 @@ def _raise_view(node: fx.Node) -> None:
 
 
 def _sink_gathered(graph: fx.Graph) -> None:
-    """Move gathered parameters, reloaded activations and their views to before their first use."""
+    """Move gathered parameters, reloaded activations and their views right before first use."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     anchor: dict[fx.Node, fx.Node] = {}  # the unmoved node that each moved node precedes
     front: dict[fx.Node, fx.Node] = {}  # the first node moved before each anchor

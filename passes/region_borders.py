@@ -1,4 +1,4 @@
-"""Borders of regions: values that a region does not return, which their users compute themselves.
+"""Boundaries of regions: values that a region does not return, and that users recompute.
 
 A compiler assumes that the results of a subgraph call own their memory. A region therefore returns
 no view of its inputs or of its other results; users make the view themselves. It also returns no

@@ -59,13 +59,13 @@ def share_regions(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def _find_regions(graph: fx.Graph) -> list[_Region]:
-    """Normalize the borders of regions, and return the regions that occur more than once."""
+    """Recompute values at region boundaries; return the regions that occur more than once."""
     _gather_parts_of_tuples(graph)
     compute = [node for node in graph.nodes if _may_be_inside(node)]
     labels: dict[Hashable, int] = {}
     sequence = [labels.setdefault(_label(node), len(labels)) for node in compute]
     cuts = _cuts(graph, compute)
-    # Inductor keeps a channels-last layout from one convolution to the next, and a region's border
+    # Inductor keeps a channels-last layout from one convolution to the next, and a region boundary
     # would add copies between layouts. Layers with convolutions therefore stay inline.
     keeps_layouts = not uses_channels_last(graph, graph_kind(graph))
     conv = torch.ops.aten.convolution.default
@@ -279,7 +279,7 @@ def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
 
 
 def _with_returned_values(graph: fx.Graph, regions: Sequence[_Region]) -> list[_Region]:
-    """Extend regions by pointwise values of theirs that are only returned, and move these nodes.
+    """Move pointwise nodes that read one region's values and are only returned into that region.
 
     Regions that would no longer be equal stay as they are.
     """
@@ -318,7 +318,7 @@ def _only_returned(graph: fx.Graph, home: Mapping[fx.Node, int]) -> list[fx.Node
 
 
 def _may_run_earlier(node: fx.Node) -> bool:
-    """Return whether a node computes a pointwise value of memory that the graph does not write."""
+    """Return whether a node is pointwise and reads no memory that the graph writes."""
     if not is_pointwise(node):
         return False
     users = (user for used in node.all_input_nodes for user in users_through_views(root_of(used)))

@@ -1,4 +1,4 @@
-"""Joint graph: choose the parameters to gather again in backward instead of saving them (ZeRO-3).
+"""Joint graph: gather parameters again in backward instead of saving them (ZeRO-3).
 
 The partitioner would save gathered parameters, or casts and transposes of them, and training would
 silently be ZeRO-2. Therefore every node derived from parameters alone is tagged for recomputation:
@@ -116,5 +116,5 @@ def reshard(gm: fx.GraphModule, context: PassContext) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in param_derived(gm.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        # With this tag, the partitioner would save the node at the border of a checkpointed region.
+        # With this tag, the partitioner would save the node at the boundary of a checkpoint.
         node.meta.pop(REGION, None)

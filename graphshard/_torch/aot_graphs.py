@@ -29,7 +29,7 @@ from .patches import patch
 _PRIMAL, _ARG = re.compile(r"primals_(\d+)"), re.compile(r"arg(\d+)_\d+")
 
 # Key in ``meta`` of backward nodes. On a placeholder: its number as an input of forward. On a
-# gradient: the number of the input that it belongs to.
+# gradient: the number of its input.
 _INPUT = "graphshard_input"
 
 # Key in ``meta`` of a subgraph, for the schema of its calls.

@@ -54,7 +54,7 @@ def _is_in_graph(tensor: torch.Tensor, attribute: str, as_a_leaf: object) -> obj
 
 @dataclass(frozen=True, eq=False)
 class ParameterGetter:
-    """The getter of a property that reads a full parameter.
+    """Getter of a property that reads a full parameter.
 
     Attributes:
         op: operator called in traces, one of those given to `trace_as_parameters`.

@@ -1,4 +1,4 @@
-"""Tensor hooks and versions, callbacks of backward, and substitution of backward's ``inputs``.
+"""Tensor hooks and versions, backward callbacks, and substitution of backward's ``inputs``.
 
 Relies on torch/_tensor.py, torch/autograd/variable.py and graph.py, and the ``CompiledFunction`` in
 torch/_functorch/_aot_autograd/runtime_wrappers.py.
@@ -68,7 +68,7 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    # Inference tensors have none.
+    # Inference tensors have no version.
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -131,9 +131,9 @@ def on_backward_end(act: Callable[[], None]) -> None:
 
 
 def on_backward_success(act: Callable[[], None]) -> None:
-    """Call ``act``, a module-level function, once if the backward in progress succeeds.
+    """Call ``act``, a module-level function, if the backward in progress succeeds.
 
-    It runs after all ``on_backward_end`` callbacks, and never if no backward is in progress.
+    It runs once, after all ``on_backward_end`` callbacks; never if no backward is in progress.
     """
     if (end := _current_end()) is not None:
         end.success_acts.setdefault(act)  # the same function is registered once per backward
@@ -207,8 +207,8 @@ def _is_compiled(node_type: Any) -> bool:
 
 
 def saved_tensors(node: Any) -> list[torch.Tensor]:
-    # AOTAutograd keeps what a user's ``autograd.Function`` saves in a separate list, whose versions
-    # autograd does not check.
+    # AOTAutograd keeps tensors saved by a user's ``autograd.Function`` in a separate list, whose
+    # versions autograd does not check.
     return [*node.saved_tensors, *node._tensors_no_vc_check]
 
 

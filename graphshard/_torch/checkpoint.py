@@ -66,7 +66,7 @@ def _set_attributes(unpickler: Any) -> None:
 class _Unpickler(pickle._Unpickler):
     """Unpickler that refuses everything but checkpoint metadata."""
 
-    # Derived from the Python implementation: the C implementation hides the object that BUILD sets.
+    # Derived from the Python implementation: the C implementation hides BUILD's object.
     dispatch: ClassVar = pickle._Unpickler.dispatch | {pickle.BUILD[0]: _set_attributes}
 
     def find_class(self, module: str, name: str) -> Any:

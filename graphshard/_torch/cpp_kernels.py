@@ -10,7 +10,7 @@ time with this module, including imports, and 49 s without. With two cores:
     here      lower forward   lower backward   j.cpp k.cpp
                               a.cpp
 
-GPU kernels are not changed: they compile in separate processes, without such headers, and Inductor
+GPU kernels are not changed: they compile in separate processes, without C++ headers, and Inductor
 adds them to its cache when it waits for them.
 
 Relies on ``AsyncCompile`` (torch/_inductor/async_compile.py), created by a graph's generated code,
@@ -45,7 +45,7 @@ _thread = threading.local()  # ``put_off`` is set inside `few_cpp_files`
 
 @dataclass
 class _PutOff:
-    """The waits that a thread has postponed, and the number of graphs it has yet to compile."""
+    """Postponed waits of a thread, and the number of graphs it has yet to compile."""
 
     num_graphs: int
     waits: list[Callable[[], None]] = field(default_factory=list)
@@ -53,7 +53,7 @@ class _PutOff:
 
 @contextmanager
 def few_cpp_files(num_graphs: int) -> Iterator[None]:
-    """Make the kernels of each graph compiled in this context share files, where they can.
+    """Make the kernels of each graph compiled in this context share files where possible.
 
     The thread waits for all kernels at the end of the context, instead of after each graph.
 

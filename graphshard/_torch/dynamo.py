@@ -62,7 +62,7 @@ class Trace:
 
     def retrace(self, reason: str) -> Restart:
         """Prepare Dynamo for a new trace, and return the exception to raise for it."""
-        # The log must match the trace, but the new trace may take other branches.
+        # The speculation log must match the trace, but the new trace may take other branches.
         self._tx.speculation_log.clear()
         return Restart(restart_reason=reason)
 

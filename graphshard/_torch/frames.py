@@ -147,7 +147,7 @@ def _called_module(caller: FrameType | None) -> nn.Module | None:
 class CompileRequest:
     """Arguments of the ``torch.compile`` call in progress."""
 
-    given: object  # function or module to compile, even if the call came from ``module.compile()``
+    given: object  # function or module to compile; for a bound method of a module, the module
     is_off: bool  # whether the call returns ``given`` itself
     options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -7,7 +7,8 @@ says otherwise. Re-exports:
     make_boxed_func           gives a graph's callable AOTAutograd's calling convention
     min_cut_rematerialization_partition     AOTAutograd's partitioner of the joint graph
     CustomPartitionerFn       partitioner with a cache key
-    get_hash_for_files, cache_dir           computes such a key; the folder of Inductor's caches
+    get_hash_for_files        computes a cache key from source files
+    cache_dir                 returns the folder of Inductor's caches
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def options_of_plans(
 
 
 def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a user's Inductor options without those of `KEEP_ORDER`; warn about any that is on."""
+    """Return a user's Inductor options without those of `KEEP_ORDER`; warn if any is on."""
     undone = [f"{name}={asked[name]}" for name in KEEP_ORDER if asked.get(name, False)]
     if undone:
         warnings.warn(
@@ -248,7 +249,7 @@ def read_partitioned(
 ) -> Any:
     """Trace a graph, and call ``read`` with each graph that ``compile_rewritten`` would rewrite.
 
-    If ``read`` is None, partition the graph only.
+    If ``read`` is None, only partition the graph.
 
     The returned callable returns uninitialized tensors instead of the graph's results.
     """
@@ -263,7 +264,7 @@ def read_partitioned(
 
 
 def _fuse_operators(part: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Run the post-grad passes that replace operators, on which times and memory depend."""
+    """Run Inductor's post-grad passes that replace operators, which affect times and memory."""
     # In the order of ``_InProcessFxCompile.codegen_and_compile`` in torch/_inductor/compile_fx.py
     # and ``post_grad_passes`` in torch/_inductor/fx_passes/post_grad.py. Inductor runs them again.
     if all(node.op in ("placeholder", "output") for node in part.graph.nodes):

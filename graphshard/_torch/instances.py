@@ -1,6 +1,6 @@
-"""Optimizers and modules created since graphshard was imported, recorded as they are created.
+"""Registry of the optimizers and modules created since graphshard was imported.
 
-The garbage collector also lists live objects, but not those hidden from it by ``gc.freeze()``.
+``gc.get_objects()`` also lists live objects, except those hidden by ``gc.freeze()``.
 Relies on torch/optim/optimizer.py and torch/nn/modules/module.py.
 """
 

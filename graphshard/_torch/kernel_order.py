@@ -38,9 +38,9 @@ _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 
 
 
 class KeepWaits(_Pass):
-    """Scheduler pass for Inductor's ``_post_fusion_custom_pass``.
+    """Scheduler pass that orders kernels, for Inductor's ``_post_fusion_custom_pass``.
 
-    It calls ``on_schedule`` with the name of each graph and subgraph.
+    ``on_schedule`` is called with the name of each graph and subgraph.
     """
 
     def __init__(self, on_schedule: Callable[[str], object] | None = None) -> None:
@@ -61,7 +61,7 @@ class KeepWaits(_Pass):
 
 
 Nodes = list[BaseSchedulerNode]
-# Has an edge from each node to every node that it must come after.
+# Edges lead from each node to the nodes that it must follow.
 _Dependencies: TypeAlias = "nx.DiGraph[Any]"
 _ROOT = object()
 
@@ -135,8 +135,8 @@ def _fused(kernel: Any, nodes: Nodes) -> BaseSchedulerNode:
 def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
     """Return the written position of the last wait that each node depends on, or -1.
 
-    Large allocations count as if they needed the last wait before them, because the collective
-    that this wait completes frees memory for the allocation.
+    A large allocation counts as if it needed the last wait before it, because the completed
+    collective frees memory for the allocation.
     """
     waits = [-1, *sorted(node.min_order for node in nodes if contains_wait(node))]
     own = {}
@@ -153,15 +153,15 @@ def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSche
 def _latest(
     own: dict[BaseSchedulerNode, int], needed: _Dependencies
 ) -> dict[BaseSchedulerNode, int]:
-    """Return, for each node, the maximum of ``own`` over it and all nodes that it depends on."""
+    """Return, for each node, the maximum of ``own`` over the node and all its dependencies."""
     latest: dict[BaseSchedulerNode, int] = {}
-    for node, number in own.items():  # each comes after the nodes that it depends on
+    for node, number in own.items():  # dependencies come first
         latest[node] = max([number, *(latest.get(other, -1) for other in needed[node])])
     return latest
 
 
 def _ordered(nodes: Nodes) -> Nodes:
-    """Return nodes in written order, but each after the waits and nodes that it must come after."""
+    """Return nodes in written order, each delayed until after its waits and other dependencies."""
     needed = _dependencies(nodes)
     own = {node: node.min_order if contains_wait(node) else -1 for node in nodes}
     last_wait = _latest(own, needed)

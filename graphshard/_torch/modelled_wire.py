@@ -1,9 +1,9 @@
-"""A process group for CPUs: gloo, with collectives that are no faster than a modelled wire.
+"""A gloo process group for CPUs, with collectives that are no faster than a modelled wire.
 
-Each rank's wire carries one collective at a time, in ``latency_s`` plus the time of the bytes that
-a ring sends. The transfer needs no core, as on a GPU's interconnect, so compute can hide it: a wait
-sleeps until the wire is done. Broadcasts, barriers and all-gathers into lists of tensors take only
-gloo's time. Method names are those that c10d calls on a Python process group.
+Each rank's wire carries one collective at a time. A transfer takes ``latency_s`` plus the bytes
+that a ring sends, divided by ``bytes_per_s``. As on a GPU's interconnect, it needs no core, so
+compute can hide it: a wait sleeps until the transfer ends. Broadcasts, barriers and all-gathers
+into lists of tensors take only gloo's time. c10d determines the method names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.futures import Future
 
 BACKEND = "modelled_wire"
-# How often a ring sends the full buffers of a collective; other kinds take only gloo's time.
+# Number of times that a ring sends a collective's full buffers; other kinds take only gloo's time.
 TIMES_SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 Tensors = list[Tensor]
@@ -36,7 +36,7 @@ class ModelledWire:
         self._free_at = 0.0
 
     def send(self, num_bytes: float) -> float:
-        """Return the time at which bytes sent now arrive, on the clock of ``time.perf_counter``.
+        """Occupy the wire with a transfer; return its end on the ``time.perf_counter`` clock.
 
         Return 0 if ``bytes_per_s`` is not set.
         """
@@ -51,7 +51,7 @@ WIRE = ModelledWire()
 
 
 class WireWork(dist.Work):
-    """The gloo works of one collective; done when all of them and the wire are done."""
+    """Work of one collective, done when its gloo works and its transfer are done."""
 
     def __init__(self, works: Sequence[dist.Work], done_at: float) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class WireWork(dist.Work):
     def get_future(self) -> Future[Any]:  # for DDP
         futures = [work.get_future() for work in self._works]
         future = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
-        # It may block a thread of gloo: later collectives have to wait for the wire anyway.
+        # ``_value`` may block a gloo thread: later collectives have to wait for the wire anyway.
         return future.then(self._value)
 
     def _value(self, done: Future[Any]) -> Any:
@@ -89,7 +89,7 @@ class WireGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._share = (size - 1) / size  # part of a full buffer that each rank of a ring sends
+        self._share = (size - 1) / size  # fraction of a full buffer that each rank of a ring sends
         self._register_backend(torch.device("cpu"), self.BackendType.GLOO, self._gloo)
         self._set_default_backend(self.BackendType.GLOO)
 

@@ -90,14 +90,13 @@ def set_versions(state_dict: OrderedDict[str, Any], versions: dict[str, Any]) ->
     state_dict._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
 
 
-_EMPTIES = "Module.to_empty.<locals>.<lambda>"  # function that ``to_empty`` applies
+_EMPTIES = "Module.to_empty.<locals>.<lambda>"  # name of the function that ``to_empty`` applies
 
 
 class NoticesReplacement(nn.Module):
     """A module that is notified after calls that may have replaced parameters or storages.
 
-    Such calls are ``load_state_dict``, ``.to()``, ``to_empty()`` and the like, unpickling and
-    copying.
+    Covers ``load_state_dict``, ``.to()``, ``to_empty()`` and the like, unpickling and copying.
     """
 
     def _graphshard_on_replacement(self, *, empty: bool = False) -> None:

@@ -36,7 +36,7 @@ def body_of(checkpoint: fx.Node) -> fx.GraphModule:
 
 
 def policy_of(checkpoint: fx.Node) -> Hashable:
-    """Return a key that is equal for checkpoints with the same choice of what to save."""
+    """Return a key for a checkpoint's save policy, equal for equal policies."""
     return _key(body_of(checkpoint).meta.get("_checkpoint_context_fn"))
 
 

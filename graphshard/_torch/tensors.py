@@ -60,7 +60,7 @@ def quiet_fake_tensors() -> AbstractContextManager[object]:
 
 
 def traced_storage(node: fx.Node) -> int | None:
-    """Return the storage ID of a node's traced value, or None for non-tensors."""
+    """Return the storage ID of a node's traced value, or None if it holds no fake tensor."""
     value = traced_value(node)
     if isinstance(value, DTensor):
         value = local_tensor(value)
@@ -91,7 +91,7 @@ def on_storage(value: FakeTensor, storages: dict[int, torch.UntypedStorage]) -> 
 
 
 def has_known_sizes(value: torch.Tensor) -> bool:
-    """Return whether a tensor is strided, and its sizes, strides and offset are known."""
+    """Return whether a tensor is strided with known sizes, strides and offset."""
     if value.layout is not torch.strided:
         return False
     return all(map(is_known, (*value.shape, *value.stride(), value.storage_offset())))

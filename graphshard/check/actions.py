@@ -93,7 +93,7 @@ class GraphCall:
     # Launches and waits, as ``i`` for launch ``i`` and ``~i`` for the first wait for it.
     order: list[int] = field(default_factory=list)
     arguments: tuple[int, ...] = ()  # blocks of the arguments
-    actions: tuple[int, int] = (0, 0)  # start and stop of the call's actions
+    actions: tuple[int, int] = (0, 0)  # start and stop positions of the call's actions
 
     def launch(self, launch: Launch) -> int:
         self.launches.append(launch)

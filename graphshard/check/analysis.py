@@ -105,7 +105,7 @@ _OPS = {
 
 
 def find_plan(plans: Sequence[Plan], call: GraphCall) -> Plan | None:
-    """Return the plan most similar to ``call`` that has as many launches, or None."""
+    """Return the most similar plan with the same number of launches as ``call``, or None."""
     same = [plan for plan in plans if len(_planned(plan)[0]) == len(call.launches)]
     return min(same, key=lambda plan: len(_differences(plan, call)), default=None)
 

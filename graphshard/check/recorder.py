@@ -19,8 +19,8 @@ comments in ProcessGroupNCCL.hpp, torch 2.13 (2.11 in parentheses); Functional.c
   time wait for the work, and empties the stash. After the wait, the allocator may reuse the memory,
   and the result is safe to use on that stream only.
 - Without a wait, the watchdog moves the stash to a shelf once the work is done, and the group's
-  next call empties the shelf: ``shelvesToUnstash_``, 1426-1432 (1430-1436). In this case the memory
-  is freed later than recorded here.
+  next call empties the shelf: ``shelvesToUnstash_``, 1426-1432 (1430-1436). The recorder instead
+  keeps the memory of such a collective until ``clear``.
 - Host copies keep their tensors alive in the same way (``graphshard.ops.host_copy``).
 """
 

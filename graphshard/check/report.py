@@ -91,8 +91,8 @@ def check(recorder: Recorder, target: Target) -> Report:
     optionally, a dictionary of options of ``graphshard.backend``.
 
     Raises:
-        ValueError: the function does not exist, its result has another form or unknown options, or
-            no parameter requires a gradient.
+        ValueError: the function does not exist, returns anything else or unknown options, or no
+            parameter requires a gradient.
         RuntimeError: control flow or sizes depend on the values of tensors.
     """
     make = load_function(target.script, target.function)

@@ -52,16 +52,16 @@ def _joined_ranks(device: torch.device) -> Iterator[None]:
 
 
 def summary(hardware: Hardware) -> str:
-    """Format the latencies and the rates at the largest sizes."""
+    """Return latencies, and rates at the largest measured sizes, as lines of text."""
     flops = [f"{dtype} {rate.largest / 1e12:.3g}" for dtype, rate in hardware.flops.items()]
     lines = [
         hardware.name,
         "Tflop/s: " + ", ".join(flops),
-        f"memory: {hardware.memory.largest / 1e9:.3g} GB/s, from the host: "
-        f"{hardware.host.largest / 1e9:.3g} GB/s, within the host: "
+        f"device memory: {hardware.memory.largest / 1e9:.3g} GB/s, host to device: "
+        f"{hardware.host.largest / 1e9:.3g} GB/s, host memory: "
         f"{hardware.host_memory.largest / 1e9:.3g} GB/s, launch: {hardware.launch_us:.3g} us",
     ]
-    for name, link in (("in a node", hardware.intra), ("between nodes", hardware.inter)):
+    for name, link in (("within a node", hardware.intra), ("between nodes", hardware.inter)):
         bus = [f"{kind} {rate.largest / 1e9:.3g}" for kind, rate in link.bus.items()]
         latency = f"latency {link.latency_us:.3g} us, {link.buffer_us:.3g} per additional tensor"
         lines.append(f"{name}: {latency}, bus GB/s: {', '.join(bus)}")

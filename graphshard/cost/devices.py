@@ -195,8 +195,9 @@ def find_hardware_or_default(name: str) -> Hardware:
         return find_hardware(name)
     except ValueError:
         warnings.warn(
-            f"graphshard: hardware {name!r} is not in the device table: rates that "
-            f"`python -m graphshard calibrate` has not measured are those of {DEFAULT}",
+            f"graphshard: hardware {name!r} is not in the device table: rates that are not "
+            f"calibrated are those of {DEFAULT}; run `python -m graphshard calibrate` and pass its "
+            "file as SchedulePolicy(hardware=FILE)",
             stacklevel=2,
         )
         return HARDWARE[DEFAULT]

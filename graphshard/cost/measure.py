@@ -26,7 +26,7 @@ from .devices import find_hardware_or_default
 from .hardware import ALL_TO_ALL, CALIBRATED, COLLECTIVE_KINDS, Hardware, Interconnect, Rate
 
 _KiB, _MiB = 1 << 10, 1 << 20
-_NUM_BUFFERS = 8  # in the coalesced collective that is compared with a single buffer
+_NUM_BUFFERS = 8  # buffers in the coalesced collective that is compared with a single buffer
 _BUFFER_ELEMENTS = 1 << 14
 _CALLS_PER_SAMPLE = 4  # calls of a collective; fixed, because all ranks must make the same number
 

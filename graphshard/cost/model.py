@@ -40,7 +40,7 @@ class CostModel:
     """A cost model that predicts times in microseconds."""
 
     hardware: Hardware  # machine that runs the graphs
-    node_cost: Callable[[fx.Node], float | None] | None = None  # overrides, or None to predict
+    node_cost: Callable[[fx.Node], float | None] | None = None  # overrides predicted times
     # Whether float32 products run in tf32, as after ``set_float32_matmul_precision("high")``.
     tf32: bool = False
     # Whether values that fusion keeps out of memory count as 0 bytes; times always assume fusion.
@@ -48,7 +48,7 @@ class CostModel:
     device_type: str | None = None  # target of the kernels (default: the tensors' device type)
 
     def unmaterialized(self, values: GraphValues) -> UnmaterializedValues:
-        """Return the nodes whose values never reach memory; empty if unknown or not ``fuses``."""
+        """Return the nodes whose values never reach memory; none if unknown or not ``fuses``."""
         if not self.fuses:
             return UnmaterializedValues()
         return call_with_fallback(
@@ -197,9 +197,9 @@ def optimizer_passes(num_states: int) -> int:
 
 
 def _all_to_all_us(link: Interconnect, num_bytes: float, num_sharing: int) -> float:
-    """Return the time of an all-to-all at its own rate or, without one, a reduce-scatter's.
+    """Return the time of an all-to-all, from the rate of reduce-scatters if ``link`` has no other.
 
-    In the second case, ``num_sharing`` ranks share the bandwidth of a ring.
+    ``num_sharing`` is the number of ranks that share the bandwidth of a reduce-scatter's ring.
     """
     if ALL_TO_ALL in link.bus:
         return link.bus[ALL_TO_ALL].us(num_bytes)

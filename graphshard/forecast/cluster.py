@@ -76,8 +76,8 @@ def _memory_bytes(hardware: Hardware, memory_gb: float | None) -> int:
         return int(memory_gb * 1e9)
     if hardware.name not in MEMORY_BYTES:
         raise ValueError(
-            f"the memory of {hardware.name!r} is not known: pass it, as in --memory 80GB or "
-            "memory_gb=80"
+            f"memory_gb: the memory of {hardware.name!r} is not known; pass it, as in --memory "
+            "80GB or memory_gb=80"
         )
     return MEMORY_BYTES[hardware.name]
 

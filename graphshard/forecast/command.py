@@ -32,7 +32,7 @@ from .workload import (
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Run the command; return 1 if the step does not fit, 2 after an error, and 0 otherwise."""
+    """Run the command; return 0 if the step fits, 1 if it does not, and 2 after an error."""
     try:
         with nullcontext() if args.verbose else quiet_fake_tensors():
             return _plan(args)

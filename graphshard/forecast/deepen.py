@@ -102,9 +102,9 @@ class _Segment:
     short: StepGraph
     longer: StepGraph
     layers: Layers
-    start: int  # its first step; the short graph's step ``start`` comes after the segment
+    start: int  # first step; also the position in the short graph where the segment is inserted
     length: int
-    transfers: range  # positions of its transfers in the longer graph's problem
+    transfers: range  # positions of the segment's transfers in the longer graph's problem
     # Each inserted segment adds these to the layer numbers of parameters that are transferred
     # before and after the segment.
     front_shift: int
@@ -329,7 +329,7 @@ def _num_distinct(values: Sequence[int]) -> list[int]:
 def _is_alike_around(
     short: Sequence[float], longer: Sequence[float], start: int, length: int
 ) -> bool:
-    """Return whether times match ``short`` around a segment, and repeat the segment next to it."""
+    """Return whether times around a segment match ``short`` and, on one side, repeat its own."""
     stop, least = start + length, max(0, start - length)
     if not _alike(short[least:start], longer[least:start]):
         return False

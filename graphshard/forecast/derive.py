@@ -68,12 +68,12 @@ class ShallowCopies(NamedTuple):
     shallow: Depth  # depth of the first step
 
     def nearest(self, depth: Depth) -> Depth:
-        """Return ``depth`` rounded down to ``shallow`` plus whole periods, or else ``shallow``."""
+        """Return ``depth`` rounded down to ``shallow`` plus whole periods, at least ``shallow``."""
         pairs = zip(self.shallow, self._periods(depth))
         return Depth(*(few + self.layers.period * number for few, number in pairs))
 
     def at_depth(self, depth: Depth) -> TracedStep:
-        """Return the step at the depth ``nearest`` to ``depth``.
+        """Return the step at the depth ``nearest(depth)``.
 
         Raises:
             NotPeriodicError: as ``deepen``.

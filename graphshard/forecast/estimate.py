@@ -68,10 +68,7 @@ class ErrorInterval:
 
 
 def error_interval(ratios: Iterable[float]) -> ErrorInterval:
-    """Return the median of ``ratios``, and the interval in which most of them lie.
-
-    The interval has the smallest ``high / low`` of all that cover ``COVERAGE`` of the ratios.
-    """
+    """Return the narrowest interval, by ``high / low``, that covers ``COVERAGE`` of ``ratios``."""
     ordered = sorted(ratios)
     num_covered = math.ceil(COVERAGE * len(ordered))
     intervals = zip(ordered, ordered[num_covered - 1 :])
@@ -102,8 +99,8 @@ class TimeForecast:
         compute_us: time of computation and packing on a GPU.
         exposed_us: time that compute waits for communication and host copies.
         lost_us: slowdown of compute by hidden communication.
-        optimizer_us: time of the optimizer; with ``offload``, time of the host to run it and to
-            accumulate the gradients of microbatches.
+        optimizer_us: time of the optimizer; with ``offload``, host time of the optimizer and of
+            accumulating gradients.
         errors: ratios of measured step times to ``modelled_us``, from past measurements.
     """
 

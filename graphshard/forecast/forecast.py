@@ -194,7 +194,7 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
     yield (
         "step",
         f"{time.step_us / 1e3:,.1f} ms for {forecast.tokens:,} {forecast.unit}: "
-        f"{forecast.tokens_per_s:,.0f} a second, {per_gpu:,.0f} on each GPU; "
+        f"{forecast.tokens_per_s:,.0f} per second, {per_gpu:,.0f} per GPU; "
         f"MFU {forecast.mfu:.1%}",
     )
     yield (
@@ -226,7 +226,7 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
     if forecast.saved:
         yield "saved", f"{forecast.saved} of a microbatch, from forward to backward"
     if recipe.offload:
-        yield "host", f"{forecast.host_bytes / GB:.1f} GB of each node's memory"
+        yield "host", f"{forecast.host_bytes / GB:.1f} GB of host memory per node"
     if padding := forecast.padding:
         yield "padding", padding
     yield "bottleneck", forecast.binds

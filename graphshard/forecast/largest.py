@@ -73,12 +73,12 @@ class LargestResult:
                 for fit in self.fits
                 if fit.grown == grown
             ]
-            charts.append({"title": f"largest model, by more {grown}", "bars": bars})
+            charts.append({"title": f"largest model with more {grown}", "bars": bars})
         rows = [
             [cell if isinstance(cell, str) else f"{cell:.1f}" for cell in fit.row()]
             for fit in self.fits
         ]
-        tables = [table_data("the largest that fits", HEADERS, rows)]
+        tables = [table_data("largest models and batches that fit", HEADERS, rows)]
         return page(title, [], tables=tables, charts=charts)
 
 
@@ -94,7 +94,7 @@ def _layers(depth: Depth, period: int) -> str:
 
 
 def strategies(cluster: Cluster, tp: int = 1) -> list[str]:
-    """Return ZeRO-3, ZeRO-2 and, if there are ``shard_groups``, HSDP over the smallest one."""
+    """Return ZeRO-3, ZeRO-2, and HSDP over the smallest of ``shard_groups``, if any."""
     return ["zero3", "zero2", *(f"hsdp:{size}" for size in shard_groups(cluster, tp)[:1])]
 
 
@@ -257,7 +257,7 @@ class _Grower:
         return copies.at_depth(Depth.at(num_layers, self.recipe))
 
     def _own_step(self, workload: Workload) -> TracedStep:
-        """Return the step of a model with its own number of layers."""
+        """Return the step of ``workload`` with all its layers."""
         num_layers = workload.num_layers or 0
         if num_layers >= LEAST_PERIODS * workload.period:
             return self._step(self._copies(workload), num_layers)
@@ -267,7 +267,7 @@ class _Grower:
         return self._shallow[key]
 
     def _copies(self, workload: Workload) -> ShallowCopies:
-        """Return shallow copies of a model, from which to derive it; trace each model once."""
+        """Return the traced shallow copies of a model; trace each model once."""
         # Depth, width and batch grow from one model, and several factors may round to one model.
         key = _key(workload)
         if key not in self._traced:

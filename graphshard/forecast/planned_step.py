@@ -206,14 +206,14 @@ class Change:
 
 LINK, LATENCY, COMPUTE, BANDWIDTH, HOST = (
     "links twice as fast",
-    "no latency of kernels and links",
+    "no latency of kernel launches and links",
     "matrix products twice as fast",
     "device memory twice as fast",
-    "host twice as fast (its link and its memory)",
+    "host link and host memory twice as fast",
 )
 KEPT, FOUR = (
-    "parameters kept from forward to backward (reshard_after_forward=False)",
-    "4 microbatches in a step (per microbatch)",
+    "parameters kept unsharded for backward (reshard_after_forward=False)",
+    "4 microbatches per step (time per microbatch)",
 )
 _BOTTLENECKS = {
     HOST: "host",
@@ -281,7 +281,7 @@ def _scaled_links(cluster: Cluster, *, rate: float = 1.0, latency: float = 1.0) 
 
 
 def find_bottleneck(memory: MemoryForecast, changes: Sequence[Change]) -> str:
-    """Return "memory" if the step does not fit, otherwise the part whose speedup gains most."""
+    """Return "memory" if the step does not fit, else the part whose speedup saves most time."""
     if not memory.fits:
         return "memory"
     machine = [change for change in changes if change.is_machine]

@@ -1,4 +1,4 @@
-"""Sizes of public models, from the sources named in the table, and folders with a config.json.
+"""A table of public models with sources, and a lookup of other models' configurations.
 
 Vocabulary and feed-forward sizes that a source omits are from the model's ``config.json`` on the
 Hugging Face Hub.
@@ -63,7 +63,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def config_folder(model: str) -> Path | None:
-    """Return the local or cached Hub folder with the config.json of ``model``, or None."""
+    """Return the folder with the config.json of ``model``, local or in the Hub cache, or None."""
     if (Path(model) / "config.json").is_file():
         return Path(model)
     if not is_hub_name(model):

@@ -29,7 +29,7 @@ def forecast_page(forecast: Forecast, others: Sequence[Json] = ()) -> str:
         graphs,
         microbatches=forecast.recipe.accumulate,
         optimizer_us=time.optimizer_us,
-        note=f"likely measured: {time.step_us / 1e3:,.1f} ms "
+        note=f"expected measurement: {time.step_us / 1e3:,.1f} ms "
         f"({time.low_us / 1e3:,.1f} to {time.high_us / 1e3:,.1f})",
     )
     changes = [(what, gain, f"{gb:.1f}") for what, gain, gb in change_rows(forecast)]
@@ -68,10 +68,10 @@ def _graph(forecast: Forecast, number: int, name: str, graph: PlannedGraph) -> J
 
 
 def bytes_by_step(graph: PlannedGraph) -> dict[str, list[int]]:
-    """Return a graph's live bytes in each step, by kind, at the step's point with the most."""
+    """Return a graph's live bytes at the peak of each step, by kind."""
     kinds = bytes_by_kind(graph)
     alive = list(map(sum, zip(*kinds.values())))
-    # Each step has three points in time; the last one also has those of the graph's end.
+    # Each step has three points in time; the last step also has those of the graph's end.
     starts = range(0, 3 * graph.problem.num_steps, 3)
     peaks = [
         max(range(start, end), key=alive.__getitem__)

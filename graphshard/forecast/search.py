@@ -55,7 +55,7 @@ class PlannedRecipe:
     step_us: float  # time of a whole step
     memory_bytes: int  # peak of a rank, including the margin
     fits: bool  # whether the step fits on a device, and into the budget
-    # A forecast of this candidate can reuse this step.
+    # Traced step that a forecast of this candidate can reuse.
     traced: TracedStep | None = field(default=None, repr=False, compare=False)
 
     def row(self) -> list[str | float]:
@@ -83,7 +83,7 @@ class SearchResult:
 
     @property
     def best(self) -> PlannedRecipe:
-        """Fastest candidate, if any fits."""
+        """Fastest candidate that fits or, if none fits, fastest of all."""
         return self.candidates[0]
 
     def front(self) -> list[PlannedRecipe]:

@@ -62,7 +62,7 @@ class StepGraph:
 
     params: tuple[PlanParam, ...]  # indexed by ``Transfer.param``
     problem: Problem  # with compute times of the ``BASELINE`` machine
-    compute_us: Mapping[str, tuple[float, ...]]  # per step; keys: see ``BASELINE``
+    compute_us: Mapping[str, tuple[float, ...]]  # step times, by machine (see ``BASELINE``)
     input_bytes: int  # shards and replicated parameters among the graph's inputs
 
     @property
@@ -158,7 +158,7 @@ def trace(
             held = _held(model)
     if not any(graph.kind == GraphKind.BACKWARD for graph in reader.graphs):
         raise UntraceableError(
-            "the model compiled to no backward graph: it needs trainable parameters, and a forward "
+            "no backward graph was compiled: the model needs trainable parameters, and a forward "
             "that Dynamo compiles, without torch.compiler.disable"
         )
     return TracedStep(tuple(reader.graphs), held, reader.saved)

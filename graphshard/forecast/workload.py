@@ -55,7 +55,7 @@ class Workload:
     period: int = 1  # number of layers in the repeating pattern
     notes: tuple[str, ...] = ()  # assumptions of a forecast
     parallelize: Parallelize | None = None  # applies tensor parallelism
-    split_experts: Parallelize = parallelize_balanced
+    split_experts: Parallelize = parallelize_balanced  # applies expert parallelism
     symbols: Mapping[int, sympy.Symbol] = field(default_factory=dict)  # see ``trace``
 
 
@@ -64,6 +64,8 @@ MakeWorkload = Callable[[int], Workload]  # takes the number of samples in a mic
 
 def find_workload(model: str, batch: BatchShape) -> Workload:
     """Return the workload that ``model`` names; see ``python -m graphshard plan --help``.
+
+    ``batch`` is ignored if ``model`` is FILE.py:FUNCTION.
 
     Raises:
         ValueError: there is no such model, or it cannot be built.
@@ -168,7 +170,7 @@ def recompute_layers(model: nn.Module, part: float = 1) -> None:
     If ``part`` is 1 and the model has ``gradient_checkpointing_enable``, call that instead.
 
     Raises:
-        ValueError: the model has no such list.
+        ValueError: the model has no list of layers.
     """
     if not part:
         return

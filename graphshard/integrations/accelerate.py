@@ -43,8 +43,8 @@ from .common import (
 )
 from .common import metrics as metrics
 
-# Subfolder of a ``save_state`` folder with the checkpoint of the first sharded model; other models
-# append a number to the name.
+# Subfolder of a ``save_state`` folder with the checkpoint of the first sharded model; for others, a
+# number is appended to the name.
 FOLDER = "graphshard"
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -153,7 +153,7 @@ class ShardedAccelerator(Accelerator):
         return full_state_dict(model) if self._sharded is None else {}
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip as :func:`graphshard.clip_grad_norm_`, also if parameters are on several meshes."""
+        """Clip gradients with :func:`graphshard.clip_grad_norm_`, which supports several meshes."""
         parameters = list(parameters)
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
@@ -209,7 +209,7 @@ class ShardedAccelerator(Accelerator):
             if len(models) > 1:
                 raise ValueError(
                     f"{type(inner).__name__} has parameters of a sharded model and others: to save "
-                    "or load its state, use an optimizer for each sharded model alone"
+                    "or load its state, use a separate optimizer for each sharded model"
                 )
             model = next(iter(models), None)
             if model is None:

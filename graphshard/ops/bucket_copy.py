@@ -12,7 +12,7 @@ from .._torch.tensors import chunk_cat_, chunk_cat_is_one_kernel, foreach_copy_
 from .accumulators import take
 from .library import define, dtype_named, fake, implement
 
-# Opaque for two reasons: Inductor's C++ for a `cat` of a hundred tensors takes longer to compile
+# Opaque for two reasons: Inductor's C++ for a ``cat`` of a hundred tensors takes longer to compile
 # than the rest of a graph; and slices of one buffer differ in offset, which would keep equal layers
 # from sharing kernels.
 copy_in = define(

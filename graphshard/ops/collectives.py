@@ -1,9 +1,9 @@
-"""The calls of a bucket's collective (copy-in, launch, wait, copy-out), eager or in a graph.
+"""Copy-in, launch, wait and copy-out of a bucket's collective, eagerly or in a graph.
 
 A packed buffer holds its transfers rank by rank. Several buffers are sent in one coalesced
 collective, or in one all-to-all each:
 
-    a tensor unchanged    shard ─► all_gather_into_tensor ─► wait ─► full
+    a tensor sent as is   shard ─► all_gather_into_tensor ─► wait ─► full
     any other buffer      shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► ..
 
 ``copy_in`` casts, pads and packs all buffers of a bucket at once, except those of fp8 weights,
@@ -32,7 +32,7 @@ from .nodes import Call, Value, Values, run, value_of
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
 EXCHANGE = _c10d.all_to_all_single.default
-# Dtypes that every backend accepts; tensors of other dtypes are sent as bytes.
+# Dtypes that every backend accepts; tensors of other dtypes are gathered as bytes.
 PORTABLE_DTYPES = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8}
     | {torch.int8, torch.int32, torch.int64}
@@ -46,7 +46,8 @@ class CollectiveInput(NamedTuple):
         source: padded shard, full gradient, or largest absolute values.
         rows: number of rows of a full parameter or of a gradient's padded shard; 0 for all-reduces.
         wire_dtype: dtype of the sent data, and of a gathered result.
-        result_dtype: dtype of a reduced result; with scales, dtype of the source before scaling.
+        result_dtype: dtype of a reduced result; for an fp8 weight, dtype to which the source is
+            cast before scaling.
         scales: scales of several tensors, each ``[1, 1]`` or ``[1, rows of all ranks' padded
             shards]``, applied to sources before the cast to ``wire_dtype``; None without scaling.
         scale_index: position of this tensor's scale in ``scales``.
@@ -209,7 +210,7 @@ def wait_tensor(call: Call, launched: Value) -> Any:
 def launch_host_copies(
     call: Call, tensors: Sequence[Value], target: torch.device | str, *, host_reads: bool
 ) -> list[Any]:
-    """Launch copies; return the results to wait for, one per tensor.
+    """Launch copies to ``target``; return the results to wait for, one per tensor.
 
     Args:
         target: device, or kind of host memory (``graphshard.ops.host_copy``).
@@ -235,7 +236,7 @@ def copy_and_wait(tensor: torch.Tensor, target: torch.device | str) -> torch.Ten
 def launch_replica_reduce(
     call: Call, buffers: Sequence[BufferInputs], reduced: Sequence[Value], group: str, world: int
 ) -> list[Any]:
-    """Add totals of earlier microbatches to ``reduced`` shards, and launch a mean over replicas.
+    """Add totals of earlier microbatches to reduced shards, and launch the mean over replicas.
 
     Return the results to wait for, one per buffer.
     """
@@ -318,7 +319,7 @@ def _gathered(call: Call, inputs: BufferInputs, buffer: Value, world: int) -> li
 
 
 def _gathered_shape(sent: CollectiveInput, buffer: torch.dtype, world: int) -> torch.Size:
-    """Return the shape ``[world * padded rows, ...]``, plus ``itemsize`` if sent as bytes."""
+    """Return ``[world * padded rows, ...]``, plus a dimension of bytes if sent as bytes."""
     rows, *others = sent.shape
     size = sent.wire_dtype.itemsize
     as_bytes = buffer != sent.wire_dtype and size > 1

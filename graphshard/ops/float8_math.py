@@ -1,6 +1,6 @@
 """The arithmetic of fp8 linears: scaled casts and products.
 
-Scaling is dynamic, by the recipes of ``torchao.float8`` (torchao/float8/config.py,
+Scaling is dynamic, as in the recipes of ``torchao.float8`` (torchao/float8/config.py,
 float8_utils.py). Before each of a linear's three products, both sides are multiplied by a scale,
 ``largest fp8 value / largest absolute value``, then clamped and cast; the product is divided by
 both scales, except in "rowwise" ``grad_x`` (see ``grad_input``):

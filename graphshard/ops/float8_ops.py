@@ -5,9 +5,9 @@
                                        grad_w = float8_mm_grad_weight(g, w, x)
 
 ``w`` is a full weight in its own dtype; the eager ops cast it themselves. The pass moves this cast
-ahead of the all-gather. (``float8_mm_grad_weight`` takes ``w`` only to identify
-the weight whose gradient it computes.) To scale shards, ``local_amax`` returns the largest absolute
-values of shards, and ``own_rows`` the scales of the rows that this rank owns.
+ahead of the all-gather. (``float8_mm_grad_weight`` takes ``w`` only to identify the weight whose
+gradient it computes.) To scale shards, ``local_amax`` returns their largest absolute values, and
+``own_rows`` the scales of the rows that this rank owns.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tenso
 
 
 class _Launch:
-    """A launch of copies: the event that follows them, and the streams that have waited for it."""
+    """Copies launched together: their event, and the streams that already wait for it."""
 
     def __init__(self, event: torch.Event, device: torch.device) -> None:
         self._event, self._device = event, device
@@ -63,7 +63,7 @@ class _Launch:
 
 
 class _HostCopy(dist.Work):
-    """A launched copy, whose source may be freed once the compute stream has waited for it."""
+    """A launched copy, whose wait makes the current stream wait and releases the source."""
 
     def __init__(
         self, launch: _Launch, target: torch.Tensor, source: torch.Tensor, host_reads: bool

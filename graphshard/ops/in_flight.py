@@ -1,6 +1,6 @@
 """Wait for the collectives that are still in flight when an error ends a graph.
 
-    launched = all_gather_into_tensor(..)    error!    (wait_tensor(launched))
+    launched = all_gather_into_tensor(..)    error!    # wait_tensor(launched) is never reached
 
 Torch keeps a launched collective, with the memory that it reads and writes, until it is waited for.
 A user who catches "out of memory" and tries a smaller batch would have less memory each time.

@@ -191,7 +191,7 @@ class UnshardSpec(MarkerSpec):
         )
 
     def partial_reduction(self, grad: torch.Tensor, padded_shape: torch.Size) -> ReduceGradSpec:
-        """Return the marker that reduces only over the shard group, to the reduction dtype."""
+        """Return the marker that reduces only over the shard group, in the reduction dtype."""
         whole = self.reduction(grad, padded_shape, used_dtype(grad, self.reduce_dtype))
         return dataclasses.replace(whole, replica_group=None, host_memory=None)
 

@@ -9,7 +9,8 @@ A parameter that is not split (a scalar, or one to be replicated) uses ``replica
 ``all_reduce_grad``. ``max_over_ranks`` reduces the largest absolute values, from which fp8 scales
 are computed. ``secondary_shard`` returns a padded shard of a full parameter, from which backward
 gathers within a few ranks (hpZ); it is not lowered. ``offload_activation`` and
-``reload_activation`` copy activations. ``marker_specs`` defines the arguments of all others.
+``reload_activation`` copy activations. ``marker_specs`` defines the arguments of all markers except
+``secondary_shard``.
 
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
 them to functional collectives, host copies and casts. In eager parts of a model they run directly,

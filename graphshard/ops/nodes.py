@@ -150,7 +150,7 @@ class Emitter:
     """A ``Call`` that inserts nodes with fake values into a graph.
 
     Args:
-        origin: ``meta`` of the node to replace, from which new nodes copy the `_ORIGIN` entries.
+        origin: ``meta`` of the node to replace, from which new nodes copy the ``_ORIGIN`` entries.
         extra: additional entries for the ``meta`` of new nodes.
     """
 

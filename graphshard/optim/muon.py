@@ -49,12 +49,12 @@ class _MeshPlan(NamedTuple):
     matrices: list[_Stepped]
     buckets: list[MatrixBatch]
     exchange: RowExchange
-    text: str  # description on which ranks have to agree
+    text: str  # description that must be equal on all ranks
 
 
 class _Plan(NamedTuple):
     matrices: list[_Stepped]
-    alone: list[_Stepped]  # matrices that need no other rank
+    alone: list[_Stepped]  # matrices stepped without communication
     by_mesh: list[_MeshPlan]  # one for each mesh
 
 
@@ -67,8 +67,9 @@ class Muon(torch.optim.Muon):
     bfloat16.
 
     Raises:
-        ValueError: a parameter is not a matrix; or, in a step, has another placement, is complex,
-            or has a gradient that is sparse or placed differently, or state of another sharding.
+        ValueError: a parameter is not a matrix; or, in a step, is complex, or has another
+            placement, a sparse or differently placed gradient, or plain state for a DTensor (or
+            vice versa).
         BackendError: in a step, on all ranks, if they do not step the same matrices.
     """
 

@@ -30,10 +30,10 @@ Shape = tuple[int, int]
 
 
 class Owned(NamedTuple):
-    """The position of a matrix, and its owner: the rank in the group that orthogonalizes it."""
+    """A matrix, and its owner: the rank that orthogonalizes it."""
 
-    rank: int
-    matrix: int
+    rank: int  # owner's rank in the group
+    matrix: int  # position in the list of all matrices
     shape: Shape
 
 

@@ -1,4 +1,4 @@
-"""Policy that selects the linears that compute in fp8, and the recipe."""
+"""Policy that selects the fp8 recipe and the linears that use it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Float8Policy:
         filter_fn: function that takes a weight's FQN and shape ``(out, in)`` and returns whether
             its linears compute in fp8. It is called for every sharded 2D floating-point parameter
             that no ``nn.Embedding`` holds; a tied weight needs True for each of its FQNs. A weight
-            that is also used outside of linears does not use fp8, except with "mxfp8", and plans
-            give this reason.
+            that is also used outside of linears does not use fp8, except with "mxfp8"; plans state
+            the reason.
 
     Raises:
         ValueError: a field has a wrong type or value.

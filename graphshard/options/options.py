@@ -327,7 +327,7 @@ def _writable_folder(dump: object) -> Path | None:
 
 
 def check_mesh(mesh: object) -> None:
-    """Raise ValueError unless ``mesh`` is a ``DeviceMesh`` with one or two data axes."""
+    """Raise ValueError unless ``mesh`` is a 1D or 2D data mesh with ascending ranks."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh={mesh!r}: must be a torch.distributed.device_mesh.DeviceMesh or None"
@@ -355,7 +355,7 @@ def check_mesh(mesh: object) -> None:
 
 
 def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
-    """Return the mesh of ``options``, or else one over all ranks on the device to train on.
+    """Return the mesh of ``options``; by default, a 1D mesh of all ranks on the training device.
 
     Raises:
         BackendError: there is neither a mesh nor a process group.

@@ -32,23 +32,23 @@ class SchedulePolicy:
             (default: no limit).
         memory_budget_gb: limit for the peak memory of a graph on one rank, in GB, including inputs,
             activations, gathered parameters and gradients (default: no limit). On a GPU,
-            activations that do not fit are offloaded to the host until backward, and more of them
-            if that makes the schedule faster.
+            activations that do not fit are offloaded to the host until backward, as are others if
+            that makes the schedule faster.
         activation_memory_budget: fraction of the activations to save for backward, from 0
             (recompute all) to 1 (recompute none); the cheapest to recompute for their size are
             recomputed first. The default is the setting of that name in
             ``torch._functorch.config``. Below 1, and outside of checkpointed regions, backward
-            gathers no parameter only to recompute: biases and other parameters with fewer than two
-            dimensions are kept unsharded, and if recomputation alone needs a parameter, such as an
-            embedding's, the results of the ops that use it are saved instead.
+            never gathers a parameter solely to recompute: biases and other parameters with fewer
+            than two dimensions are kept unsharded, and if recomputation alone needs a parameter,
+            such as an embedding's, the results of the ops that use it are saved instead.
         hardware: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by
             ``python -m graphshard calibrate``, or "auto" for the entry with the device's name (if
             there is none, a default entry, with a warning). Must be equal on all ranks.
-        reduce: how gradients narrower than ``mp_policy.reduce_dtype`` are reduced, except by gloo,
-            which always exchanges. "ring" casts them, and a reduce-scatter sums them. "exchange"
-            sends them uncast in an all-to-all, which is half the bytes for bf16 gradients summed in
-            float32; each rank sums its rows in ``reduce_dtype``, in a fixed order. "auto" exchanges
-            the buckets for which that is predicted to be faster: large ones within a node. Between
+        reduce: reduction of gradients narrower than ``mp_policy.reduce_dtype``; over gloo, always
+            "exchange". "ring" casts them, and a reduce-scatter sums them. "exchange" sends them
+            uncast in an all-to-all, which is half the bytes for bf16 gradients summed in float32;
+            each rank sums its rows in ``reduce_dtype``, in a fixed order. "auto" exchanges the
+            buckets for which that is predicted to be faster: large ones within a node. Between
             nodes with several GPUs, an exchange sends more through each network card than a ring.
             Without ``overlap``, "auto" is "ring".
         regions: whether to compile repeated layers only once: their parts between launches and

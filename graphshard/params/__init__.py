@@ -3,7 +3,7 @@
     plain_params, checks, shared_memory
                                find and validate parameters; options ─► ``ParamSpec``
     param_spec, mesh           how a parameter is split and gathered; process groups of its mesh
-    shard, broadcast, padding  shards a module in place: broadcast, split, free; advice on padding
+    shard, broadcast, padding  shard a module in place: broadcast, split, free; advise on padding
     sharded_param              the DTensor that users see, its shard, its gradients, its model
     torch_calls                let autograd and ``p.data = x`` take the DTensor
     module_class, eager        let forward read full parameters, inside and outside of graphs
@@ -15,8 +15,8 @@
     loading, full_tensor, state_dict
                                load full tensors; gather and scatter one; full state dicts
     meta_init, uninitialized, stored
-                               initialize a model on the meta device; marks of elements that are
-                               not initialized; read tensors lazily
+                               initialize a model that is on the meta device; mark uninitialized
+                               elements; read tensors lazily
     save_pretrained, pickling  save through other libraries; refuse lossy pickles
     memory_report              memory of a model on a rank
 

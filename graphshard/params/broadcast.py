@@ -18,11 +18,10 @@ from .trained_module import mesh_groups_of
 
 
 def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
-    """Broadcast ``tensor``, in place, from the first rank that should have the same values.
+    """Broadcast ``tensor``, in place, from the first of the ranks that must have equal values.
 
-    That is the first of all ranks of the model. If ``tensor`` is a DTensor, or has its own mesh in
-    ``overrides``, it is the first rank of ``groups.mesh``. All ranks with these values must call
-    this.
+    These are all ranks of the model or, if ``tensor`` is a DTensor or has its own mesh in
+    ``overrides``, the ranks of ``groups.mesh``. All of them must call this.
     """
     is_part = isinstance(tensor, DTensor) or groups.default is not None
     group = process_group(groups.data_ranks if is_part else groups.all_ranks)
@@ -49,7 +48,7 @@ def sync_buffers(model: nn.Module) -> None:
     at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.
     Called at the same points, this makes them bitwise equal to DDP's. Called only before an
     evaluation or a save, it still yields the buffers that DDP evaluates with or saves, because the
-    first rank's buffers do not depend on broadcasts. :func:`full_state_dict` needs no such call.
+    first rank's buffers do not depend on broadcasts. :func:`full_state_dict` does not need a call.
 
     All ranks of the mesh must call this. A model that is not sharded yet is left unchanged, since
     sharding makes buffers equal (``sync_module_states``).

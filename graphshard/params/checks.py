@@ -302,7 +302,7 @@ def _nearest(glob: str, fqns: Sequence[str]) -> str:
 
 
 def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
-    """Return a set field of ``policy`` that affects only inputs and outputs, or None."""
+    """Return a field of ``policy`` that is set and affects only inputs and outputs, or None."""
     if policy.output_dtype is not None:
         return f"output_dtype={policy.output_dtype}"
     return None if policy.cast_forward_inputs else "cast_forward_inputs=False"

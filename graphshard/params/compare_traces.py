@@ -92,7 +92,7 @@ class ForwardCheck:
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
-    """Map the ``id`` of each parameter that earlier shardings did not ignore to its first FQN."""
+    """Map the ``id`` of each parameter that is not recorded as ignored to its first FQN."""
     ignored = noted_ignored(module)
     return {id(p): name for name, p in module.named_parameters() if p not in ignored}
 

@@ -8,7 +8,7 @@ later reads in the same call get the same tensors, and one backward reduces all 
     call of the module    shards ──► _Unshard ──► full parameters ──► read, read, ...
     backward              their gradients ◄── _Unshard ◄── sum over all reads, None if not read
 
-Ranks must still run the same modules. The call's scope keeps its full parameters: see
+Ranks must still run the same modules. Full parameters are stored in the call's scope: see
 [Note: call scope] in ``graphshard._torch.frames``.
 """
 

@@ -1,4 +1,4 @@
-"""Gather shards to a full tensor on the first rank of a mesh, or scatter one from that rank.
+"""Gather full tensors on the first rank of a mesh, and scatter them from that rank.
 
 Rows are sent as bytes, so that every backend supports every dtype. On a 2D mesh, only the first
 replica gathers or scatters; after a scatter, it sends its shards to the other replicas. If tensor
@@ -57,7 +57,7 @@ def receive(
     """Receive a tensor from the first rank, as a DTensor or in full on the host.
 
     Args:
-        full: tensor to send, on any device of the first rank, and None on the others.
+        full: tensor to send, on any device; None on all but the first rank.
         like: meta tensor with the shape and dtype of the full tensor.
         spec: spec of the DTensor to return, or None to return the full tensor on every rank.
     """
@@ -108,7 +108,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_expanded_dims(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view at index 0 of every expanded dim (stride 0), where elements share memory."""
+    """Return a view without expanded dims (stride 0), along which all elements share memory."""
     return tensor[tuple(slice(None) if stride else 0 for stride in tensor.stride())]
 
 

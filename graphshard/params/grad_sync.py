@@ -86,7 +86,7 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     total over all ranks, such as the number of tokens.
 
     Args:
-        model: module that graphshard has sharded, a submodule of one, or either of them compiled.
+        model: module that graphshard has sharded, or one of its submodules; may be compiled.
 
     Raises:
         ValueError: ``model`` is not sharded, or ``factor`` is not a positive, finite number.

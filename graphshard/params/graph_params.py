@@ -1,7 +1,7 @@
 """Sharded parameters as inputs of compiled graphs: find their module, guard and check them.
 
 A full parameter is a copy that was gathered for one forward. Compiling raises an error if a graph
-changes such a copy in place, which would be lost, or reads a parameter without its module.
+changes the copy in place (the change would be lost) or reads a parameter without its module.
 
 Backward gathers again from the shard that forward saved, and raises if the shard has changed since.
 Autograd does not notice such a change: an in-place op on a DTensor increments only the version of

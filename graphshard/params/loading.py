@@ -51,7 +51,7 @@ class Incoming(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Receive the full tensor for anything but a property: a load hook may compute with it."""
+        """Receive the full tensor unless a property is read: a load hook may compute with it."""
         if getattr(func, "__name__", "") == "__get__":
             return super().__torch_function__(func, types, args, kwargs or {})
         args, kwargs = tree_map(
@@ -107,7 +107,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _shard_of(full: torch.Tensor, spec: ParamSpec) -> DTensor:
-    """Return a DTensor of this rank's part of ``full``, on the shard's device (meta if it is)."""
+    """Return this rank's part of ``full``, on the shard's device or on meta if ``full`` is."""
     if spec.rows is None or spec.host_memory is not None or full.is_meta:
         return spec.dtensor(spec.padded_shard(full))
     return spec.dtensor(spec.padded(full[spec.part].to(spec.groups.device)))

@@ -261,8 +261,8 @@ def _eager_value(module: ShardedModule, name: str) -> torch.Tensor | None:
     param = parameters[name]
     if param is None or model is None:
         return param
-    # All parameters of the module are gathered together: see eager.py. In the order of their names,
-    # because ranks may have registered them in different orders.
+    # Gather all parameters of the module together (see eager.py), sorted by name, because ranks may
+    # have registered them in different orders.
     readings = sorted(type(module)._graphshard_readings)
     names = [name for name in readings if parameters.get(name) is not None]
     full = full_parameters(module, names)

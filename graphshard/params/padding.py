@@ -1,4 +1,4 @@
-"""Memory that the padding of shards takes, and advice to avoid it.
+"""Memory overhead of padded shards, and advice to avoid it.
 
 All shards are padded to the size of the largest. If 8 experts are stacked in one parameter, each of
 64 ranks allocates the memory of one expert: 8 times an even share.
@@ -20,7 +20,7 @@ NOTABLE, LEAST_BYTES = 0.1, 1e6
 
 @dataclass(frozen=True)
 class Padding:
-    """Memory that the padding of a model's shards takes.
+    """Padding overhead of a model's shards.
 
     Attributes:
         names: parameters with fewer rows than shards, largest first.
@@ -53,7 +53,7 @@ class Padding:
 def find_padding(
     shapes: Mapping[str, Sequence[int]], shards: int, held_bytes: float, full_bytes: float
 ) -> Padding | None:
-    """Return the padding, or None if it is small or no parameter has fewer rows than shards.
+    """Return the overhead, or None if it is small or no parameter has fewer rows than shards.
 
     Args:
         shapes: shapes of all split parameters, ``[rows, ...]``, keyed by name.

@@ -47,12 +47,12 @@ class TensorParallel(NamedTuple):
 def reader(dim: int, parallel: TensorParallel | None) -> Callable[[Any], Any]:
     """Return a function that converts gathered rows to the tensor that forward reads.
 
-    With tensor parallelism, that is the DTensor of this rank's part; its gradient gets the same
-    placements.
+    With tensor parallelism, it returns a DTensor whose local tensor is this rank's part, and whose
+    gradient gets the same placements.
     """
     if parallel is None:
         return lambda rows: rows.movedim(0, dim) if dim else rows
-    # Graphs would guard on a NamedTuple.
+    # Unpack here, because graphs would guard on a NamedTuple.
     mesh, placements, shape, stride = parallel
 
     def read(rows: Any) -> DTensor:
@@ -66,7 +66,7 @@ def reader(dim: int, parallel: TensorParallel | None) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """How a parameter is sharded, gathered and used, and how its gradient is reduced.
+    """Specification of a parameter's sharding, gathering, dtypes and gradient reduction.
 
     Attributes:
         shape: full shape, with dimensions in the model's order.
@@ -157,8 +157,8 @@ class ParamSpec:
         )
 
     def group_names(self) -> set[str]:
+        """Return the names of all groups that the parameter's markers may use."""
         groups = self.groups
-        # All groups that the parameter's markers may use.
         names = (groups.shards, groups.replicas, groups.data_ranks, self.regather_group)
         return {name for name in names if name is not None}
 
@@ -244,8 +244,12 @@ class ParamSpec:
     # --- markers, for graphs and for eager parts of a model ---
 
     def marker(self, shard: Any, **accumulators: Any) -> UnshardSpec | ReplicateSpec:
-        # ``shard`` is a tensor, the name of a module attribute, or None to use only reductions. The
-        # accumulators are stand-ins or keys: see [Note: unreduced gradients] in sharded_param.
+        """Return the marker that reads the parameter.
+
+        Args:
+            shard: tensor, name of a module attribute, or None to use only the marker's reductions.
+            accumulators: stand-ins or keys: see [Note: unreduced gradients] in ``sharded_param``.
+        """
         if self.rows is None:
             return ReplicateSpec(
                 param=shard,
@@ -275,7 +279,7 @@ class ParamSpec:
     def reduce(
         self, grad: torch.Tensor, result_dtype: torch.dtype, partial: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Reduce full gradients to this rank's padded shard of their mean, eagerly.
+        """Reduce ``grad`` to this rank's padded shard of its mean, eagerly.
 
         ``partial`` is the key of an accumulator, as in ``ReduceGradSpec``.
         """

@@ -40,7 +40,7 @@ def refuse_pickling(what: str) -> NoReturn:
     )
 
 
-# copy and pickle both call __reduce_ex__. To fail only for pickle, its result contains a _Recipe.
+# copy and pickle both call __reduce_ex__. The result contains a _Recipe, so only pickle fails.
 class _Recipe:
     """Recipe for rebuilding an object; the recipe can be copied but not pickled."""
 
@@ -79,7 +79,7 @@ _REMEDY = (
 
 
 class _SavedTogether:
-    """Mesh attribute that raises if ``torch.save`` pickles it on some ranks only."""
+    """Mesh attribute that raises if only some ranks pickle it with ``torch.save``."""
 
     def __init__(self, groups: MeshGroups) -> None:
         self._groups = groups

@@ -18,8 +18,8 @@ from .sharded_param import sharded_param_of
 
 _T = TypeVar("_T")
 
-# Attribute of a module: names of its ignored parameters. ``to_empty``, ``load_state_dict(assign=
-# True)`` and copies make other parameters, which ``ignored_params`` does not contain.
+# Attribute of a module: names of its ignored parameters, because ``to_empty``,
+# ``load_state_dict(assign=True)`` and copies create parameters that ``ignored_params`` lacks.
 _IGNORED = "_graphshard_ignored"
 
 
@@ -53,7 +53,7 @@ class PlainParam:
 
 
 def note_ignored(root: nn.Module, ignored: Set[nn.Parameter]) -> None:
-    """Make ``root`` and its copies remember which of their parameters are ignored."""
+    """Record the names of ignored parameters on their modules, and therefore on copies."""
     for module in root.modules():
         names = {name for name, param in parameters_of(module).items() if param in ignored}
         if names:
@@ -61,7 +61,7 @@ def note_ignored(root: nn.Module, ignored: Set[nn.Parameter]) -> None:
 
 
 def noted_ignored(root: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of ``root`` that :func:`note_ignored` was given, or replacements."""
+    """Return the parameters of ``root`` that :func:`note_ignored` recorded, or replacements."""
     return {
         param
         for module in root.modules()

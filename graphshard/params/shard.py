@@ -299,7 +299,7 @@ def _shard_parameter(plain: PlainParam, model: ShardedModel) -> ShardedParam:
     if old.grad is not None:
         _accumulate_full_grad(sharded_param, old.grad)
         old.grad = None
-    share_hooks(old, new)  # last: the hooks have run on an existing gradient
+    share_hooks(old, new)  # last: the hooks have already run on an existing gradient
     return sharded_param
 
 

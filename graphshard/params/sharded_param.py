@@ -345,7 +345,7 @@ class ShardedParam:
     def reduce_accumulated(self, *, unsynced: bool) -> None:
         """Reduce accumulated gradients of a parameter that got none in the last backward.
 
-        All ranks call this; one without a total contributes zeros.
+        All ranks must call this; a rank without a total contributes zeros.
 
         Args:
             unsynced: whether to reduce the unsynced total, and any partial total with it, instead

@@ -4,8 +4,8 @@
     load_full_state_dict    host of the first rank ──► full tensor ──scatter──► shards ──► copy_
 
 Tensors are sent one at a time: the first rank holds at most one full tensor in addition to its
-shards and the state dict, and other ranks hold none. The exception is parameters that tensor
-parallelism has split: every rank holds the full tensor while it is sent. To load, the first rank
+shards and the state dict, and other ranks hold none. Exception: while a parameter that tensor
+parallelism has split is sent, every rank holds the full tensor. To load, the first rank
 broadcasts names, shapes and dtypes, and then the tensors of unsharded entries; torch's
 ``load_state_dict`` walks the modules on every rank, and a sharded parameter's tensor is sent when
 the walk reaches it. Strictness, messages and load hooks work as usual.
@@ -248,7 +248,7 @@ def _gathered_optimizer(
 class _States(NamedTuple):
     model: Mapping[str, Any]
     versions: Mapping[str, Any]  # module versions, keyed by name
-    optim: Mapping[str, Any]  # keyed by parameter names; empty without an optimizer
+    optim: Mapping[str, Any]  # state dict by parameter names; empty without an optimizer
 
     def map_tensors(self, convert: Callable[[Hashable, torch.Tensor], torch.Tensor]) -> _States:
         def converted(values: Mapping[str, Any], *prefix: str) -> dict[str, Any]:

@@ -26,8 +26,8 @@ Read: TypeAlias = Callable[[slice | None], torch.Tensor]
 class StoredTensor(torch.Tensor):
     """A tensor on the meta device whose values can be read.
 
-    Operators on stored tensors return stored tensors. Those that write to an argument, stored or
-    not, raise NotImplementedError.
+    Operators on stored tensors return stored tensors, or raise NotImplementedError if they write to
+    any argument.
 
     Attributes:
         meta: plain tensor on the meta device.

@@ -1,6 +1,6 @@
-"""What torch's functions do with a sharded parameter, registered by ``shard``.
+"""Handlers for torch calls that take a sharded parameter; ``shard`` registers them.
 
-The functions are ``torch.autograd.grad``, ``backward(inputs=)`` and ``p.data = x``.
+The calls are ``torch.autograd.grad``, ``backward(inputs=)`` and ``p.data = x``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.
             f"parameter {sharded_param.fqn!r} is sharded and has no second-order gradients "
             "(create_graph=True): use an unsharded model"
         )
-    # A copy, which is scaled in place: tied inputs have one gradient.
+    # Clone: ``gradient`` may scale in place, and repeated inputs share one gradient.
     return sharded_param.gradient(padded_grad.clone())
 
 

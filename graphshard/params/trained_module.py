@@ -51,5 +51,5 @@ def is_first_rank(groups: MeshGroups | None) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter or module name without the prefixes of ``torch.compile``."""
+    """Return a parameter name, or a prefix ending in ".", without prefixes of ``torch.compile``."""
     return name.replace(COMPILED_PREFIX, "")

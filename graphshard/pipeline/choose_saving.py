@@ -61,7 +61,7 @@ RESERVED_FRACTION = 0.1
 # restarts recompile; with a larger one, more memory stays unused.
 STEP = 0.02
 
-# A rank fits the budget with the choice, may fit with fewer parameters kept, or does not fit.
+# Results of ``_Chooser.excess``. ``MAY_FIT``: the rank may fit if fewer parameters are kept.
 FITS, MAY_FIT, NOTHING_FITS = range(3)
 
 
@@ -70,7 +70,7 @@ class ChosenSaving(NamedTuple):
 
     settings: CompileSettings  # settings that include the choice
     tried: str  # table of all candidates, or ""
-    context: str  # the choices of the ranks, on which their common plans depend
+    context: str  # settings and choice as text, on which common plans depend
 
 
 def choose_saving(
@@ -121,12 +121,12 @@ def choose_saving(
 
 @dataclass
 class _Chooser:
-    """Chooses what a graph saves: on the first rank for all ranks, on others only to save less.
+    """Chooser of what a graph saves: for all ranks on the first one, only to save less on others.
 
     Attributes:
         raised: error of this rank, or the ``Restart`` that makes Dynamo trace the frame again.
-        budget_gb: budget of an earlier choice, such as a GPU's free memory before gradients and
-            optimizer states existed, or None if not known yet.
+        budget_gb: budget in use, or None if not known yet. An earlier choice's budget is kept:
+            gradients and optimizer states may have reduced the GPU's free memory since.
         own: candidates that this rank tried, or None if it follows the first rank.
     """
 
@@ -303,7 +303,7 @@ def _plan_candidates(
 
 
 class _Trials(CustomPartitionerFn):
-    """Partitions and plans a copy of a joint graph per candidate, until saving less is slower."""
+    """Partitioner that plans a copy of a joint graph per candidate, until saving less is slower."""
 
     def __init__(self, candidates: Sequence[CompileSettings]) -> None:
         self._candidates = candidates

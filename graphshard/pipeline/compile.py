@@ -235,7 +235,7 @@ def _by_inductor(
     traced: TracedGraph, lowering: Lowering, inductor_options: Mapping[str, Any]
 ) -> Runnable:
     settings = lowering.settings
-    # Torch does not cache graphs for a pass without a key, but does for such a partitioner.
+    # Torch disables its caches for a pass without a key, but not for a partitioner without one.
     uncached = {} if settings.caches_graphs else {"force_disable_caches": True}
     patches = {
         **options_of_plans(settings.device, lowering.report_code),
@@ -271,7 +271,7 @@ def _by_aten(traced: TracedGraph, lowering: Lowering) -> Runnable:
 
 
 class Lowering:
-    """Plans and lowers each partitioned graph; keeps its plan in memory, a file and the dumps.
+    """Hook that plans and lowers each partitioned graph; keeps its plan in memory and in files.
 
     Attributes:
         has_loaded: whether a graph came from Inductor's cache, so its plan was read from a file.

@@ -26,12 +26,12 @@ class CutGraphs(NamedTuple):
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    param_derived: frozenset[str]  # nodes computed from parameters alone, not to be saved
-    num_outputs: int  # number of forward's user outputs; saved values follow them
+    param_derived: frozenset[str]  # names of nodes computed from parameters alone, not to be saved
+    num_outputs: int  # number of forward's outputs that precede the saved values
 
 
 class Partitioner(CustomPartitionerFn):
-    """Runs the joint passes, torch's min-cut partitioner, and the passes on forward and backward.
+    """Custom partitioner: the joint passes, torch's min-cut, and the passes on both graphs.
 
     Verifies that forward saves nothing that depends on parameters alone, except kept parameters.
     """

@@ -58,7 +58,7 @@ def run_stage(
 def read_problems(
     graph: fx.Graph, kind: GraphKind, cost_models: Sequence[CostModel]
 ) -> tuple[tuple[PlanParam, ...], list[Problem]]:
-    """Run the final passes on a graph, in place, and build its problem for each cost model.
+    """Run the final passes except ``lower``, in place; build a problem for each cost model.
 
     Returns:
         The parameters, and one problem for each of ``cost_models``.

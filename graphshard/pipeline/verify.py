@@ -67,7 +67,7 @@ def verify_partition(
 def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
     """Check that the graph is valid and does what ``plan`` says.
 
-    It must launch every collective once and wait for each buffer once, all in the plan's order,
+    The graph must launch every collective once and wait for each buffer once, in the plan's order,
     with every launch on the planned side of each user collective, and contain no markers.
     """
     graph.lint()

@@ -1,13 +1,13 @@
 """Split queues of transfers into candidate buckets of neighboring transfers.
 
-If gradients are to be reduced in a wider dtype than their own, a bucket of them may be reduced by a
-ring in the wider dtype, or exchanged in the gradients' dtype:
+Gradients that are reduced in a wider dtype than their own go through a ring in the wider dtype, or
+are exchanged in their own:
 
-    ring       cast and pack on every rank   reduce-scatter, all bytes wide
-    exchange   (pack small gradients)        all-to-all, all bytes narrow     sum this rank's rows
+    ring       cast and pack all gradients   reduce-scatter in the wider dtype
+    exchange   pack small gradients          all-to-all in the narrow dtype    sum this rank's rows
 
 Within a node an exchange sends fewer bytes at the same rate: half, if bfloat16 gradients are summed
-in float32. Between nodes, each rank's bytes pass its own network card, whereas a ring uses all
+in float32. Between nodes, each rank sends through its own network card, whereas a ring uses all
 cards of a node.
 """
 
@@ -72,8 +72,8 @@ class Queue:
     Args:
         cap: maximum bytes of a candidate with more than one transfer, or None for no limit.
         order: indices into ``Problem.transfers``, hardest to hide first.
-        yields: whether to delay a bucket that is ready just before a user collective until just
-            after it. For a reduction, this can take more memory.
+        yields: whether a bucket that is ready just before a user collective is launched just after
+            the collective instead. For a reduction, this can take more memory.
         reduce: see ``ScheduleLimits``.
     """
 
@@ -204,7 +204,7 @@ def may_exchange(problem: Problem, members: Sequence[int]) -> bool:
 
 
 class ReductionChoice(NamedTuple):
-    """Two buckets that reduce the same gradients, their costs, and which is better."""
+    """A ring and an exchange of the same gradients, their costs, and the choice between them."""
 
     ring: Bucket
     exchange: Bucket
@@ -222,9 +222,9 @@ def compare_reductions(
 ) -> ReductionChoice:
     """Compare a ring with an exchange for gradients that ``may_exchange`` allows.
 
-    An exchange must take less time on the link, even if ``EXCHANGE_MARGIN`` times as long as
-    predicted, and no more compute time, including the slowdown by the collective. It then wins
-    whether or not compute hides it, even if all links or all kernels are slower than predicted.
+    The exchange is chosen if, at ``EXCHANGE_MARGIN`` times its predicted duration, it takes less
+    time on the link and no more compute time, including the slowdown by the collective. It then
+    wins whether or not compute hides it, even if all links or kernels are slower than predicted.
     """
     ring, exchange = (
         packed_bucket(problem, members, cost_model, launch, wait, exchanges=exchanges)

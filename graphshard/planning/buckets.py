@@ -63,7 +63,7 @@ def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | No
 
 
 class BucketEvent(NamedTuple):
-    """The launch of, or the wait for, a bucket or a user collective.
+    """A launch or wait of a bucket or user collective.
 
     Attributes:
         bucket: position in ``Plan.buckets``; user collectives are numbered after the buckets.
@@ -90,7 +90,7 @@ def sorted_events(
     successors: Mapping[int, int],
     users: Sequence[UserCollective] = (),
 ) -> list[tuple[int, bool, int, bool, int]]:
-    """Return the launches and waits of all buckets in order.
+    """Return the launches and waits of buckets and user collectives, in order.
 
     Before each step, launches come before waits, both in the order of the buckets. One exception:
     the wait for a bucket with a successor comes right before the successor's launch. User
@@ -131,7 +131,7 @@ _CHAIN = (
 
 
 def next_in_chain(buckets: Sequence[Bucket]) -> dict[int, int]:
-    """Map the position of each bucket to that of the bucket that continues with its buffers.
+    """Map each bucket's position to that of the next bucket with the same buffers.
 
     Shards are copied to the device, then gathered; gradients are reduced, then averaged over
     replicas, then copied to the host. The last bucket of a chain has no entry.

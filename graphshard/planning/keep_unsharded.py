@@ -1,6 +1,6 @@
 """Choose parameters to keep unsharded from forward to backward instead of gathering them again.
 
-The first gathers of backward cannot be hidden and, on a slow interconnect, nor can many later ones.
+The first gathers of backward cannot be hidden; on a slow interconnect, neither can many later ones.
 In the order in which backward needs the parameters, each exposed gather is dropped if memory
 allows: the earlier a parameter is needed, the shorter it is held. This is the selective unsharding
 of DeepCompile (arXiv 2504.09983), with exposed time as the criterion.

@@ -48,7 +48,7 @@ def num_points(num_steps: int) -> int:
 
 
 class Span(NamedTuple):
-    """Bytes alive in the points or steps ``[begin, end)``."""
+    """Bytes alive over the range ``[begin, end)`` of points or steps."""
 
     begin: int
     end: int

@@ -24,7 +24,7 @@ class ScheduleLimits:
             chooses sizes.
         in_flight: maximum size of all buckets between launch and wait, or None for no limit; a
             bucket that is waited for at its launch may exceed it.
-        peak: maximum total of bytes alive at any point in time, or None for no limit.
+        peak: maximum bytes alive at any point in time, or None for no limit.
         reduce: collectives that may reduce gradients with a ``Transfer.exchange_dtype``: "ring",
             "exchange", or "auto" for whichever is faster for each bucket.
     """
@@ -55,8 +55,8 @@ class FreeMemory:
     def take_earliest(self, footprint: Footprint, wish: int, wait: int) -> int:
         """Reserve memory for a launch as early as the limits allow; return its step.
 
-        The launch moves back from ``wait`` step by step, at most to ``wish``. A launch at ``wait``
-        is always allowed.
+        The launch moves from ``wait`` to earlier steps, one by one, at most to ``wish``. A launch
+        at ``wait`` is always allowed.
         """
         launch = wait
         while launch > wish and not self.limit_before(footprint, launch):
@@ -68,8 +68,8 @@ class FreeMemory:
     def take_latest(self, footprint: Footprint, launch: int, wish: int) -> int:
         """Reserve memory for a wait as late as the limits allow; return its step.
 
-        The wait moves on from ``launch`` step by step, at most to ``wish``. A wait at ``launch`` is
-        always allowed.
+        The wait moves from ``launch`` to later steps, one by one, at most to ``wish``. A wait at
+        ``launch`` is always allowed.
         """
         wait = launch
         while wait < wish and not self.limit_after(footprint, wait):
@@ -119,7 +119,7 @@ class Sent(NamedTuple):
     footprint: Footprint
 
     def with_copy(self) -> Sent:
-        # The backend holds a second copy of the sent data, from launch to wait.
+        # The process group's backend holds a copy of the sent data from launch to wait.
         footprint = self.footprint
         at_wait = footprint.at_wait - footprint.in_flight_bytes
         return self._replace(footprint=footprint._replace(at_wait=at_wait))
@@ -137,7 +137,7 @@ def place_waits(
     Args:
         sent: reductions in launch order; they are waited for in this order or when they are due.
         alive: bytes alive at each point in time if each reduction is waited for at its launch.
-        max_alive: maximum bytes alive for a reduction to stay in flight after its launch.
+        max_alive: maximum bytes alive while reductions stay in flight after their launch.
         in_flight: bytes of other buckets between launch and wait, in each step.
         max_in_flight: maximum size of all buckets between launch and wait.
     """
@@ -177,7 +177,7 @@ class _Held:
         sent: bytes that the waits will free, minus those allocated for casts and sums.
         received: bytes freed once the results are cast, summed or sent to the host.
         casting: received bytes still alive while the results of this step's waits are cast.
-        in_flight: bytes of full gradients.
+        in_flight: total size of the reductions in flight.
     """
 
     def __init__(self, sent: Sequence[Sent]) -> None:

@@ -1,4 +1,4 @@
-"""Host copies of shards in host memory, and of offloaded activations.
+"""Choose activations to offload, and place the host copies of shards and activations.
 
 Buckets are first formed and placed as if all shards were on the device. Then host copies are added:
 to the device before a gather, to the host after a reduction. Activations are copied one by one, to
@@ -127,8 +127,8 @@ def _launch_early(
     step_us: Sequence[float],
 ) -> list[Bucket]:
     """Return ``copies``, each launched early enough to be done at its wait, if memory allows."""
-    # With time reversed, from the last copy to the first: a copy begins at its wait, once later
-    # copies have left the lane, and ends at its launch.
+    # Simulate the lane backwards in time, from the last copy to the first: a copy begins at its
+    # wait, once later copies have left the lane, and ends at its launch.
     lane = Lane(-math.inf)
     placed = []
     for copy in reversed(copies):

@@ -25,9 +25,9 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
 
     A bucket keeps its position among the user collectives. Its launch moves to the nearest step at
     which its transfers are ready in ``problem`` and not yet due. Its wait moves to the step at
-    which the bucket is due. If that is the end of the graph, the wait stays, or moves to the launch
-    if the launch is later. The wait for a reduction that is then averaged over replicas moves to
-    the launch of the average.
+    which the bucket is due. If the bucket is due at the end of the graph, its wait stays, or moves
+    to the launch if that is later. The wait for a reduction that is then averaged over replicas
+    moves to the launch of the average.
 
     Args:
         plan: first rank's plan for the same transfers and user collectives (compared by
@@ -83,7 +83,7 @@ def _buckets_for(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> l
 def _positions(
     transfers: Sequence[Transfer], params: Sequence[PlanParam]
 ) -> dict[Transfer, list[int]]:
-    """Map each transfer, as all ranks describe it, to its positions in ``transfers``."""
+    """Map each transfer, without its rank-dependent fields, to its positions in ``transfers``."""
     positions: dict[Transfer, list[int]] = {}
     for i, t in enumerate(transfers):
         number = None if t.param is None else params[t.param].input

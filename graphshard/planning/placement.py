@@ -147,7 +147,8 @@ class Placer:
         """Place and score ``splits``.
 
         Args:
-            room: without a budget, fraction of the room for modest buckets that late waits may use.
+            room: fraction of the room for modest buckets that late waits may use; ignored with a
+                memory limit.
         """
         launches = self._place_gathers(splits.gathers, sizes.in_flight, self._free_memory(splits))
         max_alive = self._modest_peak - int((1 - room) * self._room)

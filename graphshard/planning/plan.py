@@ -4,8 +4,8 @@ A ``Problem`` describes a graph as compute steps and transfers. A *step* is a ru
 two points where a wait may be needed or a launch becomes possible: before the first use of a
 gathered parameter, after the node that completes a gradient, and where the model itself launches a
 collective or waits for it. A ``Plan`` lists buckets in launch order, each with the step before
-which it is launched and the step before which it is waited for.
-All records are frozen and can be saved as JSON.
+which it is launched and the step before which it is waited for. All records are frozen and can be
+saved as JSON.
 
     nodes   a   b   mm(w)   c   d   mm(v)   dw   e      steps   [a b] [mm(w) c d] [mm(v) dw] [e]
 """
@@ -87,9 +87,9 @@ class Transfer:
         replica_stride: ``stride`` within ``replicas``.
         host: whether the shard and its reduced gradient live in host memory.
         grad_bytes: size of the full gradient before it is cast and padded, or of the tensor that it
-            is a part of; 0 for a gather or an activation.
-        copied_in: whether it takes a copy-in even if it is alone in its buffer: it is padded, not
-            contiguous, sent as bytes, or cast (unless ``exchange_dtype`` avoids the cast).
+            is a view of; 0 for a gather or an activation.
+        copied_in: whether a copy-in is needed even without other transfers in the buffer, to pad,
+            make contiguous, send as bytes, or cast (unless ``exchange_dtype`` avoids the cast).
         summed_in: dtype in which each rank sums its rows after an all-to-all, or "" if the
             collective itself reduces.
         exchange_dtype: narrower wire dtype of an exchange: an all-to-all of rows, which each rank
@@ -138,9 +138,9 @@ class Transfer:
         return shard_bytes * _num_bits(self.summed_in) // _num_bits(self.dtype)
 
 
-# Fields of a transfer that may differ between ranks, with constants to replace them by. The
-# gradient of a batch of one sample, for example, may be an expanded tensor, which takes less memory
-# and must be copied in.
+# Fields of a transfer that may differ between ranks, with the constants that replace them in
+# comparisons. The gradient of a batch of one sample, for example, may be an expanded tensor, which
+# takes less memory and must be copied in.
 RANK_DEPENDENT: dict[str, Any] = {
     "ready": 0,
     "due": 0,
@@ -161,7 +161,7 @@ class UserCollective:
 
     Attributes:
         op: name of its operator, such as "all_reduce".
-        kind: kind of collective by which its time is predicted.
+        kind: kind of transfer whose rates predict its time.
         num_bytes: size of the result or, for a reduction, of the tensors that each rank reduces.
         group, world, stride: same as in ``Transfer``; "", 1 and 1 if the graph computes the group.
         launch: step of its launch.
@@ -192,11 +192,11 @@ class Problem:
             shards) and results, minus full parameters that are freed before the step ends.
         fixed_border_bytes: schedule-independent bytes before each step and at the graph's end.
         transfers: all transfers in graph order, copies of activations last.
-        copies_sent: whether the backend copies the data to reduce and holds the copy until the
-            wait, like gloo.
+        copies_sent: whether the process group's backend, like gloo, copies the data to reduce and
+            holds the copy until the wait.
         user_collectives: collectives of the model itself, in launch order.
         peak_us: time of the graph's matrix products, attention and convolutions at the hardware's
-            peak rates, for the MFU, without what backward recomputes; 0 if not computed.
+            peak rates, without recomputation in backward, for the MFU; 0 if not computed.
     """
 
     graph: GraphKind
@@ -228,8 +228,8 @@ class Bucket:
     """Transfers of one kind that share a collective or a host copy.
 
     Attributes:
-        kind: kind of the transfers, or of a stage before or after them, on their shards:
-            ``COPY_TO_DEVICE``, ``ALL_REDUCE_SHARDS``, ``COPY_TO_HOST``.
+        kind: kind of the transfers or, for a stage on their shards before or after them,
+            ``COPY_TO_DEVICE``, ``ALL_REDUCE_SHARDS`` or ``COPY_TO_HOST``.
         buffers: positions in ``Problem.transfers``, grouped by buffer. Transfers that share a
             buffer are copied in and, if gathered, out; a transfer that is alone in its buffer is
             copied only to be cast, padded or made contiguous.
@@ -269,11 +269,11 @@ class Regions:
     """Counts of regions: repeated parts of a graph that are compiled once.
 
     Attributes:
-        num_compiled_regions: distinct subgraphs, each compiled once.
-        num_calls: calls of these subgraphs.
-        num_nodes: graph nodes that the calls replace.
-        num_compiled: nodes in the distinct subgraphs.
-        num_lost_fusions: extra kernels, because nothing fuses across a region's border.
+        num_compiled_regions: number of distinct subgraphs, each compiled once.
+        num_calls: number of calls of these subgraphs.
+        num_nodes: number of graph nodes that the calls replace.
+        num_compiled: number of nodes in the distinct subgraphs.
+        num_lost_fusions: number of extra kernels, because nothing fuses across region boundaries.
     """
 
     num_compiled_regions: int = 0
@@ -346,7 +346,7 @@ class Plan:
         return dataclasses.replace(self, params=params)
 
     def collectives_text(self) -> str:
-        """Return lines of text: the graph, then our and the user's collectives in launch order."""
+        """Describe the graph's collectives, ours and the user's, in launch order, one per line."""
         # All ranks must launch in the same order; otherwise two groups could wait for each other.
         users = [f"user collective: {user}" for user in self.problem.user_collectives]
         lines, num_done = [f"{self.graph} graph"], 0

@@ -66,7 +66,7 @@ class SavingChoice:
             one; empty after an error or without a backward graph.
         inputs: description of the graph's inputs, for the title of the table.
         notes: remarks for the table, such as which strategies were not tried, and why.
-        error: why the first rank could not choose, or "".
+        error: reason why the first rank could not choose, or "".
     """
 
     budget_gb: float

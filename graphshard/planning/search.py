@@ -43,10 +43,10 @@ class BudgetError(BackendError):
 
     def __init__(self, graph: str, budget: int, needed: int) -> None:
         super().__init__(
-            f"memory_budget_gb={budget / 1e9:g} (in a forecast, what budget_gb leaves to graphs): "
-            f"the {graph} graph needs {needed / 1e9:.3f} GB even if each parameter is gathered "
-            "alone at its first use. Raise the budget by the difference, use a smaller batch, or "
-            "recompute more (schedule.activation_memory_budget; in a forecast, recompute)"
+            f"memory_budget_gb={budget / 1e9:g} (in a forecast, the part of budget_gb left for "
+            f"graphs): the {graph} graph needs {needed / 1e9:.3f} GB even if each parameter is "
+            "gathered alone at its first use. Raise the budget by the difference, use a smaller "
+            "batch, or recompute more (schedule.activation_memory_budget; in a forecast, recompute)"
         )
         self.needed = needed  # smallest peak of any schedule, in bytes
 

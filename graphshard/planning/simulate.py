@@ -79,10 +79,10 @@ class BucketCost(NamedTuple):
 
     Attributes:
         copy_in_us: time on the compute lane before the launch.
-        lane_us: time on its own lane.
+        lane_us: time on ``lane``.
         copy_out_us: time on the compute lane after the wait.
         latency_us: part of ``lane_us`` that does not depend on the number of bytes.
-        shares: other lane that it occupies as well, or "".
+        shares: second lane that is occupied for the same time, or "".
     """
 
     copy_in_us: float
@@ -344,7 +344,7 @@ def _lane_us(bucket: Bucket, sizes: Sequence[int], cost_model: TransferCostModel
 
 
 def user_costs(problem: Problem, cost_model: TransferCostModel) -> list[BucketCost]:
-    """Return user collectives' costs; ``shares`` is set if our collectives use the interconnect."""
+    """Return the costs of user collectives; ``shares`` is set if ours use their interconnect."""
     groups = {(t.world, t.stride) for t in problem.transfers if t.group}
     groups |= {(t.num_replicas, t.replica_stride) for t in problem.transfers if t.replicas}
     ours = {cost_model.crosses_nodes(*group) for group in groups}

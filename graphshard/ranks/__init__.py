@@ -5,8 +5,8 @@
 - ``call_log``: numbers a rank's calls of compiled graphs, eager gathers and choices (``calls``),
   and compares them with its peers' calls. If a rank diverges, all ranks raise.
   ``params.mesh`` logs collectives outside of graphs.
-- ``watcher``: threads that read what peers post, detect deadlocks and, after an error, release the
-  rank from a blocked collective.
+- ``watcher``: threads that read the peers' events, detect deadlocks and, after an error, release
+  the rank from a blocked collective.
 - ``store``: the events that the ranks of a process group post to each other.
 - ``members``: the ranks of a process group, and how to release this rank from its collectives.
 

@@ -34,6 +34,7 @@ def raise_if_different(
         descriptions: texts that must be equal on all ranks, keyed by name.
         advise: function that returns advice for the user, given the name of a description and its
             texts on two ranks.
+        error: this rank's error, or None.
 
     Raises:
         BackendError: on all ranks, with the error of the first rank that has one, or else with the
@@ -99,7 +100,7 @@ def first_text(text: str | None, group: str) -> str | None:
 
 
 def digest(text: str) -> str:
-    """Return a hash of ``text``."""
+    """Return the SHA-256 hash of ``text`` in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

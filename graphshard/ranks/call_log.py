@@ -44,8 +44,8 @@ class CallLog:
     (there are no other ranks, or only fake ones), nothing is compared.
 
     Raises:
-        BackendError: from every method that logs a call, with the same text on all ranks, if ranks
-            differ; after that from every further call.
+        BackendError: from every method that logs a call, with the same text on all ranks, once
+            ranks differ.
     """
 
     def __init__(self, members: Members, *, is_alone: bool) -> None:
@@ -122,6 +122,7 @@ class CallLog:
 
     @contextlib.contextmanager
     def raising_posted_error(self) -> Iterator[None]:
+        """Raise the posted error, if any, instead of a RuntimeError that it caused in the body."""
         try:
             yield
         except RuntimeError as error:

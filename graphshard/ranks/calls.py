@@ -1,8 +1,8 @@
-"""The numbered calls that a rank has made, and how they differ from the calls of another rank.
+"""The numbered calls of a rank, and descriptions of differences from another rank's calls.
 
-Each call runs a plan, which has a text. The text's first line names the call, such as graphs for
-training, an eager gather, an optimizer's step or a choice; further lines list what it communicates
-or depends on. An error shows the first difference and its most likely cause.
+A text describes the plan that a call runs. Its first line names the call, such as graphs for
+training, an eager gather, an optimizer's step or a choice; further lines list its transfers and
+dependencies. An error shows the first difference and its most likely cause.
 """
 
 from __future__ import annotations

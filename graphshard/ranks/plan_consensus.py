@@ -1,4 +1,4 @@
-"""The same plan on all ranks, for graphs that each rank compiles by itself.
+"""Make all ranks follow one plan for the graphs that each rank compiles by itself.
 
 A plan follows from predicted times, which depend on a rank's batch size. Therefore the first rank
 of the group chooses the transfers of each bucket and the order in which buckets are launched; a
@@ -120,7 +120,7 @@ def choose_on_first_rank(
 ) -> str:
     """Return, on every rank of ``groups``, the result of ``choose()`` on the first rank.
 
-    This is a call of each group's log: all ranks must make it, about the same ``text``. A rank
+    Each group's call log records a call: all ranks must make it, with the same ``text``. A rank
     without peers in any group makes its own choice.
 
     Args:
@@ -289,7 +289,7 @@ def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:
 
 
 def _communication_text(plans: Sequence[Plan]) -> str:
-    """Describe the gathers and reductions that graphs must have in common to follow one plan."""
+    """Describe the communication that graphs must have in common to follow one plan."""
     # Excludes the parameters that stay unsharded, the order of transfers, and the steps at which
     # they are ready or due: all of these may depend on a rank's batch size.
     kinds = {plan.graph for plan in plans}

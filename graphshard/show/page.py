@@ -47,7 +47,7 @@ def page(
         notes: lines of text, such as assumptions, or missing parts with reasons.
         tables: results of ``table_data``.
         charts: bar charts with a title and bars, each with a name, a value and a text.
-        compares: whether each step has a chart, all on one time axis, rather than only the first.
+        compares: whether all steps have a chart, on one time axis, instead of only the first.
     """
     data = {
         "title": title,

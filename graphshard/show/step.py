@@ -1,4 +1,4 @@
-"""One training step: which graphs it runs, in which order, and how often."""
+"""Graphs of a training step, their order, and their numbers of runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_SYNC = "no_sync"
 
 
 class Phase(NamedTuple):
-    """A graph, by its position among the dumps, and how often a step runs it."""
+    """A graph, by its position among the dumps, and its number of runs in a step."""
 
     graph: int
     runs: int = 1
@@ -111,7 +111,7 @@ def _pair(dumps: Sequence[Dump], graphs: tuple[int, ...]) -> _Pair:
 
 
 def _split(pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
-    """Return the pairs that are not under ``no_sync``, and those that are.
+    """Return the pairs outside of ``no_sync``, and the pairs under it.
 
     A pair is under ``no_sync`` if it reduces nothing, but another with the same parameters does.
     """

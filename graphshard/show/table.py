@@ -28,7 +28,7 @@ _Row = Mapping[str, object]  # keyed by header
 def summary(dumps: Sequence[Dump], *, all_buckets: bool = False) -> str:
     """Return the tables of several graphs; ``all_buckets`` as in ``table``."""
     if not dumps:
-        return "no graph with collectives has been compiled yet"
+        return "no graph has been compiled yet"
     return "\n\n\n".join(table(dump, all_buckets=all_buckets) for dump in dumps)
 
 

@@ -95,7 +95,7 @@ def listen(library: ctypes.CDLL, listener: StreamListener) -> object:
 
 
 def install(device: DeviceProperties, hooks: Any) -> None:
-    """Simulate a device in this process, and report to ``hooks`` what generated code does.
+    """Simulate a device in this process, and report the actions of generated code to ``hooks``.
 
     ``hooks`` has the methods ``kernel_made``, ``kernel_runs``, ``host_kernel_runs``, ``pinned``,
     ``synchronized``, ``graph_made`` and ``graph_runs`` of ``graphshard.check.recorder.Recorder``.

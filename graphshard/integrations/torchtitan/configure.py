@@ -78,7 +78,7 @@ def configure(config: Trainer.Config, **options: Any) -> Trainer.Config:
 
 
 def configs_of(registry: ModuleType) -> dict[str, Callable[[], Trainer.Config]]:
-    """Return the functions of a torchtitan ``config_registry``, wrapped in :func:`configure`."""
+    """Return a torchtitan ``config_registry``'s functions by name, wrapped in :func:`configure`."""
 
     def configured(make: Callable[[], Trainer.Config]) -> Callable[[], Trainer.Config]:
         return lambda: configure(make())
@@ -142,8 +142,8 @@ def parallelize(
 
 def _split(model: Any, parallel_dims: ParallelDims) -> None:
     model.parallelize(parallel_dims)
-    # This unties the embeddings. torchtitan ties them again only when it initializes the model, but
-    # they must be tied when they are sharded.
+    # The call unties the embeddings. torchtitan ties them again only when it initializes the model,
+    # but they must be tied when they are sharded.
     if model.enable_weight_tying:
         model.tok_embeddings.weight = model.lm_head.weight
 
