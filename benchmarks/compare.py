@@ -299,7 +299,8 @@ def _row(
         best_s: median step time of the fastest variant other than graphshard's.
     """
     half = median(result.steps_s)
-    low, _, high = statistics.quantiles(result.steps_s, n=4)
+    steps_s = result.steps_s if len(result.steps_s) > 1 else result.steps_s * 2
+    low, _, high = statistics.quantiles(steps_s, n=4)
     peak = sent.peak_bytes if sent else result.peak_bytes
     pairs = zip(result.steps_s, result.unwired_s)
     exposed_s = None if args.wire is None else median([wired - without for wired, without in pairs])

@@ -274,13 +274,13 @@ class Backend:
             ValueError: ``steps`` is less than 1, or ``tokens`` is given without ``steps``.
         """
         graphs = self._graphs
-        frames = {graph.compile_id.rpartition("/")[0] for graph in graphs}  # "0" for "0/1"
         compile_s = sum(graph.seconds for graph in graphs)
         peak_us = sum(meter.num_runs * g.peak_us() for g, meter in zip(graphs, self._meters))
         trained = [m for g, m in zip(graphs, self._meters) if g.trains()]
         return {
             "num_compiles": len(graphs),
-            "num_recompiles": len(graphs) - len(frames),
+            # A frame's first graph has a name like "3/0", its second one "3/1".
+            "num_recompiles": sum(int(g.compile_id.rpartition("/")[2] or 0) > 0 for g in graphs),
             "num_cache_hits": sum(graph.has_loaded for graph in graphs),
             "compile_s": compile_s,
             **metrics([dump for graph in graphs for dump in graph.dumps]),

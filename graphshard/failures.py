@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from . import passes
 from ._torch.dynamo import describe_error, frames_of
 from ._torch.inductor import cache_dir
 
@@ -30,8 +31,10 @@ class Failure:
     details: str = ""
 
 
-# Path prefixes of torch, of graphshard, and of code without a file or from a frozen module.
-_TORCH_AND_OURS = (*(f"{Path(p).parent}{os.sep}" for p in (torch.__file__, __file__)), "<")
+# Path prefixes of torch, of graphshard, and of code without a file or from a frozen module. In an
+# editable install, ``passes`` lies outside of ``graphshard``.
+_FILES = torch.__file__, __file__, passes.__file__
+_TORCH_AND_OURS = (*(f"{Path(file).parent}{os.sep}" for file in _FILES), "<")
 
 
 def describe_failure(error: BaseException) -> Failure:

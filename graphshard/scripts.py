@@ -104,12 +104,12 @@ def call_model(model: Callable[..., _T], inputs: Inputs) -> _T:
 
 
 def loss_of(outputs: object) -> torch.Tensor:
-    """Return the loss: the outputs' ``loss``, or else their first tensor; summed unless a scalar.
+    """Return the loss: ``loss`` of the outputs, or else their first tensor; summed unless a scalar.
 
     Raises:
         ValueError: ``outputs`` has no tensor, or the loss depends on no trained parameter.
     """
-    loss = getattr(outputs, "loss", None)
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
         tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         loss = next(tensors, None)

@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, set_code_exec_strategy, skip_code
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import AttrSource
+from torch._dynamo.source import AttrSource, DictGetItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
@@ -155,10 +155,12 @@ def on_compile_error(act: Callable[[BaseException], None]) -> None:
 @functools.cache  # returns the same callback again, which is registered only once
 def _on_error(act: Callable[[BaseException], None]) -> Callable[[object], None]:
     def act_on_error(_: object) -> None:
-        # End callbacks run while the error passes through ``install_callbacks``.
-        error = sys.exc_info()[1]
-        if error is not None:
-            act(error)
+        # End callbacks run while the error passes through ``install_callbacks``. Another error may
+        # be current if the user's code compiles while it handles one.
+        if (error := sys.exception()) is not None:
+            frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+            if any(frame.f_code.co_name == "install_callbacks" for frame in frames):
+                act(error)
 
     return act_on_error
 
@@ -220,7 +222,8 @@ def source_name(source: Source) -> str:
 
 def is_buffer(source: Source) -> bool:
     """Return whether ``source`` is a buffer of a module."""
-    return "_buffers[" in source_name(source)
+    table = source.base if isinstance(source, DictGetItemSource) else None
+    return isinstance(table, AttrSource) and table.member == "_buffers"
 
 
 class _Captured(ShortenTraceback):

@@ -77,7 +77,7 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
 
     Args:
         function: "module:name" of a function at the top level of a module.
-        device: one of ``graphshard.check.gpus.GPUS``.
+        device: key of ``graphshard.check.gpus.GPUS``.
 
     Raises:
         CheckError: the function raised an error, or the process ended without an answer or took
@@ -107,10 +107,13 @@ def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProces
             command, stderr=subprocess.PIPE, text=True, timeout=timeout_s, env=_environment()
         )
     except subprocess.TimeoutExpired as error:
+        stderr = error.stderr or ""
+        stderr = stderr.decode(errors="replace") if isinstance(stderr, bytes) else stderr
         raise CheckError(
             Failure(
                 f"the check did not finish within {timeout_s:.0f} s: use a model with fewer "
-                "repeated layers, or raise --timeout"
+                "repeated layers, or raise --timeout",
+                details=stderr,
             )
         ) from error
 

@@ -96,7 +96,7 @@ def flops(node: fx.Node) -> Flops:
 def _matmul(node: fx.Node, left: torch.Tensor) -> Flops:
     out = shape_of(node.meta["val"])
     num_flops = 2.0 * math.prod(out) * shape_of(left)[-1]
-    if len(out) == 2 and left.dim() == 3:  # addbmm sums the products of all batches
+    if aten_name(_called_op(node).op) == "addbmm":  # sums the products of all batches
         num_flops *= shape_of(left)[0]
     if len(out) == 3 and left.dim() == 2:  # grouped: the groups split the inner dimension
         num_flops /= out[0]
@@ -188,7 +188,7 @@ def shape_of(value: object) -> tuple[int, ...]:
 
 
 def aten_name(target: Target) -> str:
-    """Return the base name of an ATen or prims op, such as "add" for ``aten.add.Tensor``, or ""."""
+    """Return the base name of an ATen or prims op ("add" for ``aten.add.Tensor``), else ""."""
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return ""
     return base_name(target)

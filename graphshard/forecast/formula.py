@@ -52,12 +52,13 @@ def saved_bytes(
     symbols = {num_samples: SAMPLES, workload.tokens // num_samples: TOKENS}
     recipe = dataclasses.replace(recipe, strategy="zero3", accumulate=1)
     workload = dataclasses.replace(workload, symbols=symbols)
+    recipe.ranks(cluster.num_gpus)
     try:
         saved = sympy.expand(trace_step(workload, recipe, cluster, progress).saved)
     except Exception as error:  # torch may fail in any way with symbolic sizes
         raise ValueError(
             f"{workload.name}: tracing with symbolic sizes failed; omit --formula: "
-            f"{str(error).strip().splitlines()[0]}"
+            f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
         ) from error
     if saved.free_symbols != {SAMPLES, TOKENS}:
         raise ValueError(

@@ -91,7 +91,7 @@ def plan_step(
     # The partitioner pass that runs in real training also decides with ``choose_kept``.
     for i, (forward, backward) in enumerate(pairwise(tuple(graphs))):
         if (forward.kind, backward.kind) == (GraphKind.FORWARD, GraphKind.BACKWARD):
-            pair = _keep_for_backward(forward, backward, cost_model, limits.peak, keep_all)
+            pair = _keep_for_backward(forward, backward, cost_model, limits, keep_all)
             graphs[i : i + 2] = pair
     dumps, planned = [], []
     for graph in graphs:
@@ -129,7 +129,7 @@ def _keep_for_backward(
     forward: StepGraph,
     backward: StepGraph,
     cost_model: CostModel,
-    budget: int | None,
+    limits: ScheduleLimits,
     keep_all: bool,
 ) -> list[StepGraph]:
     gathers = {
@@ -145,7 +145,7 @@ def _keep_for_backward(
         and (fqn := backward.params[t.param].fqn) in gathers
     }
     problems = forward.problem, backward.problem
-    kept = list(gathered) if keep_all else choose_kept(*problems, gathered, cost_model, budget)
+    kept = list(gathered) if keep_all else choose_kept(*problems, gathered, cost_model, limits)
     pair = zip((forward, backward), keep_unsharded(*problems, {i: gathered[i] for i in kept}))
     return [graph.with_problem(problem) for graph, problem in pair]
 

@@ -16,7 +16,9 @@ from ..options.float8_policy import Float8Policy
 from ..options.schedule_policy import SchedulePolicy
 from ..planning.memory_budget import Reduce
 
-STRATEGIES = "zero3, zero2, hsdp:N (shards over N ranks), hpz:N (backward gathers from N) or ddp"
+STRATEGIES = (
+    "zero3, zero2, hsdp:N (shards over N ranks), hpz:N (backward gathers from N ranks) or ddp"
+)
 DTYPES = ("float32", "bf16", "fp8")
 
 
@@ -75,6 +77,8 @@ class Recipe:
                 f"recompute={self.recompute!r}: must be a number from 0 (recompute no layer in "
                 "backward) to 1 (recompute all)"
             )
+        if self.budget_gb is not None and not 0 < self.budget_gb < math.inf:
+            raise ValueError(f"budget_gb={self.budget_gb!r}: must be a positive number of GB")
         if self.offload and self.kind == "ddp":
             raise ValueError(
                 'offload with strategy="ddp": replicated parameters stay on the GPU; use a '

@@ -252,7 +252,7 @@ class _Search:
         dtype = next((dtype for dtype in self.dtypes if dtype != "fp8"), None)
         if dtype is None:
             return
-        size = self.size * tp
+        size = self.size * tp // self.recipe.tp
         try:
             for recompute in (0.0, 1.0):
                 if self._add_largest(self._base(dtype, recompute, tp), size) == size:

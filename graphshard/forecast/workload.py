@@ -231,12 +231,24 @@ def find_config(model: str) -> Any:
             return AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        return families[family](**_parse_sizes(text))
+        return _config_of_sizes(families[family], _parse_sizes(text))
     except Exception as error:  # configuration classes may raise any error
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{model}: cannot build this configuration: {type(error).__name__}: {reason}"
         ) from error
+
+
+def _config_of_sizes(config_class: Any, sizes: Mapping[str, object]) -> Any:
+    config = config_class(**sizes)
+    # transformers keeps any argument as an attribute, and models read some that the class lacks,
+    # such as ``head_dim``: refuse only what looks like a typo.
+    known = {*vars(config_class()), *config_class.attribute_map}
+    for name in sizes.keys() - known:
+        if nearest := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+            kind = config_class.__name__
+            raise ValueError(f"{kind} has no {name!r}; did you mean {nearest[0]!r}?")
+    return config
 
 
 def _parse_sizes(text: str) -> dict[str, object]:
@@ -365,11 +377,10 @@ def scale_config(config: Any, factor: float, tp: int = 1) -> Any:
     bigger.num_attention_heads = round(heads * ratio)
     if hasattr(config, "num_key_value_heads"):
         bigger.num_key_value_heads = new_kv_heads
-    if getattr(config, "intermediate_size", None):
-        multiple = math.lcm(128, tp)
-        bigger.intermediate_size = (
-            max(1, round(config.intermediate_size * ratio / multiple)) * multiple
-        )
+    multiple = math.lcm(128, tp)
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if size := getattr(config, name, None):
+            setattr(bigger, name, max(1, round(size * ratio / multiple)) * multiple)
     return bigger
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -46,7 +46,7 @@ def is_sharded(model: object) -> bool:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Return whether tensor or expert parallelism has split ``model``, maybe sharded already."""
+    """Return whether tensor or expert parallelism has split ``model``, sharded or not."""
     for param in model.parameters():
         sharded = sharded_param_of(param)
         tp_mesh = sharded.spec.groups.tp_mesh if sharded is not None else None
@@ -73,7 +73,7 @@ def shard_and_compile(
         dynamo_backend: ``graphshard.backend(**options)``. Callers create it before they change
             anything, since it raises for invalid options.
     """
-    # ``dynamo_backend`` may have exhausted an iterator.
+    # Creating ``dynamo_backend`` exhausts ``ignored_params`` if it is an iterator.
     shard(model, **{**options, "ignored_params": dynamo_backend.options.ignored_params})
     model.compile(backend=dynamo_backend)
     _backends[model] = dynamo_backend
@@ -121,12 +121,12 @@ def save_sharded(
     """
     fresh = [optimizer for optimizer in optimizers if not optimizer.state]
     state = _state(model, optimizers, weights)
-    # torch fills missing state by a step with zero gradients: undo it, since training continues.
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    # torch creates missing state by a step with zero gradients: remove it, as training continues.
     for optimizer in fresh:
-        for param in optimizer.state:
-            del state["optim"]["state"][names[param]]
         optimizer.state.clear()
+    if fresh:
+        used = [optimizer for optimizer in optimizers if optimizer not in fresh]
+        state["optim"]["state"] = get_optimizer_state_dict(model, used)["state"] if used else {}
     dcp.save(state, checkpoint_id=folder)
 
 
@@ -162,8 +162,8 @@ def load_sharded(
 
 @contextmanager
 def _unused(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Hide gradients, and clear state that is to be loaded; restore it after an error."""
-    # torch makes state to load into only if an optimizer has none, and no gradients.
+    """Hide gradients, and clear the optimizers' state, which is restored only after an error."""
+    # torch creates state to load into only for an optimizer without state and gradients.
     gradients = {param: param.grad for param in model.parameters()}
     states = [dict(optimizer.state) for optimizer in optimizers]
     for param in gradients:
@@ -183,7 +183,7 @@ def _unused(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]
 
 
 def _keep_saved(state: dict[str, Any], folder: Path) -> None:
-    """Remove the state of parameters that ``folder`` has no state of."""
+    """Remove the entries of parameters whose state ``folder`` lacks."""
     paths = dcp.FileSystemReader(folder).read_metadata().planner_data.values()
     saved = {path[2] for path in paths if path[:2] == ("optim", "state")}
     for name in state.keys() - saved:

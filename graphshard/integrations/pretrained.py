@@ -100,7 +100,7 @@ def from_pretrained(
 
     Args:
         cls: model class of transformers, or one of its ``AutoModelFor...`` classes.
-        name_or_path: folder, or name on the Hub, which every node downloads; None if
+        name_or_path: folder, or name on the Hub (every node downloads the files); None if
             ``state_dict`` is passed.
         mesh: see :func:`graphshard.backend`.
         sharding: other arguments of :func:`graphshard.backend`, as a dictionary.
@@ -186,6 +186,10 @@ def _first_ten(texts: Iterable[str], separator: str = ", ") -> str:
 # --- on the meta device --------------------------------------------------------------------------
 
 
+# Threads that overlap would restore each other's patch.
+_patching = threading.RLock()
+
+
 class _Outline:
     """A builder of a pretrained model on meta; initializes only parameters that are in no file."""
 
@@ -197,7 +201,7 @@ class _Outline:
     def build(self, cls: Any, name_or_path: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         arguments = {**kwargs, "output_loading_info": True}
         loads = staticmethod(self._load_outline)
-        with mock.patch.object(PreTrainedModel, "_load_pretrained_model", loads):
+        with _patching, mock.patch.object(PreTrainedModel, "_load_pretrained_model", loads):
             model, report = cls.from_pretrained(name_or_path, **arguments)
         if not self._has_loaded:
             raise ValueError(
@@ -215,7 +219,7 @@ class _Outline:
         load_config: Any,
         expected_keys: list[str] | None = None,
     ) -> tuple[Any, Any]:
-        """Replace ``PreTrainedModel._load_pretrained_model``; load names and shapes, not values."""
+        """Load names and shapes, not values, instead of ``_load_pretrained_model``."""
         if threading.get_ident() != self._thread:
             return self._load(model, state_dict, checkpoint_files, load_config, expected_keys)
         if load_config.is_quantized:

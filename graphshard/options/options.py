@@ -284,7 +284,7 @@ def _check_backward_ranks(options: Options, num_shards: int) -> None:
     for glob, arguments in options.overrides.items():
         mesh = arguments.get("mesh")
         own_shards = num_shards if mesh is None else mesh.size(mesh.ndim - 1)
-        value = arguments.get("reshard_after_forward", True)
+        value = arguments.get("reshard_after_forward", options.reshard_after_forward)
         values[f"overrides[{glob!r}]: "] = (value, own_shards)
     for prefix, (value, shards) in values.items():
         try:
@@ -372,7 +372,10 @@ def mesh_for(options: Options, params: Iterable[nn.Parameter]) -> DeviceMesh:
 
 
 def _device_type(params: Iterable[nn.Parameter], options: Options) -> str:
-    kind = next((param.device.type for param in params), "meta")
+    kinds = [param.device.type for param in params]
+    if on_device := [kind for kind in kinds if kind not in ("cpu", "meta")]:
+        return on_device[0]
+    kind = next(iter(kinds), "meta")
     # Parameters need not be on the accelerator yet if they are on meta or offloaded.
     if kind == "meta" or (kind == "cpu" and isinstance(options.offload_policy, CPUOffloadPolicy)):
         accelerator = torch.accelerator.current_accelerator(check_available=True)

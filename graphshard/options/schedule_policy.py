@@ -90,7 +90,7 @@ class SchedulePolicy:
             raise ValueError(
                 f'schedule.reduce={self.reduce!r}: must be "ring", "exchange" or "auto"'
             )
-        if self.regions not in (True, False, "auto"):
+        if not isinstance(self.regions, bool) and self.regions != "auto":
             raise ValueError(f'schedule.regions={self.regions!r}: must be True, False or "auto"')
         if self.bucket_cap_mb != "auto":
             _check_size("bucket_cap_mb", self.bucket_cap_mb, '"auto"')

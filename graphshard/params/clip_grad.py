@@ -39,6 +39,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm_type = float(norm_type)  # may be "inf"
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for param in parameters:
         if param.grad is not None:
@@ -47,7 +48,9 @@ def clip_grad_norm_(
     norms = [_whole_norm(params, norm_type, foreach) for params in by_mesh.values()]
     if not norms:
         return torch.tensor(0.0)
-    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    # Offloaded parameters' gradients are on the host, and others may be on the device.
+    on_device = [norm.to(norms[0].device) for norm in norms]
+    norm = torch.linalg.vector_norm(torch.stack(on_device), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the total norm of the gradients is {norm.item()}, so they cannot be clipped; pass "
@@ -63,7 +66,7 @@ def _largest(grads: list[Any], foreach: bool | None) -> torch.Tensor:
     local = [local_tensor(grad) for grad in grads]
     dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in local))
     norm = torch.zeros((), dtype=dtype, device=local[0].device)
-    # torch computes no infinity norm of an empty tensor, which ranks without rows have.
+    # Ranks without rows have empty gradients, whose infinity norm torch cannot compute.
     if filled := [grad for grad in local if grad.numel()]:
         norm.copy_(get_total_norm(filled, math.inf, foreach=foreach))
     mesh = grads[0].device_mesh

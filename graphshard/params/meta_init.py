@@ -276,7 +276,7 @@ def _is_unwritten(buffer: torch.Tensor) -> bool:
         return False
     is_marked = buffer == mark
     # A table of all 8-bit values contains the mark.
-    return bool(is_marked.all() if buffer.itemsize == 1 else is_marked.any())
+    return bool(is_marked.all() if buffer.itemsize == 1 else is_marked.any()) and buffer.numel() > 0
 
 
 def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:

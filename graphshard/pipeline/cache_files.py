@@ -149,7 +149,7 @@ def save_compiled(path: str | Path) -> None:
             'with compiler="inductor", Inductor\'s caches on and no schedule.node_cost'
         )
     header = {"format": _FORMAT, "made": _circumstances(), "graphs": GRAPHS}
-    folder = Path(cache_dir()).resolve()  # as paths of loaded libraries are
+    folder = Path(cache_dir()).resolve()  # resolved, like the paths in /proc/self/maps
     with whole(Path(path)) as scratch, zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr(_HEADER, json.dumps(header))
         file.writestr(_GRAPHS, saved[0])
@@ -174,15 +174,16 @@ def load_compiled(path: str | Path) -> None:
             if not isinstance(header, dict):
                 raise KeyError(_HEADER)
             _check(str(path), header)
+            graphs = dict(header["graphs"])
             artifacts = file.read(_GRAPHS)
             for name in file.namelist():
                 if name.startswith(_FILES):
                     _write(path, name.removeprefix(_FILES), file.read(name))
-    except (zipfile.BadZipFile, zlib.error, KeyError, json.JSONDecodeError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, TypeError, json.JSONDecodeError) as error:
         why = f"{path}: was not written by graphshard.save_compiled ({error})"
         raise ValueError(why) from error
     torch.compiler.load_cache_artifacts(artifacts)
-    _loaded.update(header["graphs"])
+    _loaded.update(graphs)
 
 
 def warn_unless_loaded(key: str) -> None:
@@ -229,7 +230,7 @@ def _check(path: str, header: dict[str, Any]) -> None:
             f"{path}: has format {header.get('format')}, but this graphshard reads format "
             f"{_FORMAT}; write it again with graphshard.save_compiled"
         )
-    made, here = header["made"], _circumstances()
+    made, here = dict(header["made"]), _circumstances()
     changes = [f"{n} was {made.get(n)} and is {here[n]}" for n in here if made.get(n) != here[n]]
     if changes:
         raise ValueError(
@@ -242,15 +243,16 @@ def _files(folder: Path) -> Iterator[Path]:
     """Yield the cache files that torch does not save: plans, and libraries in use."""
     for key in GRAPHS:
         yield from (folder / PLANS_FOLDER).glob(f"{key}-*")
-    # Libraries with which Inductor probed the vector instructions of the CPU. Those of kernels,
-    # ``*.main.so``, may belong to other models; the ones in use are mapped.
+    # Libraries with which Inductor probed the vector instructions of the CPU. Libraries of kernels,
+    # ``*.main.so``, may belong to other models: take only those that this process has mapped.
     for path in folder.glob("??/*.so"):
         if path.with_suffix(".cpp").exists() and not path.stem.endswith(".main"):
             yield path
     maps = Path("/proc/self/maps")
     if maps.exists():
-        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps.open() if "/" in line}
-        yield from (Path(p) for p in sorted(paths) if Path(p).is_relative_to(folder))
+        paths = {Path(line.split(maxsplit=5)[-1].rstrip()) for line in maps.open() if "/" in line}
+        # A file that was removed or replaced since it was mapped is shown as "... (deleted)".
+        yield from sorted(p for p in paths if p.is_relative_to(folder) and p.exists())
 
 
 def _write(archive: str | Path, name: str, contents: bytes) -> None:

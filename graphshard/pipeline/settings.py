@@ -136,8 +136,8 @@ class CompileSettings:
             followed = self.first_rank_plans[GraphKind.FORWARD]
             inputs = {followed.params[i].input for i in followed.kept}
             return [i for i, t in gathered_in_forward.items() if t.param in inputs]
-        peak_bytes = self.schedule.limits().peak
-        kept = choose_kept(forward, backward, gathered_in_forward, cost_model, peak_bytes)
+        limits = self.schedule.limits()
+        kept = choose_kept(forward, backward, gathered_in_forward, cost_model, limits)
         if self.saving is None or not self.saving.all_params:
             return kept
         free = [i for i, t in gathered_in_forward.items() if t.param not in self.regathered]

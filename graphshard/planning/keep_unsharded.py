@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ..kinds import TransferKind
 from .bucketing import gathers_by_due
 from .live_bytes import LiveBytes, Span, launches, least_by_point
+from .memory_budget import ScheduleLimits
 from .plan import Problem, Transfer
 from .simulate import Lane, TransferCostModel, clock
 
@@ -35,16 +36,16 @@ def choose_kept(
     backward: Problem,
     gathered: Mapping[int, Transfer],
     cost_model: TransferCostModel,
-    budget: int | None,
+    limits: ScheduleLimits,
 ) -> list[int]:
     """Return the positions in ``backward.transfers`` of the gathers to drop.
 
     Args:
         gathered: gather of the same parameter in ``forward``, keyed by position in
             ``backward.transfers``; parameters that cannot be kept are missing.
-        budget: maximum peak of each graph in bytes, or None for its smallest possible peak.
+        limits: limits of each graph; without ``peak``, its smallest possible peak.
     """
-    memory = _graph_memory(forward, budget), _graph_memory(backward, budget)
+    memory = _graph_memory(forward, limits), _graph_memory(backward, limits)
     start_us = clock(backward, [], cost_model).step_us  # with user collectives
     late_us = 0.0  # delay of compute by exposed gathers
     communication: Lane | None = None
@@ -70,9 +71,10 @@ def choose_kept(
     return kept
 
 
-def _graph_memory(problem: Problem, budget: int | None) -> _GraphMemory:
-    alive = least_by_point(problem)
-    return _GraphMemory(LiveBytes(alive), max(alive, default=0) if budget is None else budget)
+def _graph_memory(problem: Problem, limits: ScheduleLimits) -> _GraphMemory:
+    alive = least_by_point(problem, exchanges=limits.reduce == "exchange")
+    budget = max(alive, default=0) if limits.peak is None else limits.peak
+    return _GraphMemory(LiveBytes(alive), budget)
 
 
 def _hold(

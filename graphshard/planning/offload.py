@@ -213,12 +213,14 @@ def choose_offloaded(
         return []
     # Try a few amounts, and schedule both graphs for each.
     budgets = [int(limits.peak * share) for share in SHARES]
-    amounts = (tuple(_offload_enough(forward, backward, saved, budget)) for budget in budgets)
+    graphs, exchanges = (forward, backward), limits.reduce == "exchange"
+    least = [least_by_point(problem, exchanges=exchanges) for problem in graphs]
+    amounts = (tuple(_offload_enough(least, forward.num_steps, saved, b)) for b in budgets)
     choices = list(dict.fromkeys(amounts))
     times_us: dict[tuple[int, ...], float] = {}
     for chosen in choices if len(choices) > 1 else ():
         problems = _offloaded(forward, backward, [saved[i] for i in chosen])
-        peaks = [smallest_peak(without_host_copies(problem)) for problem in problems]
+        peaks = [smallest_peak(without_host_copies(p), exchanges=exchanges) for p in problems]
         if max(peaks) <= limits.peak:
             times_us[chosen] = sum(_predicted_us(p, limits, cost_model) for p in problems)
     if not times_us:
@@ -237,17 +239,23 @@ def _absence(activation: SavedActivation, forward_steps: int) -> tuple[Span, Spa
 
 
 def _offload_enough(
-    forward: Problem, backward: Problem, saved: Sequence[SavedActivation], budget: int
+    least: Sequence[Sequence[int]],
+    forward_steps: int,
+    saved: Sequence[SavedActivation],
+    budget: int,
 ) -> list[int]:
     """Return the positions in ``saved`` to offload so that both graphs fit into ``budget``.
 
+    Args:
+        least: least live bytes at each point, of forward and of backward.
+
     If they cannot, return every activation whose offloading lowers memory that exceeds ``budget``.
     """
-    alive = [LiveBytes(least_by_point(problem)) for problem in (forward, backward)]
+    alive = [LiveBytes(list(by_point)) for by_point in least]
     chosen = []
     # Activations that backward needs last come first: their copies are the easiest to hide.
     for i in sorted(range(len(saved)), key=lambda i: (-saved[i].first, saved[i].last)):
-        absences = _absence(saved[i], forward.num_steps)
+        absences = _absence(saved[i], forward_steps)
         if any(graph.exceeds(budget, span) for graph, span in zip(alive, absences)):
             chosen.append(i)
             for graph, span in zip(alive, absences):

@@ -297,13 +297,13 @@ def _communication_text(plans: Sequence[Plan]) -> str:
     kept: list[str] = []
     for plan in plans:
         transfers = without_host_copies(plan.problem).transfers
-        described = {transfer: _transfer_text(plan, transfer) for transfer in transfers}
-        lines += [f"{plan.graph} graph", *sorted([*described.values(), *kept])]
+        described = [(transfer, _transfer_text(plan, transfer)) for transfer in transfers]
+        lines += [f"{plan.graph} graph", *sorted([*(line for _, line in described), *kept])]
         # In order: all launches, ours and the user's, have one order on all ranks.
         if users := plan.problem.user_collectives:
             names = ", ".join(map(str, users))
             lines.append(f"user collectives of the {plan.graph} graph: {names}")
-        kept = [line for transfer, line in described.items() if transfer.param in plan.kept]
+        kept = [line for transfer, line in described if transfer.param in plan.kept]
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -111,25 +112,27 @@ class Checkpoint:
             raise ValueError(f"{folder}: no key {key!r}; keys include {', '.join(keys[:20])}")
         self.tensors = {n: e for n in chosen if isinstance(e := entries[n], TensorStorageMetadata)}
         self.others = [name for name in chosen if name not in self.tensors]
-        # The path of each value below the key, or the key itself for a value directly under it.
-        self._paths = {n: paths[n][1:] or paths[n] if key else paths[n] for n in chosen}
-        self._new_names = without_prefix(
-            dict.fromkeys(str(path[0]) for path in self._paths.values()), prefix, folder
-        )
+        self._paths = {name: paths[name] for name in chosen}
+        # First part of each path below the key; the key itself if its value is not a container.
+        below = {n: p[1:] or p if key else p for n, p in self._paths.items()}
+        self._first = {name: str(path[0]) for name, path in below.items()}
+        self._new_names = without_prefix(dict.fromkeys(self._first.values()), prefix, folder)
 
     def short_name(self, name: str) -> str:
         """Return a flat name without the key and the prefix."""
         short = name.removeprefix(f"{self._key}.") if self._key else name
-        first = str(self._paths[name][0])
+        first = self._first[name]
         # In an untrusted checkpoint, a flat name need not start with the first part of its path.
         return self._new_names[first] + short[len(first) :] if short.startswith(first) else short
 
     def nested(self, flat: Mapping[str, object]) -> object:
         """Rebuild the value saved under the key, without the prefix, from values by flat name."""
-        if self._key and self._key in flat:  # the value of the key is not a dictionary
-            return flat[self._key]
         with reading(self._folder):
-            state = unflatten_state_dict(dict(flat), self._paths)
+            state: Any = unflatten_state_dict(dict(flat), self._paths)
+            if self._key:
+                state = state[self._key]
+            if not isinstance(state, dict):
+                return state
             return {self._new_names.get(name, name): value for name, value in state.items()}
 
     def load_others(self) -> dict[str, object]:

@@ -120,6 +120,7 @@ def test_error_for_unknown_option_points_to_help_of_command(
         (["unheard-of"], "unknown model 'unheard-of': pass FILE.py:FUNCTION"),
         (["meta-llama/Llama-3-8B"], "did you mean llama3-8b? Otherwise download it from the Hub"),
         ([LLAMA + ",num_hidden_layers"], "must be key=value"),
+        ([LLAMA + ",hiden_size=8"], "has no 'hiden_size'; did you mean 'hidden_size'?"),
         ([LLAMA, "--batch", "many"], "samples x tokens"),
         ([LLAMA, "--batch", "1x8", "--strategy", "hsdp:3"], "3 does not divide 8 GPUs"),
         ([LLAMA, "--batch", "1x8", "--device", "abacus"], "must be one of"),
@@ -143,6 +144,10 @@ def test_error_for_unknown_option_points_to_help_of_command(
             "shards are in host memory already",
         ),
         ([LLAMA, "--batch", "1x8", "--tp", "3"], "tp=3: does not divide 8 GPUs"),
+        (
+            [LLAMA, "--batch", "1x8", "--tp", "3", "--formula"],
+            "error  ValueError: tp=3: does not divide",
+        ),
         ([LLAMA, "--batch", "1x8", "--tp", "4"], "tp=4: does not divide num_key_value_heads=2"),
         ([LLAMA, "--batch", "1x7", "--tp", "2"], "does not divide the 7 tokens of a sample"),
         (["gpt2", "--batch", "1x8", "--tp", "2"], "gpt2 has no base_model_tp_plan: pass a"),

@@ -228,6 +228,9 @@ def test_invalid_recipes_and_batches_are_refused() -> None:
         Recipe(recompute=1.5)
     with pytest.raises(ValueError, match="stay on the GPU; use a strategy that shards"):
         Recipe("ddp", offload=True)
+    for budget_gb in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="must be a positive number of GB"):
+            Recipe(budget_gb=budget_gb)
     with pytest.raises(ValueError, match="is unknown; use bf16"):
         Recipe(dtype="fp8", offload=True)
     with pytest.raises(ValueError, match="3 does not divide 16 GPUs"):

@@ -166,6 +166,10 @@ def test_metrics_match_plans(mesh: DeviceMesh) -> None:
         ratio = backward.problem.peak_us / forward.problem.peak_us
         assert ratio == pytest.approx(2 - rows / products_us)
     assert repr(backend) == "<graphshard.Backend: ZeRO-3 over 8 ranks, 4 graphs compiled>"
+    torch._dynamo.reset()
+    compiled(torch.ones(5, 7)).backward()
+    thrice = backend.metrics()
+    assert (thrice["num_compiles"], thrice["num_recompiles"]) == (3, 1)
 
 
 def test_failed_compilation_keeps_its_number_and_dumps(mesh: DeviceMesh, tmp_path: Path) -> None:

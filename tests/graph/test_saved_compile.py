@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
+from graphshard.pipeline.cache_files import _circumstances
 from tests import ranks
 from tests.models import MLP
 
@@ -116,5 +117,8 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         graphshard.load_compiled(_changed(path))
     with pytest.raises(ValueError, match="reads format 1"):
         graphshard.load_compiled(_changed(path, format=2))
+    for fields in ({"made": None}, {"made": _circumstances(), "graphs": None}):
+        with pytest.raises(ValueError, match=r"was not written by graphshard\.save_compiled"):
+            graphshard.load_compiled(_changed(path, **fields))
     with pytest.raises(FileNotFoundError):
         graphshard.load_compiled(tmp_path / "nowhere")

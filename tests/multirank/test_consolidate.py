@@ -188,3 +188,13 @@ def test_impossible_conversions_are_refused(
         "tensors.pt",
         "text.pt",
     ]
+
+
+def test_lists_under_key_stay_lists(tmp_path: Path) -> None:
+    moments = [{"step": torch.ones(2)}, {"step": torch.zeros(3)}]
+    tensors = [torch.ones(2), torch.zeros(3)]
+    state = {"ema": tensors, "optim": moments, "model": {"w": torch.ones(4)}}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    for key, value in state.items():
+        assert _run(tmp_path / "saved", tmp_path / f"{key}.pt", "--key", key) == 0
+        _assert_equal(torch.load(tmp_path / f"{key}.pt"), value)

@@ -180,6 +180,7 @@ class _Tables(nn.Module):
         self.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
         self.register_buffer("ids", torch.ones(4, dtype=torch.int32))
         self.register_buffer("bytes", torch.ones(256, dtype=torch.uint8))
+        self.register_buffer("empty", torch.ones(0, dtype=torch.uint8))  # needs no values
 
     def write(self, names: str) -> None:
         nn.init.ones_(self.lin.weight)

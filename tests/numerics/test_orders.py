@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -134,9 +136,10 @@ def test_integrations_accept_iterator_of_ignored_parameters() -> None:
     assert type(model[1].weight) is nn.Parameter
 
 
+@pytest.mark.parametrize("norm_type", [float("inf"), "inf"])
 @on_ranks(2)
-def test_infinity_norm_includes_ranks_without_rows() -> None:
+def test_infinity_norm_includes_ranks_without_rows(norm_type: Any) -> None:
     model = graphshard.shard(nn.Linear(8, 1, bias=False), world_mesh())
     model(torch.full((1, 8), -2.0)).sum().backward()
-    assert graphshard.clip_grad_norm_(model.parameters(), 1.0, float("inf")) == 2
+    assert graphshard.clip_grad_norm_(model.parameters(), 1.0, norm_type) == 2
     assert torch.allclose(whole(model.weight.grad), torch.full((1, 8), -1.0))

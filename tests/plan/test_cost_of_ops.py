@@ -42,6 +42,18 @@ def test_grouped_matmuls_of_experts_are_priced_as_matmuls() -> None:
     assert flops(backward).num_flops == 2 * flops(product).num_flops
 
 
+def test_grouped_matmuls_with_split_columns_or_rows_are_priced_as_matmuls() -> None:
+    graph = Graph()
+    offs = graph.input(3, dtype=torch.int32)
+    shapes = (16, 8), (3, 8, 8), (8, 16), (3, 8, 16)
+    inputs = [graph.input(*shape, dtype=torch.bfloat16) for shape in shapes]
+    rows, columns, weight, weights = inputs
+    split_rows = graph(aten._grouped_mm.default, rows, weights, offs)
+    split_columns = graph(aten._grouped_mm.default, columns, weight, offs)
+    assert flops(split_rows).num_flops == 2 * 16 * 8 * 16
+    assert flops(split_columns).num_flops == 2 * 8 * 8 * 16
+
+
 def test_product_summed_over_batches_is_priced_as_all_products() -> None:
     graph = Graph()
     out, left, right = graph.input(4, 5), graph.input(3, 4, 6), graph.input(3, 6, 5)

@@ -166,6 +166,17 @@ def test_activations_that_backward_needs_last_are_offloaded_first() -> None:
     assert choose_offloaded(forward, backward, saved, Line(), ScheduleLimits()) == []
 
 
+def test_exchanged_gradients_need_less_offloading() -> None:
+    grad = dataclasses.replace(
+        reduction(0, 200, 0, 2), casts=True, grad_bytes=100, exchange_dtype="torch.bfloat16"
+    )
+    forward, backward = problem([1.0] * 2, [], [50] * 2), problem([1.0] * 2, [grad], [50] * 2)
+    saved = [SavedActivation(50, 0, 1, 1)]  # backward needs it after the reduction
+    for reduce, chosen in (("ring", [0]), ("exchange", [])):
+        limits = ScheduleLimits(peak=smallest_peak(backward, exchanges=True), reduce=reduce)
+        assert choose_offloaded(forward, backward, saved, Line(), limits) == chosen
+
+
 def _offloaded_for_a_gather(line: Line) -> list[int]:
     """Return the activations to offload in a problem where one of them delays a gather.
 

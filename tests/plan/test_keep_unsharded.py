@@ -21,7 +21,7 @@ from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.plan import Problem, Transfer
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import simulate
-from tests.plan.problems import Line, gather, lines, problem, problems
+from tests.plan.problems import Line, gather, lines, problem, problems, reduction
 
 FAST, SLOW = Line(1.0, 0.1), Line(1.0, 10.0)
 
@@ -38,7 +38,8 @@ def _mirrored(backward: Problem) -> tuple[Problem, dict[int, Transfer]]:
 
 
 def _keep(backward: Problem, line: Line, budget: int | None) -> list[int]:
-    return choose_kept(*(_mirrored(backward)[0], backward, _mirrored(backward)[1]), line, budget)
+    forward, gathered = _mirrored(backward)
+    return choose_kept(forward, backward, gathered, line, ScheduleLimits(peak=budget))
 
 
 CHAIN = problem([100.0] * 4, [gather(i, 50, i) for i in range(4)])
@@ -61,11 +62,23 @@ def test_kept_parameters_fit_budget() -> None:
 def test_peak_memory_does_not_grow_without_budget() -> None:
     assert _keep(CHAIN, FAST, None) == [0]
     before = problem([100.0] * 4, [gather(0, 50, 2)], [0, 0, 0, 50])
-    assert choose_kept(before, CHAIN, {0: before.transfers[0]}, FAST, None) == []
+    assert choose_kept(before, CHAIN, {0: before.transfers[0]}, FAST, ScheduleLimits()) == []
 
 
 def test_parameters_that_cannot_be_kept_are_gathered_again() -> None:
-    assert choose_kept(CHAIN, CHAIN, {}, SLOW, 10_000) == []
+    assert choose_kept(CHAIN, CHAIN, {}, SLOW, ScheduleLimits(peak=10_000)) == []
+
+
+def test_exchanged_gradients_leave_room_for_kept_parameters() -> None:
+    # Before the first step, a reduction in float32 holds 300 bytes, an exchange 200.
+    grad = dataclasses.replace(
+        reduction(1, 200, 0, 2), casts=True, grad_bytes=100, exchange_dtype="torch.bfloat16"
+    )
+    backward = problem([100.0] * 2, [gather(0, 50, 1), grad])
+    forward, gathered = _mirrored(problem([100.0] * 2, [gather(0, 50, 1)]))
+    for reduce, kept in (("ring", []), ("exchange", [0])):
+        limits = ScheduleLimits(peak=250, reduce=reduce)
+        assert choose_kept(forward, backward, gathered, SLOW, limits) == kept
 
 
 @given(problems(), lines, st.integers(0, 300))
@@ -74,7 +87,7 @@ def test_budgets_hold_and_hidden_gathers_are_not_dropped(
 ) -> None:
     forward, gathered = _mirrored(backward)
     budget = max(smallest_peak(forward), smallest_peak(backward)) + spare
-    kept = choose_kept(forward, backward, gathered, line, budget)
+    kept = choose_kept(forward, backward, gathered, line, ScheduleLimits(peak=budget))
     left = tuple(t for i, t in enumerate(backward.transfers) if i not in kept)
     alive = LiveBytes(fixed_by_point(backward))
     for transfer in (backward.transfers[i] for i in kept):

@@ -8,6 +8,7 @@ from graphshard import SchedulePolicy
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"overlap": 1}, r"overlap=1: must be True or False"),
+    ({"regions": 1}, r"regions=1: must be True, False or"),
     ({"bucket_cap_mb": 0}, r"bucket_cap_mb=0: must be a positive, finite number"),
     ({"bucket_cap_mb": "large"}, r"bucket_cap_mb='large': must be a positive, finite number"),
     ({"max_in_flight_gb": -1.0}, r"max_in_flight_gb=-1\.0: must be a positive, finite number"),

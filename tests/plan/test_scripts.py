@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphshard.scripts import load_function, unpack
+from graphshard.scripts import load_function, loss_of, unpack
 
 MODEL, TOKENS = nn.Linear(2, 2), torch.zeros(1, 2)
 
@@ -61,3 +61,8 @@ def test_script_runs_once_until_it_changes(tmp_path: Path) -> None:
     assert isinstance(made, load_function(str(script), "Net"))  # type: ignore[arg-type]
     script.write_text("def make(): return 3  # changed")
     assert load_function(str(script), "make")() == 3
+
+
+def test_loss_of_a_dictionary_is_its_loss() -> None:
+    logits, loss = (torch.ones(3, requires_grad=True).sum(0) for _ in range(2))
+    assert loss_of({"logits": logits, "loss": loss}) is loss

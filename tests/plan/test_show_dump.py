@@ -104,6 +104,12 @@ def test_missing_folder_is_only_a_warning(tmp_path: Path) -> None:
         DumpWriter(tmp_path / "gone").write_plan(by_hand())
 
 
+def test_page_that_cannot_be_written_is_only_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('["measured: "]')
+    with pytest.warns(UserWarning, match=r"index\.html cannot be written"):
+        DumpWriter(tmp_path).write_plan(by_hand())
+
+
 def test_dumps_of_folder_are_in_order(tmp_path: Path) -> None:
     shown = by_hand()
     forward = dataclasses.replace(
