@@ -279,8 +279,7 @@ class Backend:
         trained = [m for g, m in zip(graphs, self._meters) if g.trains()]
         return {
             "num_compiles": len(graphs),
-            # A frame's first graph has a name like "3/0", its second one "3/1".
-            "num_recompiles": sum(int(g.compile_id.rpartition("/")[2] or 0) > 0 for g in graphs),
+            "num_recompiles": _num_recompiles([graph.compile_id for graph in graphs]),
             "num_cache_hits": sum(graph.has_loaded for graph in graphs),
             "compile_s": compile_s,
             **metrics([dump for graph in graphs for dump in graph.dumps]),
@@ -322,6 +321,16 @@ class Backend:
             self.shard_now(root, in_use)
         self.forward_check.expect(gm, inputs, seen)
         return bool(seen)
+
+
+def _num_recompiles(compile_ids: Sequence[str]) -> int:
+    # Dynamo names the graphs of a frame "3/0", "3/1" and so on, and counts from "0/0" after a
+    # reset. The graphs of other backends are counted as well, so the first one may be "3/1".
+    pairs = [compile_id.split("/") for compile_id in compile_ids]
+    return sum(
+        pair[1:] not in ([], ["0"]) and pair[0] in [earlier[0] for earlier in pairs[:i]]
+        for i, pair in enumerate(pairs)
+    )
 
 
 def backend(

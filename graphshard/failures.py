@@ -6,11 +6,9 @@ import os
 import sysconfig
 import traceback
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-from . import passes
 from ._torch.dynamo import describe_error, frames_of
 from ._torch.inductor import cache_dir
 
@@ -33,8 +31,8 @@ class Failure:
 
 # Path prefixes of torch, of graphshard, and of code without a file or from a frozen module. In an
 # editable install, ``passes`` lies outside of ``graphshard``.
-_FILES = torch.__file__, __file__, passes.__file__
-_TORCH_AND_OURS = (*(f"{Path(file).parent}{os.sep}" for file in _FILES), "<")
+_PACKAGES = map(find_spec, ("torch", "graphshard", "graphshard.passes"))
+_TORCH_AND_OURS = (*(f"{Path(p.origin).parent}{os.sep}" for p in _PACKAGES if p and p.origin), "<")
 
 
 def describe_failure(error: BaseException) -> Failure:
