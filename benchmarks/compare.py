@@ -173,7 +173,7 @@ def measure_sent(args: argparse.Namespace, name: str) -> Sent:
     training.step()
     training.step()
     recording.clear()
-    peak = peak_of(training.train, 0).peak
+    peak = peak_of(training.train).peak
     events = recording.collectives()
     in_flight = recording.max_in_flight()
     return Sent(peak, len(events), sum(event.bytes for event in events), in_flight)

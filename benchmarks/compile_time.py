@@ -118,11 +118,10 @@ def main() -> None:
             _in_new_processes(Setting(PLAIN, 1, args.dim, 1, device.type), cache, args.timeout)
     for ranks in args.ranks:
         for layers in args.layers:
-            variants = [
-                variant for variant in args.variants if ranks == 1 or variant not in OF_ONE_RANK
-            ]
             settings = [
-                Setting(variant, layers, args.dim, ranks, device.type) for variant in variants
+                Setting(variant, layers, args.dim, ranks, device.type)
+                for variant in args.variants
+                if ranks == 1 or variant not in OF_ONE_RANK
             ]
             cold, warm = _repeat(settings, args)
             note = f"{layers} layers, d={args.dim}, {ranks} ranks; median of {args.repeats}"
@@ -248,7 +247,7 @@ def _first_step(setting: Setting, device: torch.device, mesh: DeviceMesh) -> Fir
 
     dist.barrier()
     step_s = median(common.timed(step, device).done_s for _ in range(STEPS))
-    used = memory.peak_of(step, 0)
+    used = memory.peak_of(step)
     return First(
         seconds=seconds,
         parts=parts,

@@ -144,9 +144,10 @@ def machine_of(case: Case, recipe: Recipe, calibrated: Hardware) -> Hardware:
     if case.wire is None:
         return calibrated
     replicas, shards, *_ = recipe.ranks(case.ranks)
-    group = max(replicas, shards) if replicas == shards or replicas == 1 else None
-    assert group is not None, "a wire has one rate: groups of shards and of replicas must be equal"
-    machine = with_wire(calibrated, case.wire, group)
+    assert replicas in (1, shards), (
+        "a wire has one rate: groups of shards and of replicas must be equal"
+    )
+    machine = with_wire(calibrated, case.wire, shards)
     copied = 2 * case.wire.bytes_per_s / calibrated.memory.largest
     return dataclasses.replace(machine, issue_us=calibrated.launch_us, contention=copied)
 

@@ -119,10 +119,10 @@ def load(variant: str, folder: Path, small: Path) -> Cost:
         dist.barrier()
         seconds.append(time.perf_counter() - start)
 
-    peak_of(lambda: None, 0)  # returns free memory to the kernel
+    peak_of(lambda: None)  # returns free memory to the kernel
     before = resident("RssAnon")
     with _sampled_peak() as own:
-        memory = peak_of(work, 0)
+        memory = peak_of(work)
     shards = sum(param.to_local().nbytes for param in models[0].parameters())
     return Cost(seconds[0], memory.peak - memory.before, own[0] - before, shards)
 

@@ -102,7 +102,7 @@ def _forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")  # see proc_pid_clear_refs(5)
 
 
-def peak_of(work: Callable[[], object], params: int) -> Memory:
+def peak_of(work: Callable[[], object], params: int = 0) -> Memory:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = resident("VmRSS")
@@ -149,7 +149,7 @@ def strategies_memory(compiler: str, num_bytes: float, linears: int) -> list[int
     peaks = []
     for strategy in STRATEGIES:
         give_memory_back()
-        before = peak_of(lambda: None, 0).before
+        before = peak_of(lambda: None).before
         memory = step_memory(kind_name(compiler, strategy), num_bytes, linears, give_back=True)
         peaks.append(memory.peak - before)
         torch.compiler.reset()

@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from benchmarks import common
 from benchmarks.memory import give_memory_back, peak_of
-from benchmarks.models import GPT, parameter_bytes
+from benchmarks.models import GPT
 from benchmarks.optimizer_table import CASES, SAME, Case, Outcome, try_out
 from tests import ranks, recording
 
@@ -50,7 +49,7 @@ On n ranks, multiply by (n - 1) / n.
 # --- on a rank -----------------------------------------------------------------------------------
 
 
-def _stepped(dim: int, layers: int) -> tuple[nn.Module, dict[str, Callable[[], object]]]:
+def _step_functions(dim: int, layers: int) -> dict[str, Callable[[], object]]:
     device = torch.device("cpu")
     model = GPT.seeded(
         device, dim=dim, layers=layers, head_dim=HEAD_DIM, vocab=VOCAB, context=CONTEXT
@@ -60,12 +59,12 @@ def _stepped(dim: int, layers: int) -> tuple[nn.Module, dict[str, Callable[[], o
     for param in matrices:
         param.grad = torch.randn_like(param)
     optimizers = {name: kind(matrices, lr=1e-3) for name, kind in MUONS.items()}
-    return model, {name: optimizer.step for name, optimizer in optimizers.items()}
+    return {name: optimizer.step for name, optimizer in optimizers.items()}
 
 
 def time_steps(dim: int, layers: int, steps: int, warm_up: int) -> dict[str, list[float]]:
     """Return each optimizer's seconds per step; a step ends when the slowest rank is done."""
-    device, (_, runs) = torch.device("cpu"), _stepped(dim, layers)
+    device, runs = torch.device("cpu"), _step_functions(dim, layers)
 
     def timed(run: Callable[[], object]) -> float:
         dist.barrier()
@@ -82,11 +81,11 @@ def sent_and_peak(dim: int, layers: int) -> dict[str, tuple[float, int]]:
     resident memory before the step.
     """
     give_memory_back()
-    (model, runs), world, found = _stepped(dim, layers), dist.get_world_size(), {}
+    runs, world, found = _step_functions(dim, layers), dist.get_world_size(), {}
     for name, run in runs.items():
         run()  # creates the state, and lets ranks agree on their calls
         recording.clear()
-        memory = peak_of(run, parameter_bytes(model))
+        memory = peak_of(run)
         full = sum(SENT[event.kind] * event.bytes for event in recording.collectives())
         found[name] = full * (world - 1) / world, memory.peak - memory.before
     return found

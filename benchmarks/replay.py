@@ -210,8 +210,8 @@ def _waits_us(kernels: Sequence[Kernel], end_us: float) -> float:
 def _with_measured_steps(plan: Plan, stretches: Mapping[int, Stretch]) -> Problem:
     """Return the problem of ``plan`` with the measured durations of compute."""
     compute_us = list(plan.problem.compute_us)
-    borders = [*stretches, len(compute_us)]
-    for (first, stretch), last in zip(stretches.items(), borders[1:]):
+    boundaries = [*stretches, len(compute_us)]
+    for (first, stretch), last in zip(stretches.items(), boundaries[1:]):
         predicted_us = sum(compute_us[first:last])
         if predicted_us:
             end_us = stretch.others[-1].end_us
@@ -232,10 +232,10 @@ def _simulate(
     Args:
         problem: result of ``_with_measured_steps``.
     """
-    borders = [*stretches, problem.num_steps]
+    boundaries = [*stretches, problem.num_steps]
     copy_us: dict[int, float] = {}
     ready_us: dict[int, float] = {}
-    for (first, stretch), last in zip(stretches.items(), borders[1:]):
+    for (first, stretch), last in zip(stretches.items(), boundaries[1:]):
         launched = [
             i for i, b in enumerate(plan.buckets) if first <= b.launch < max(last, first + 1)
         ]

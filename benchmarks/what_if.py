@@ -143,7 +143,7 @@ def in_turns(problem: Problem) -> Problem:
         steps=tuple(problem.steps[step] for step in steps),
         compute_us=tuple(problem.compute_us[step] for step in steps),
         fixed_bytes=tuple(problem.fixed_bytes[step] for step in steps),
-        fixed_border_bytes=tuple(problem.fixed_border_bytes[step] for step in (*steps, -1)),
+        fixed_boundary_bytes=tuple(problem.fixed_boundary_bytes[step] for step in (*steps, -1)),
         transfers=tuple(map(both, problem.transfers)),
         user_collectives=tuple(sorted(users, key=lambda user: user.launch)),
     )

@@ -20,17 +20,8 @@ class GraphKind(_Kind):
 class TransferKind(_Kind):
     """The operation of a transfer, and of a bucket of such transfers.
 
-    A new kind needs a marker with a spec (``ops.marker_specs``, ``ops.markers``), its launch, wait
-    and copies (``ops.collectives``, ``passes.lower``), a description (``passes.describe``) and its
-    steps (``passes.build_problem``), a cost (``cost.model``, and rates in ``cost.hardware``,
-    ``cost.devices`` and ``cost.measure`` unless another kind has the same), and a case in
-    ``pipeline.verify``, ``ranks.plan_consensus``, ``show.table``, ``show.trace``, ``show.page``,
-    ``show/page.html``, ``check.analysis``, ``tools.demo``, ``forecast.estimate``,
-    ``forecast.planned_step``, ``forecast.derive`` and ``forecast.deepen``. In ``planning``: its
-    bytes (``live_bytes``), its place in a chain of buckets (``buckets``, ``place_buckets``), its
-    copies (``simulate``), its queue (``search``, ``bucketing``) and its part in offloading and
-    keeping (``offload``, ``keep_unsharded``). ``tests/plan/test_kinds.py`` finds most tables that
-    lack a kind; ``git grep TransferKind`` finds the rest.
+    When a kind is added, ``tests/plan/test_kinds.py`` finds most tables that lack it, and
+    ``git grep TransferKind`` finds the rest.
     """
 
     # ``pipeline.verify`` distinguishes launches by their ops. gloo's reduce-scatter already uses

@@ -78,14 +78,14 @@ def build_problem(
         bounds |= {position[launch], position[launch] + 1, wait}
     starts = sorted({0, *bounds} - {len(nodes)}) if nodes else []
     ends = [*starts[1:], len(nodes)]
-    runs_at = position
+    runs_at, last_runs = position, last_uses
     if cost_model.fuses:
         runs_at = _positions_of_kernels(position, values, unmaterialized.inlined)
+        last_runs = _last_uses(graph, runs_at, unmaterialized.inlined)
     alive = _alive_bytes(graph, kind, runs_at, unmaterialized, position)
-    last_runs = _last_uses(graph, runs_at, unmaterialized.inlined)
-    borders = [*starts, len(nodes)]  # first position of each step, then the graph's end
+    boundaries = [*starts, len(nodes)]  # first position of each step, then the graph's end
     placed = [_placed(t, reach, starts) for t, reach in zip(transfers.values(), reaches)]
-    early = _freed_early(placed, [last_runs[marker] for marker in transfers], borders)
+    early = _freed_early(placed, [last_runs[marker] for marker in transfers], boundaries)
     is_backward = kind == GraphKind.BACKWARD
     problem = Problem(
         graph=kind,
@@ -98,7 +98,7 @@ def build_problem(
             max(map(operator.sub, alive.at[start:end], early[start:end]))
             for start, end in zip(starts, ends)
         ),
-        fixed_border_bytes=tuple(alive.before[border] for border in borders),
+        fixed_boundary_bytes=tuple(alive.before[boundary] for boundary in boundaries),
         transfers=tuple(placed),
         copies_sent=any(keeps_send_copies(t.group) for t in placed if t.group),
         user_collectives=tuple(
@@ -174,16 +174,16 @@ def _reach(marker: fx.Node, position: Mapping[fx.Node, int], last_use: int) -> _
 
 
 def _freed_early(
-    transfers: Sequence[Transfer], last_runs: Sequence[int], borders: Sequence[int]
+    transfers: Sequence[Transfer], last_runs: Sequence[int], boundaries: Sequence[int]
 ) -> list[int]:
     """Return, for each node, the bytes of fetched values last used before it in the same step."""
     # A schedule counts a fetched value until the end of the last step that uses it.
     spans = (
-        Span(max(last_run, borders[t.last]) + 1, borders[t.last + 1], t.num_bytes)
+        Span(max(last_run, boundaries[t.last]) + 1, boundaries[t.last + 1], t.num_bytes)
         for t, last_run in zip(transfers, last_runs)
         if t.kind.is_fetch
     )
-    return sum_spans(spans, borders[-1])
+    return sum_spans(spans, boundaries[-1])
 
 
 def _last_uses(

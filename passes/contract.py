@@ -95,10 +95,6 @@ class PassContext:
         return self.backward.graph
 
 
-def _always(context: PassContext) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Pass:
     """A pass and its contract.
@@ -114,7 +110,7 @@ class Pass:
     stage: Stage
     requires: tuple[Fact, ...] = ()
     provides: tuple[Fact, ...] = ()
-    when: Callable[[PassContext], bool] = _always
+    when: Callable[[PassContext], bool] = lambda context: True
     inference_only: bool = False
     dump: str = ""
 

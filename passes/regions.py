@@ -30,7 +30,7 @@ from graphshard.ops.nodes import (
     users_through_views,
 )
 from graphshard.passes.contract import PassContext
-from graphshard.passes.region_borders import is_pointwise, is_pure, recompute_at_users
+from graphshard.passes.region_boundaries import is_pointwise, is_pure, recompute_at_users
 from graphshard.planning.plan import Regions
 from graphshard.planning.repeats import find_repeats, pieces
 
@@ -53,8 +53,9 @@ def share_regions(gm: fx.GraphModule, context: PassContext) -> None:
         name = names.setdefault(region.key, f"region_{len(names)}")
         returned |= region.replace_by_call(gm.graph, name)
     replace_in_output(gm.graph, returned)
-    for node in (node for region in shared for node in reversed(region.nodes)):
-        gm.graph.erase_node(node)
+    for region in shared:
+        for node in reversed(region.nodes):
+            gm.graph.erase_node(node)
     context.regions = counts
 
 

@@ -198,7 +198,7 @@ def _offloadable(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, fx.N
 
 def _is_large(node: fx.Node) -> bool:
     root, value = root_of(node), node.meta.get("val")
-    if root.op == "placeholder" or root.target in (*markers.MARKERS, secondary_shard):
+    if root.op == "placeholder" or markers.is_marker(root) or root.target is secondary_shard:
         return False
     if not isinstance(value, torch.Tensor):
         return False

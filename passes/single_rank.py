@@ -74,7 +74,8 @@ def _use_gradient(marker: fx.Node, spec: ReduceGradSpec | AllReduceGradSpec) -> 
     if isinstance(spec, ReduceGradSpec):
         if spec.host_memory is not None or spec.partial is not None:
             return None
-        groups += [spec.replica_group] if spec.replica_group else []
+        if spec.replica_group:
+            groups.append(spec.replica_group)
     if not all(map(is_alone, groups)):
         return None
     sent, emit = spec.collective_input(), Emitter(marker.graph, marker.meta)
@@ -91,8 +92,7 @@ def _owned_if_returned(marker: fx.Node, value: Value, emit: Emitter) -> fx.Node:
     """Return ``value``, or a copy if the graph returns it and it does not own its memory."""
     assert isinstance(value, fx.Node)
     if is_returned(marker) and not _is_own(value):
-        value = emit(torch.ops.aten.clone.default, value, memory_format=torch.contiguous_format)
-    assert isinstance(value, fx.Node)
+        return emit(torch.ops.aten.clone.default, value, memory_format=torch.contiguous_format)
     return value
 
 

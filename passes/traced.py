@@ -25,8 +25,8 @@ from graphshard._torch.tensors import HigherOrderOperator, traced_storage
 from graphshard.ops.markers import UNSHARD_MARKERS
 from graphshard.ops.nodes import graph_modules, replace_by_results
 from graphshard.passes.contract import PassContext
+from graphshard.passes.layers import INVOKE
 
-_INVOKE = torch.ops.higher_order.invoke_subgraph
 # Operators that AOTAutograd leaves in the graph; it traces through all others.
 _STAYING = (
     torch.ops.higher_order.cond,
@@ -54,7 +54,7 @@ def inline_regions(gm: fx.GraphModule, context: PassContext) -> None:
     #     before   r = invoke_subgraph(code, "code", x, p)   y = r[0]   z = y + x
     #              code:   a = unshard(p)   b = x @ a   return (b,)
     #     after    a = unshard(p)   b = x @ a   z = b + x
-    for call in gm.graph.find_nodes(op="call_function", target=_INVOKE):
+    for call in gm.graph.find_nodes(op="call_function", target=INVOKE):
         _inline(gm, call, context)
 
 

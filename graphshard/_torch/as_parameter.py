@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import AttrSource, DictGetItemSource
+from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_fake_value
 from torch._dynamo.variables.base import VariableTracker
@@ -29,7 +29,7 @@ from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _functional_call
 
-from .dynamo import Trace, run_as_python
+from .dynamo import Trace, module_of_entry, run_as_python
 from .tensors import OpOverload
 
 _TRACED = "_graphshard_traced_parameters"  # attribute of an ``OutputGraph``
@@ -42,12 +42,12 @@ class GatheredParameter(nn.Parameter):
     # gradient.
 
     # Dynamo gets the real ``grad_fn`` and ``is_leaf``, because it copies tensors that are leaves.
-    grad_fn: Any = property(lambda self: _is_in_graph(self, "grad_fn", None))
-    is_leaf: Any = property(lambda self: _is_in_graph(self, "is_leaf", True))
+    grad_fn: Any = property(lambda self: _real_in_traces(self, "grad_fn", None))
+    is_leaf: Any = property(lambda self: _real_in_traces(self, "is_leaf", True))
     grad: Any = property(lambda self: None)
 
 
-def _is_in_graph(tensor: torch.Tensor, attribute: str, as_a_leaf: object) -> object:
+def _real_in_traces(tensor: torch.Tensor, attribute: str, as_a_leaf: object) -> object:
     is_tracing = TracingContext.try_get() is not None
     return getattr(torch._C.TensorBase, attribute).__get__(tensor) if is_tracing else as_a_leaf
 
@@ -263,7 +263,7 @@ def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
     # ``_parameters`` holds DTensors, and ``parameters()``, ``named_parameters()`` and
     # ``state_dict()`` read it. An attribute gives traced code the full parameter instead.
     def wrap(builder: VariableBuilder, value: DTensor) -> VariableTracker:
-        owner, tx = _owner_of_table(builder.source), builder.tx
+        owner, tx = module_of_entry(builder.source, "_parameters"), builder.tx
         if owner is None or not is_ours(value):
             return builder.wrap_tensor(value)
         module: Any = Trace().value(owner)
@@ -271,10 +271,3 @@ def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
         return VariableTracker.build(tx, module, owner).var_getattr(tx, name)
 
     _wrap_with(wrap, DTensor)
-
-
-def _owner_of_table(source: Source) -> Source | None:
-    """Return the source of the module in whose ``_parameters`` a value was found, or None."""
-    table = source.base if isinstance(source, DictGetItemSource) else None
-    is_table = isinstance(table, AttrSource) and table.member == "_parameters"
-    return table.base if is_table else None  # type: ignore[union-attr]

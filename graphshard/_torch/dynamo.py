@@ -108,7 +108,7 @@ class Trace:
         ``holds`` runs before Dynamo's own guards on the value, and may change the value.
         ``attribute`` is the name of any attribute of the value.
         """
-        text = f"graphshard: {source_name(source)} is in sync"
+        text = f"graphshard: {source.name} is in sync"
 
         def create(builder: GuardBuilder, guard: Guard) -> None:
             builder.get_guard_manager(guard).add_lambda_guard(holds, [text], guard.user_stack)
@@ -215,15 +215,15 @@ def sources(gm: fx.GraphModule) -> list[Source]:
     return [node._dynamo_source for node in gm.graph.nodes if node.op == "placeholder"]
 
 
-def source_name(source: Source) -> str:
-    """Return the expression for ``source``, such as ``L['self'].weight``."""
-    return source.name
-
-
 def is_buffer(source: Source) -> bool:
     """Return whether ``source`` is a buffer of a module."""
-    table = source.base if isinstance(source, DictGetItemSource) else None
-    return isinstance(table, AttrSource) and table.member == "_buffers"
+    return module_of_entry(source, "_buffers") is not None
+
+
+def module_of_entry(source: Source, table: str) -> Source | None:
+    """Return the source of the module whose dictionary ``table`` holds a value, or None."""
+    holder = source.base if isinstance(source, DictGetItemSource) else None
+    return holder.base if isinstance(holder, AttrSource) and holder.member == table else None
 
 
 class _Captured(ShortenTraceback):
@@ -272,7 +272,7 @@ def compile_id() -> str:
 
 
 _CUTS = re.compile(
-    r"\n*(from user code:|Set TORCHDYNAMO_VERBOSE|\s*Developer debug context:|\s*Hint: )", re.DOTALL
+    r"\n*(from user code:|Set TORCHDYNAMO_VERBOSE|\s*Developer debug context:|\s*Hint: )"
 )
 _GOT = re.compile(r"got (\w+)\((['\"])(.*)\2\)", re.DOTALL)
 

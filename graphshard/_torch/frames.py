@@ -136,11 +136,10 @@ def _owners(methods: Iterable[FrameType]) -> tuple[nn.Module, ...]:
     return tuple(reversed(owners))
 
 
-def _called_module(caller: FrameType | None) -> nn.Module | None:
-    if caller is not None and caller.f_code.co_qualname.endswith("_call_impl.<locals>.inner"):
-        caller = caller.f_back  # the module has hooks
-    called = caller is not None and caller.f_code.co_name in _MODULE_CALL
-    return module_of_method(caller) if caller is not None and called else None
+def _called_module(caller: FrameType) -> nn.Module | None:
+    if caller.f_code.co_qualname.endswith("_call_impl.<locals>.inner"):  # the module has hooks
+        caller = caller.f_back or caller
+    return module_of_method(caller) if caller.f_code.co_name in _MODULE_CALL else None
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ def call_subgraph(graph: fx.Graph, name: str, arguments: Sequence[fx.Node]) -> f
     """Insert a call of a graph's submodule, which Inductor compiles once for all of its calls.
 
     See ``InvokeSubgraph`` in torch/_inductor/ir.py. No result may be a view, as
-    passes/region_borders.py explains.
+    passes/region_boundaries.py explains.
     """
     owner: Any = graph.owning_module
     output = getattr(owner, name).graph.output_node()

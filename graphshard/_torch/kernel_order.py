@@ -60,18 +60,18 @@ class KeepWaits(_Pass):
         return {}  # torch 2.11 pickles its options for cache keys
 
 
-Nodes = list[BaseSchedulerNode]
+_Nodes = list[BaseSchedulerNode]
 # Edges lead from each node to the nodes that it must follow.
 _Dependencies: TypeAlias = "nx.DiGraph[Any]"
 _ROOT = object()
 
 
-def _split(nodes: Nodes) -> Nodes:
+def _split(nodes: _Nodes) -> _Nodes:
     """Split each fused kernel that needs a wait but feeds a launch or wait written before it."""
     needed = _dependencies(nodes)
     last_wait = _last_waits_for_memory(nodes, needed)
     writer = _writers(nodes)
-    split: Nodes = []
+    split: _Nodes = []
     for node in nodes:
         is_late = _is_fused(node) and last_wait[node] > node.min_order
         if is_late and _delays_launch(node, last_wait[node], needed):
@@ -95,13 +95,13 @@ def _delays_launch(node: BaseSchedulerNode, wait: int, needed: _Dependencies) ->
     )
 
 
-def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
+def _parts(kernel: Any, late_buffers: set[str]) -> _Nodes:
     """Split a fused kernel into nodes that need no late buffer, and nodes that do.
 
     Return the kernel itself if its nodes are all of one kind.
     """
     late = late_buffers.difference(kernel.get_buffer_names())
-    groups: tuple[Nodes, Nodes] = [], []
+    groups: tuple[_Nodes, _Nodes] = [], []
     for node in kernel.snodes:
         is_late = any(dep.name in late for dep in node.unmet_dependencies)
         groups[is_late].append(node)
@@ -109,7 +109,7 @@ def _parts(kernel: Any, late_buffers: set[str]) -> Nodes:
             late.update(node.get_buffer_names())
     if not all(groups):  # another kernel must be split instead
         return [kernel]
-    parts: Nodes = []
+    parts: _Nodes = []
     for group in groups:
         # Nodes that cannot share a loop become one kernel each. On a CPU none can, because Inductor
         # has adapted their loops to each other, and may have done so across the two parts.
@@ -126,13 +126,13 @@ def _can_share_triton_kernel(nodes: list[Any]) -> bool:
     return all(tuple(node.group[1]) in sizes for node in nodes)
 
 
-def _fused(kernel: Any, nodes: Nodes) -> BaseSchedulerNode:
+def _fused(kernel: Any, nodes: _Nodes) -> BaseSchedulerNode:
     one = nodes[0] if len(nodes) == 1 else FusedSchedulerNode(kernel.scheduler, nodes)
     kernel.scheduler.name_to_fused_node.update({node.get_name(): one for node in nodes})
     return one
 
 
-def _last_waits_for_memory(nodes: Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
+def _last_waits_for_memory(nodes: _Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
     """Return the written position of the last wait that each node depends on, or -1.
 
     A large allocation counts as if it needed the last wait before it, because the completed
@@ -160,7 +160,7 @@ def _latest(
     return latest
 
 
-def _ordered(nodes: Nodes) -> Nodes:
+def _ordered(nodes: _Nodes) -> _Nodes:
     """Return nodes in written order, each delayed until after its waits and other dependencies."""
     needed = _dependencies(nodes)
     own = {node: node.min_order if contains_wait(node) else -1 for node in nodes}
@@ -171,11 +171,11 @@ def _ordered(nodes: Nodes) -> Nodes:
     return [node for node in nx.dfs_postorder_nodes(needed, _ROOT) if node is not _ROOT]
 
 
-def _writers(nodes: Nodes) -> dict[str, BaseSchedulerNode]:
+def _writers(nodes: _Nodes) -> dict[str, BaseSchedulerNode]:
     return {name: node for node in nodes for name in node.get_buffer_names()}
 
 
-def _dependencies(nodes: Nodes) -> _Dependencies:
+def _dependencies(nodes: _Nodes) -> _Dependencies:
     writer = _writers(nodes)
     graph: _Dependencies = nx.DiGraph()
     graph.add_nodes_from(nodes)

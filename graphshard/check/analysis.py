@@ -153,7 +153,8 @@ def _differences(plan: Plan, call: GraphCall) -> list[str]:
     planned, expected = _planned(plan)
     differences = []
     for number, (launch, (op, group)) in enumerate(zip(call.launches, planned)):
-        if not _launches(launch.op, launch.group, op, group):
+        name = launch.op.split(".")[1].removesuffix("_").removesuffix("_coalesced")
+        if name != op or launch.group not in (group, ""):
             differences.append(
                 f"{plan.graph}: launch {number} is {launch.op} in group {launch.group!r} instead "
                 f"of {op} in {group!r}"
@@ -170,11 +171,6 @@ def _sort_waits(order: Sequence[int]) -> list[int]:
     # Inductor may swap adjacent waits: sort each run of waits by number.
     by_kind = groupby(order, key=lambda number: number < 0)
     return [number for is_wait, run in by_kind for number in (sorted(run) if is_wait else run)]
-
-
-def _launches(op: str, group: str, planned_op: str, planned_group: str) -> bool:
-    name = op.split(".")[1].removesuffix("_").removesuffix("_coalesced")
-    return name == planned_op and group in (planned_group, "")
 
 
 def _describe(number: int | None) -> str:

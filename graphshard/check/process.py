@@ -95,7 +95,8 @@ def call(function: str, device: str, *args: Any, timeout_s: float = 600.0) -> An
         if not answer.exists():
             raise CheckError(_describe_exit(done))
         answered = pickle.loads(answer.read_bytes())
-    _forward(done.stderr)
+    if stderr := _for_users(done.stderr).rstrip():
+        print(stderr, file=sys.stderr)
     if isinstance(answered, Failure):
         raise CheckError(answered)
     return answered
@@ -124,11 +125,6 @@ def _describe_exit(done: subprocess.CompletedProcess[str]) -> Failure:
     text = _for_users(done.stderr[-8000:]).strip()
     lines = text.splitlines()[-1:]
     return Failure(": ".join([f"the process ended with {cause}", *lines]), details=text)
-
-
-def _forward(text: str) -> None:
-    if text := _for_users(text).rstrip():
-        print(text, file=sys.stderr)
 
 
 def _for_users(text: str) -> str:

@@ -6,7 +6,6 @@ first step compiles; only the last one is recorded.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -91,11 +90,7 @@ def record_steps(
         shard(model, **options)
         compiled = torch.compile(model, backend=ours, dynamic=dynamic)
         train(recorder, fake, model, compiled, inputs, step)
-        return dataclasses.replace(
-            collect_recording(recorder, ours.plans),
-            summary=ours.summary(),
-            trained_bytes=_trained_bytes(model),
-        )
+        return collect_recording(recorder, ours.plans, ours.summary(), _trained_bytes(model))
 
 
 def train(
@@ -135,12 +130,16 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def collect_recording(recorder: Recorder, plans: Sequence[Plan] = ()) -> Recording:
-    """Return the contents of ``recorder``, with ``plans``, as a ``Recording``."""
+def collect_recording(
+    recorder: Recorder, plans: Sequence[Plan] = (), summary: str = "", trained_bytes: int = 0
+) -> Recording:
+    """Return the contents of ``recorder`` and the other arguments as a ``Recording``."""
     return Recording(
         plans=tuple(plans),
         codes=tuple(recorder.codes),
         kernels=tuple(recorder.kernels),
         actions=tuple(recorder.actions),
         calls=tuple(recorder.calls),
+        summary=summary,
+        trained_bytes=trained_bytes,
     )

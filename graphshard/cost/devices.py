@@ -155,7 +155,7 @@ _ENTRY_BY_DEVICE = {
 }
 
 # Words that mark slower variants. A device matches an entry only if both contain the same words.
-_VARIANT = re.compile("PCIE|NVL|MIG|LAPTOP", re.IGNORECASE)
+_VARIANT = re.compile("PCIE|NVL|MIG|LAPTOP")
 
 
 def find_hardware(name: str) -> Hardware:

@@ -77,7 +77,7 @@ class Flops(NamedTuple):
 
 def flops(node: fx.Node) -> Flops:
     """Count the operations of a matrix product, attention or convolution; 0 for other nodes."""
-    name = aten_name(_called_op(node).op)
+    name = aten_name(_called_op(node)[0])
     if name in _LEFT_IS_FIRST or name in _LEFT_IS_SECOND:
         left = node.args[1 if name in _LEFT_IS_SECOND else 0]
         assert isinstance(left, fx.Node)
@@ -96,7 +96,7 @@ def flops(node: fx.Node) -> Flops:
 def _matmul(node: fx.Node, left: torch.Tensor) -> Flops:
     out = shape_of(node.meta["val"])
     num_flops = 2.0 * math.prod(out) * shape_of(left)[-1]
-    if aten_name(_called_op(node).op) == "addbmm":  # sums the products of all batches
+    if aten_name(_called_op(node)[0]) == "addbmm":  # sums the products of all batches
         num_flops *= shape_of(left)[0]
     if len(out) == 3 and left.dim() == 2:  # grouped: the groups split the inner dimension
         num_flops /= out[0]
@@ -151,17 +151,12 @@ def _convolution(node: fx.Node) -> Flops:
     return Flops(num_flops, _dtype_name(x))
 
 
-class _OpCall(NamedTuple):
-    op: Target
-    args: tuple[Argument, ...]
-
-
-def _called_op(node: fx.Node) -> _OpCall:
+def _called_op(node: fx.Node) -> tuple[Target, tuple[Argument, ...]]:
     # Wrappers such as ``run_with_rng_state`` take the operator that they run as an argument.
     for i, arg in enumerate(node.args):
         if isinstance(arg, OpOverload):
-            return _OpCall(arg, node.args[i + 1 :])
-    return _OpCall(node.target, node.args)
+            return arg, node.args[i + 1 :]
+    return node.target, node.args
 
 
 def argument_values(node: fx.Node) -> Mapping[str, Any]:

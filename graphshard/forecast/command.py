@@ -49,17 +49,16 @@ def plan(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     batch, recipe, machine = BatchShape.parse(args.batch), _recipe(args), _cluster(args)
     _check_chosen(args)
-    for option in (name for name in ("search", "largest", "formula") if getattr(args, name)):
-        if recipe.ep > 1:
-            raise ValueError(f"--ep cannot be combined with --{option}: drop one of the two")
+    modes = [name for name in ("search", "largest", "formula") if getattr(args, name)]
+    if modes and recipe.ep > 1:
+        raise ValueError(f"--ep cannot be combined with --{modes[0]}: drop one of the two")
     if args.largest:
         return _print_largest(args, batch, recipe, machine)
-    for option in (name for name in ("search", "formula") if getattr(args, name)):
-        if is_function(args.model):
-            raise ValueError(
-                f"--{option}: cannot vary the batch size of {args.model}: pass a config, not a "
-                "function"
-            )
+    if modes and is_function(args.model):
+        raise ValueError(
+            f"--{modes[0]}: cannot vary the batch size of {args.model}: pass a config, not a "
+            "function"
+        )
 
     def make_workload(size: int) -> Workload:
         return _with_plan(args, find_workload(args.model, batch._replace(size=size)))
@@ -98,15 +97,14 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _check_chosen(args: argparse.Namespace) -> None:
-    mode = "search" if args.search else "largest" if args.largest else ""
     chosen = {
         "search": ("strategy", "recompute", "accumulate", "offload"),
         "largest": ("strategy",),
-        "": (),
     }
-    for name in chosen[mode]:
-        if getattr(args, name) != getattr(Recipe(), name):
-            raise ValueError(f"--{mode} chooses --{name} itself: drop one of the two")
+    for mode, names in chosen.items():
+        for name in names if getattr(args, mode) else ():
+            if getattr(args, name) != getattr(Recipe(), name):
+                raise ValueError(f"--{mode} chooses --{name} itself: drop one of the two")
 
 
 def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:

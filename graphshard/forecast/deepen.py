@@ -67,16 +67,13 @@ def _deepened(short: StepGraph, longer: StepGraph, periods: int, layers: Layers)
         return _Segment.find(short, longer, layers).deepened(periods)
     # No transfers, as in forward with replicated parameters: the whole graph is one step.
     a, b = short.problem, longer.problem
-
-    def grown(short: Sequence[_Number], longer: Sequence[_Number]) -> tuple[_Number, ...]:
-        return tuple(_extrapolate(x, y, periods) for x, y in zip(short, longer))
-
-    compute_us = {n: grown(us, longer.compute_us[n]) for n, us in short.compute_us.items()}
+    by_machine = short.compute_us.items()
+    compute_us = {name: _grown(us, longer.compute_us[name], periods) for name, us in by_machine}
     problem = dataclasses.replace(
         a,
-        compute_us=grown(a.compute_us, b.compute_us),
-        fixed_bytes=grown(a.fixed_bytes, b.fixed_bytes),
-        fixed_border_bytes=grown(a.fixed_border_bytes, b.fixed_border_bytes),
+        compute_us=_grown(a.compute_us, b.compute_us, periods),
+        fixed_bytes=_grown(a.fixed_bytes, b.fixed_bytes, periods),
+        fixed_boundary_bytes=_grown(a.fixed_boundary_bytes, b.fixed_boundary_bytes, periods),
         peak_us=_extrapolate(a.peak_us, b.peak_us, periods),
     )
     return dataclasses.replace(
@@ -93,6 +90,10 @@ def _moved(user: UserCollective, num_steps: int) -> UserCollective:
 
 def _extrapolate(short: _Number, longer: _Number, periods: int) -> _Number:
     return short + periods * (longer - short)
+
+
+def _grown(a: Sequence[_Number], b: Sequence[_Number], periods: int) -> tuple[_Number, ...]:
+    return tuple(_extrapolate(short, longer, periods) for short, longer in zip(a, b))
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class _Segment:
             _named_transfers(derived) == _named_transfers(longer)
             and tuple(self._user_collectives(0)) == self.short.problem.user_collectives
             and derived.problem.fixed_bytes == longer.problem.fixed_bytes
-            and derived.problem.fixed_border_bytes == longer.problem.fixed_border_bytes
+            and derived.problem.fixed_boundary_bytes == longer.problem.fixed_boundary_bytes
             and all(_alike(derived.compute_us[n], us) for n, us in longer.compute_us.items())
         )
 
@@ -151,8 +152,8 @@ class _Segment:
             steps=self._steps(short.steps, longer.steps, periods),
             compute_us=self._times(short.compute_us, longer.compute_us, periods),
             fixed_bytes=self._bytes(short.fixed_bytes, longer.fixed_bytes, periods),
-            fixed_border_bytes=self._bytes(
-                short.fixed_border_bytes, longer.fixed_border_bytes, periods
+            fixed_boundary_bytes=self._bytes(
+                short.fixed_boundary_bytes, longer.fixed_boundary_bytes, periods
             ),
             transfers=tuple(self._transfers(params, periods)),
             user_collectives=tuple(self._user_collectives(periods)),
@@ -192,8 +193,8 @@ class _Segment:
         self, short: Sequence[float], longer: Sequence[float], periods: int
     ) -> tuple[float, ...]:
         stop = self.start + self.length
-        before = map(_extrapolate, short[: self.start], longer, [periods] * self.start)
-        after = map(_extrapolate, short[self.start :], longer[stop:], [periods] * len(longer))
+        before = _grown(short[: self.start], longer, periods)
+        after = _grown(short[self.start :], longer[stop:], periods)
         return (*before, *(list(longer[self.start : stop]) * periods), *after)
 
     def _bytes(self, short: Sequence[int], longer: Sequence[int], periods: int) -> tuple[int, ...]:
@@ -205,8 +206,8 @@ class _Segment:
             for copy in range(periods)
             for value in segment
         ]
-        before = [_extrapolate(a, b, periods) for a, b in zip(short[: self.start], longer)]
-        after = [_extrapolate(a, b, periods) for a, b in zip(short[self.start :], longer[stop:])]
+        before = _grown(short[: self.start], longer, periods)
+        after = _grown(short[self.start :], longer[stop:], periods)
         return (*before, *inserted, *after)
 
     def _transfers(self, params: _Params, periods: int) -> Iterator[Transfer]:
@@ -306,7 +307,7 @@ def _likely_starts(short: Problem, longer: Problem, length: int) -> list[int]:
 def _alive(short: Problem, longer: Problem) -> tuple[tuple[Sequence[int], Sequence[int]], ...]:
     return (
         (short.fixed_bytes, longer.fixed_bytes),
-        (short.fixed_border_bytes, longer.fixed_border_bytes),
+        (short.fixed_boundary_bytes, longer.fixed_boundary_bytes),
     )
 
 

@@ -236,8 +236,8 @@ def on_mesh(traced: TracedStep, num_ranks: int, ranks: Ranks) -> TracedStep | No
 
 
 def _divides(param: PlanParam, num_ranks: int, ranks: Ranks) -> bool:
-    rows = param.shape[0] if param.shape else 1
-    return param.padded_rows is not None and rows % num_ranks == rows % ranks.shards == 0
+    sizes = (num_ranks, ranks.shards)
+    return param.padded_rows is not None and not any(param.shape[0] % size for size in sizes)
 
 
 def _is_plain(transfer: Transfer) -> bool:
@@ -294,5 +294,5 @@ def _with_inputs(problem: Problem, added_bytes: int) -> Problem:
     return dataclasses.replace(
         problem,
         fixed_bytes=tuple(value + added_bytes for value in problem.fixed_bytes),
-        fixed_border_bytes=tuple(value + added_bytes for value in problem.fixed_border_bytes),
+        fixed_boundary_bytes=tuple(value + added_bytes for value in problem.fixed_boundary_bytes),
     )

@@ -293,7 +293,7 @@ def other_graph_bytes(graphs: Sequence[PlannedGraph]) -> list[OtherGraphBytes]:
     for position, graph in enumerate(graphs):
         if graph.problem.graph != GraphKind.BACKWARD:
             others.append(OtherGraphBytes(saved, 0))
-            own = graph.problem.fixed_border_bytes[-1] - graph.input_bytes
+            own = graph.problem.fixed_boundary_bytes[-1] - graph.input_bytes
         else:
             later = graphs[position + 1 :]
             others.append(OtherGraphBytes(saved, sum(map(_reduced_bytes, later))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
@@ -93,11 +93,6 @@ def _layers(depth: Depth, period: int) -> str:
     return f"{sum(depth)} layers" + (" or more" if sum(depth) + period > MOST_LAYERS else "")
 
 
-def strategies(cluster: Cluster, tp: int = 1) -> list[str]:
-    """Return ZeRO-3, ZeRO-2, and HSDP over the smallest of ``shard_groups``, if any."""
-    return ["zero3", "zero2", *(f"hsdp:{size}" for size in shard_groups(cluster, tp)[:1])]
-
-
 def shard_groups(cluster: Cluster, tp: int = 1) -> list[int]:
     """Return the HSDP shard counts to try: the numbers of ``tp``-rank groups in 1, 2 and 4 nodes.
 
@@ -173,15 +168,19 @@ class _Grower:
     cluster: Cluster
     size: int
     progress: Progress
+    _traced: dict[_Key, ShallowCopies] = field(default_factory=dict)
+    _shallow: dict[_Key, TracedStep] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._traced: dict[_Key, ShallowCopies] = {}
-        self._shallow: dict[_Key, TracedStep] = {}
+    @property
+    def strategies(self) -> list[str]:
+        """ZeRO-3, ZeRO-2, and HSDP over the smallest of ``shard_groups``, if any."""
+        groups = shard_groups(self.cluster, self.recipe.tp)
+        return ["zero3", "zero2", *(f"hsdp:{size}" for size in groups[:1])]
 
     def by_depth(self) -> Iterator[LargestFit]:
         # Shallow copies determine any number of layers, so deeper models need no trace.
         copies = self._copies(self.make_workload(1.0, self.size))
-        for strategy in strategies(self.cluster, self.recipe.tp):
+        for strategy in self.strategies:
             if (deepest := self._deepest(copies, strategy, sum(copies.shallow))) is not None:
                 what = _layers(deepest, copies.layers.period)
                 yield self._fit(strategy, "layers", what, copies.at_depth(deepest))
@@ -202,7 +201,7 @@ class _Grower:
         def step_at(size: int) -> TracedStep:
             return self._own_step(self.make_workload(1.0, size))
 
-        for strategy in strategies(self.cluster, self.recipe.tp):
+        for strategy in self.strategies:
             size = self._most(step_at, strategy, 1)
             if size is not None:
                 yield self._fit(strategy, "samples", f"{size} samples", step_at(size))
@@ -222,8 +221,7 @@ class _Grower:
     def _fitting(self, factor: float) -> list[str]:
         step = self._own_step(self.make_workload(factor, self.size))
         limit = self.cluster.memory_bytes
-        tried = strategies(self.cluster, self.recipe.tp)
-        return [strategy for strategy in tried if self._memory(step, strategy) <= limit]
+        return [strategy for strategy in self.strategies if self._memory(step, strategy) <= limit]
 
     def _deepest(self, copies: ShallowCopies, strategy: str, least: int) -> Depth | None:
         layers = self._most(lambda n: self._step(copies, n), strategy, least, MOST_LAYERS)

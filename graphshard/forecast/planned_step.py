@@ -8,8 +8,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-from ..cost.hardware import Hardware
 from ..cost.model import CostModel
 from ..kinds import GraphKind, TransferKind
 from ..planning.keep_unsharded import choose_kept
@@ -232,15 +232,17 @@ def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[C
     # The unchanged step uses the quick search, too: otherwise its time would not be comparable.
     quick = functools.partial(plan_step, traced, refine=False)
     base_us = quick(recipe, cluster).time.step_us
-    memory_machine = faster_machines(cluster.hardware)[FASTER_MEMORY]
+    hardware = cluster.hardware
+    fast_memory = dataclasses.replace(cluster, hardware=faster_machines(hardware)[FASTER_MEMORY])
     plans: dict[str, Callable[[], PlannedStep]] = {
         LINK: lambda: quick(recipe, _scaled_links(cluster, rate=2.0)),
         LATENCY: lambda: quick(recipe, _scaled_links(cluster, latency=0.0), prices=NO_LAUNCHES),
         COMPUTE: lambda: quick(recipe, cluster, prices=FASTER_COMPUTE),
-        BANDWIDTH: lambda: quick(recipe, _with(cluster, memory_machine), prices=FASTER_MEMORY),
+        BANDWIDTH: lambda: quick(recipe, fast_memory, prices=FASTER_MEMORY),
     }
     if recipe.offload:
-        plans[HOST] = lambda: quick(recipe, _with(cluster, _with_faster_host(cluster.hardware)))
+        rates = {name: scaled(getattr(hardware, name), 2.0) for name in ("host", "host_memory")}
+        plans[HOST] = lambda: quick(recipe, _with(cluster, **rates))
     if recipe.kind in ("zero3", "hsdp"):
         plans[KEPT] = lambda: quick(recipe, cluster, keep_all=True)
     if recipe.accumulate == 1:
@@ -257,13 +259,8 @@ def find_changes(traced: TracedStep, recipe: Recipe, cluster: Cluster) -> list[C
     return changes
 
 
-def _with(cluster: Cluster, hardware: Hardware) -> Cluster:
-    return dataclasses.replace(cluster, hardware=hardware)
-
-
-def _with_faster_host(hardware: Hardware) -> Hardware:
-    link, memory = scaled(hardware.host, 2.0), scaled(hardware.host_memory, 2.0)
-    return dataclasses.replace(hardware, host=link, host_memory=memory)
+def _with(cluster: Cluster, **parts: Any) -> Cluster:
+    return dataclasses.replace(cluster, hardware=dataclasses.replace(cluster.hardware, **parts))
 
 
 def _scaled_links(cluster: Cluster, *, rate: float = 1.0, latency: float = 1.0) -> Cluster:
@@ -275,9 +272,7 @@ def _scaled_links(cluster: Cluster, *, rate: float = 1.0, latency: float = 1.0) 
             link, bus=bus, latency_us=link.latency_us * latency, hop_us=link.hop_us * latency
         )
     launch_us, issue_us = hardware.launch_us * latency, hardware.issue_us * latency
-    return _with(
-        cluster, dataclasses.replace(hardware, **links, launch_us=launch_us, issue_us=issue_us)
-    )
+    return _with(cluster, **links, launch_us=launch_us, issue_us=issue_us)
 
 
 def find_bottleneck(memory: MemoryForecast, changes: Sequence[Change]) -> str:

@@ -279,8 +279,8 @@ class _Search:
         if recipe.dtype == "fp8":
             self.refused.append("offload with fp8: the host's time for fp8 scales is unknown")
             return
-        candidate = self._derive(traced, dataclasses.replace(recipe, offload=True), microbatch)
-        self.candidates += [candidate] if candidate is not None else []
+        offloaded = dataclasses.replace(recipe, offload=True)
+        self.candidates.append(self._plan(on_host(traced), offloaded, microbatch))
 
     def add_partial_recomputation(self, dtype: str) -> None:
         """Plan partial recomputation with the smallest microbatch too large for plain ZeRO-3.

@@ -21,6 +21,7 @@ import torch
 from .._torch.autograd import on_graph_error
 from .._torch.distributed import num_registered_works
 from .._torch.frames import locals_at
+from .nodes import WAIT
 
 R = TypeVar("R")
 
@@ -28,8 +29,6 @@ R = TypeVar("R")
 # failed rank has launched, unless they fail earlier. If they do, a background thread keeps waiting
 # until the process group's timeout.
 LIMIT_S = 5.0
-
-_wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 
 def wait_in_flight_on_error(compiled: Callable[..., R]) -> Callable[..., R]:
@@ -58,4 +57,4 @@ def _wait_now(tensors: list[torch.Tensor]) -> None:
         # Copies that the host reads take two waits (``host_copy``). Failed work is not in flight.
         for _ in range(2):
             with contextlib.suppress(Exception), torch.no_grad():
-                _wait_tensor(tensor)
+                WAIT(tensor)

@@ -70,7 +70,6 @@ SPECS: dict[OpOverload, type[MarkerSpec]] = {
     offload_activation: OffloadSpec,
     reload_activation: ReloadSpec,
 }
-MARKERS = tuple(SPECS)
 # Kind of transfer that each marker stands for; ``replicate`` has none.
 KIND_OF_MARKER: dict[OpOverload, TransferKind] = {
     unshard: TransferKind.ALL_GATHER,

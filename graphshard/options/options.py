@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from .._torch.tensors import FakeTensor, unset_fake_temporarily
 from ..errors import BackendError
 from ..ops.host_copy import PAGEABLE, PINNED
+from .checks import check_bool
 from .float8_policy import Float8Policy, check_fp8
 from .schedule_policy import SchedulePolicy
 
@@ -128,10 +129,7 @@ class Options:
         _check_overrides(self.overrides)
         if self.mesh is not None:
             _check_backward_ranks(self, self.mesh.size(self.mesh.ndim - 1))
-        if not isinstance(self.sync_module_states, bool):
-            raise ValueError(
-                f"sync_module_states={self.sync_module_states!r}: must be True or False"
-            )
+        check_bool("sync_module_states", self.sync_module_states)
         if self.compiler not in COMPILERS:
             raise ValueError(f"compiler={self.compiler!r}: must be one of {COMPILERS}")
         if not isinstance(self.schedule, SchedulePolicy):
@@ -273,10 +271,7 @@ def _check_mp_policy(policy: object) -> None:
         dtype = getattr(policy, name)
         if dtype is not None and dtype not in _CAST_DTYPES:
             raise ValueError(f"mp_policy.{name}={dtype!r}: must be None or one of {_CAST_DTYPES}")
-    if not isinstance(policy.cast_forward_inputs, bool):
-        raise ValueError(
-            f"mp_policy.cast_forward_inputs={policy.cast_forward_inputs!r}: must be True or False"
-        )
+    check_bool("mp_policy.cast_forward_inputs", policy.cast_forward_inputs)
 
 
 def _check_backward_ranks(options: Options, num_shards: int) -> None:

@@ -15,6 +15,7 @@ from ..cost.model import CostModel
 from ..planning.memory_budget import Reduce, ScheduleLimits
 from ..planning.plan import Bucket, Problem
 from ..planning.search import find_schedule, schedule_without_overlap
+from .checks import check_bool, is_number
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,7 @@ class SchedulePolicy:
     node_cost: Callable[[fx.Node], float | None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"schedule.overlap={self.overlap!r}: must be True or False")
+        check_bool("schedule.overlap", self.overlap)
         if self.reduce not in get_args(Reduce):
             raise ValueError(
                 f'schedule.reduce={self.reduce!r}: must be "ring", "exchange" or "auto"'
@@ -98,13 +98,12 @@ class SchedulePolicy:
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name), "None")
         budget = self.activation_memory_budget
-        if budget is not None and not (_is_number(budget) and 0 <= budget <= 1):
+        if budget is not None and not (is_number(budget) and 0 <= budget <= 1):
             raise ValueError(
                 f"schedule.activation_memory_budget={budget!r}: must be a number from 0 (recompute "
                 "all activations) to 1 (none), or None"
             )
-        if not isinstance(self.auto, bool):
-            raise ValueError(f"schedule.auto={self.auto!r}: must be True or False")
+        check_bool("schedule.auto", self.auto)
         if self.auto and not self.overlap:
             raise ValueError(
                 "schedule.auto=True with overlap=False: auto compares schedules that overlap; set "
@@ -150,14 +149,10 @@ class SchedulePolicy:
 
 
 def _check_size(name: str, value: object, alternative: str) -> None:
-    if not _is_number(value) or not 0 < value < math.inf:  # type: ignore[operator]
+    if not is_number(value) or not 0 < value < math.inf:
         raise ValueError(
             f"schedule.{name}={value!r}: must be a positive, finite number or {alternative}"
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _bytes(size: float | None, unit: float) -> int | None:

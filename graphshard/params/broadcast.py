@@ -11,10 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.distributed import process_group
 from .._torch.dtensor import values_on_rank
-from .._torch.nn import uncompiled
 from .full_tensor import as_bytes, without_expanded_dims
 from .mesh import MeshGroups, agreed_exchange
-from .trained_module import mesh_groups_of
+from .trained_module import mesh_groups_of, uncompiled_module
 
 
 def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
@@ -57,9 +56,7 @@ def sync_buffers(model: nn.Module) -> None:
         ValueError: ``model`` is not a module.
         BackendError: ranks do not all call this, or their buffers differ in name, shape or dtype.
     """
-    root = uncompiled(model)
-    if not isinstance(root, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
+    root = uncompiled_module(model)
     groups = mesh_groups_of(root)
     named = sorted(root.named_buffers())
     facts = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in named]

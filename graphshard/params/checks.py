@@ -363,18 +363,19 @@ def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
     if policy is None or not options.shard or embeds:  # an embedding is a lookup, not a matmul
         return None
     recipe = policy.recipe_for(plain.fqns, plain.param)
-    if recipe is not None and isinstance(plain.param, DTensor):
+    if recipe is None:
+        return None
+    if isinstance(plain.param, DTensor):
         raise ValueError(
             f"fp8 is not supported for a DTensor with placements {plain.param.placements}: exclude "
             'it with overrides={glob: {"fp8": None}} or fp8.filter_fn'
         )
-    if recipe is not None and _dim(plain.param, options):
+    if _dim(plain.param, options):
         raise ValueError(
             f"fp8 is not supported for a parameter that is split along dim={options.dim}: exclude "
             'it with overrides={glob: {"fp8": None}} or fp8.filter_fn'
         )
-    if recipe is not None:
-        check_fp8(policy, options.mp_policy.param_dtype)
+    check_fp8(policy, options.mp_policy.param_dtype)
     return recipe
 
 

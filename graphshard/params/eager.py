@@ -158,10 +158,9 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        sharded_params = ctx.sharded_params
-        sharded_params[0].model.trains_eagerly = True
-        groups = sharded_params[0].spec.groups
-        with eager_reduction(groups, [param.fqn for param in sharded_params]):
+        first = ctx.sharded_params[0]
+        first.model.trains_eagerly = True
+        with eager_reduction(first.spec.groups, first.fqn):
             # The gradient of nn.Embedding(sparse=True) is sparse.
             dense = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
             return None, *_gradients_of_shards(ctx, dense)

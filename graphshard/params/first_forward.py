@@ -49,13 +49,14 @@ from torch.utils.hooks import RemovableHandle
 from .._torch.as_parameter import GatheredParameter
 from .._torch.dynamo import run_as_python
 from .._torch.frames import CompiledCall, CompileRequest, compiled_call
-from .._torch.nn import forward_pre_hooks, uncompiled
+from .._torch.nn import forward_pre_hooks
 from ..errors import BackendError
 from ..options.options import Options
 from .compare_traces import ForwardCheck
 from .mixed_precision import cast_inputs
 from .plain_params import find_reduced_by_ddp
 from .sharded_param import sharded_model_of, sharded_param_of
+from .trained_module import uncompiled_modules
 
 
 class Sharder(Protocol):
@@ -181,7 +182,7 @@ class _Watched:
     target: weakref.ref[Any]
 
     def plain_modules(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-        for module in modules_named_by(self.target()):
+        for module in _modules_named_by(self.target()):
             # A DTensor is sharded by something else, such as FSDP2.
             params = self.sharder.plain_parameters(module)
             if plain := [p for p in params if not isinstance(p, DTensor)]:
@@ -221,7 +222,7 @@ def watch(sharder: Sharder, compiled: object) -> None:
     if not any(w.sharder is sharder and w.target() is target for w in _watched):
         with contextlib.suppress(TypeError):  # the object cannot be weakly referenced
             _watched.append(_Watched(sharder, weakref.ref(target)))
-    if any(True for _ in modules_named_by(target)):  # bool(module) may raise
+    if any(True for _ in _modules_named_by(target)):  # bool(module) may raise
         _idle.discard(sharder)
     _hook_optimizers()
 
@@ -240,7 +241,7 @@ def _hook_optimizers() -> None:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def modules_named_by(target: object) -> Iterator[nn.Module]:
+def _modules_named_by(target: object) -> Iterator[nn.Module]:
     """Yield the modules that compiled code refers to.
 
     Args:
@@ -257,9 +258,7 @@ def modules_named_by(target: object) -> Iterator[nn.Module]:
         except ValueError:  # a closure variable is not assigned yet
             return
         values += [*names.nonlocals.values(), *names.globals.values(), *(target.__defaults__ or ())]
-    for value in map(uncompiled, values):
-        if isinstance(value, nn.Module):
-            yield value
+    yield from uncompiled_modules(values)
 
 
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:

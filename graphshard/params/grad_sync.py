@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
-from .._torch.nn import uncompiled
+from ..options.checks import check_bool, is_number
 from .sharded_param import refresh_accessors, sharded_model_of, sharded_param_of
+from .trained_module import uncompiled_module
 
 # Flags of a module: whether to reduce its gradients; whether to average them over replicas.
 SYNCS, ALL_REDUCES = "_graphshard_syncs", "_graphshard_all_reduces"
@@ -44,8 +44,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: ``model`` is not a module.
     """
-    _check(model)
-    before = {module: module_flag(module, SYNCS) for module in model.modules()}
+    modules = uncompiled_module(model).modules()
+    before = {module: module_flag(module, SYNCS) for module in modules}
     try:
         set_flags(dict.fromkeys(before, False), SYNCS)
         yield
@@ -61,8 +61,9 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
     Raises:
         ValueError: ``model`` is not a module, or ``requires_gradient_sync`` is not a bool.
     """
-    _check(model, requires_gradient_sync=requires_gradient_sync)
-    set_flags(dict.fromkeys(model.modules(), requires_gradient_sync), SYNCS)
+    modules = uncompiled_module(model).modules()
+    check_bool("requires_gradient_sync", requires_gradient_sync)
+    set_flags(dict.fromkeys(modules, requires_gradient_sync), SYNCS)
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None:
@@ -75,8 +76,9 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None
     Raises:
         ValueError: ``model`` is not a module, or ``requires_all_reduce`` is not a bool.
     """
-    _check(model, requires_all_reduce=requires_all_reduce)
-    set_flags(dict.fromkeys(model.modules(), requires_all_reduce), ALL_REDUCES)
+    modules = uncompiled_module(model).modules()
+    check_bool("requires_all_reduce", requires_all_reduce)
+    set_flags(dict.fromkeys(modules, requires_all_reduce), ALL_REDUCES)
 
 
 def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
@@ -91,26 +93,16 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     Raises:
         ValueError: ``model`` is not sharded, or ``factor`` is not a positive, finite number.
     """
-    _check(model)
-    module: Any = uncompiled(model)
+    module = uncompiled_module(model)
     sharded = sharded_model_of(module)
     if sharded is None:
         raise ValueError(
             f"{type(module).__name__} is not sharded yet: call graphshard.shard(model, mesh) "
             "first, even if the first compiled call would shard the model"
         )
-    is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-    if not is_number or not 0 < factor < math.inf:
+    if not is_number(factor) or not 0 < factor < math.inf:
         raise ValueError(f"factor={factor!r}: must be a positive, finite number")
     # Parameters that an earlier call of ``shard`` sharded belong to another ``ShardedModel``.
     params = filter(None, map(sharded_param_of, module.parameters()))
     for model_or_part in {sharded, *(param.model for param in params)}:
         model_or_part.gradient_divide_factor = float(factor)
-
-
-def _check(model: object, **flags: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ValueError(f"{name}={flag!r}: must be True or False")

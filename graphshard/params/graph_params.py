@@ -12,7 +12,7 @@ records the versions of the DTensors whose shards it saves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,9 +30,8 @@ from .._torch.autograd import (
     saves_unpacked,
     version_of,
 )
-from .._torch.dynamo import Source, Trace, source_name, sources
+from .._torch.dynamo import Source, Trace, sources
 from .._torch.frames import CompiledCall
-from .._torch.nn import uncompiled
 from .._torch.tensors import storage_of, traced_storage, traced_value
 from ..errors import BackendError
 from ..ops import markers
@@ -46,13 +45,9 @@ from .sharded_param import (
     sharded_model_of,
     sharded_param_of,
 )
+from .trained_module import uncompiled_modules
 
 _R = TypeVar("_R")
-
-
-def uncompiled_modules(owners: Iterable[object]) -> Iterator[nn.Module]:
-    """Yield the modules among ``owners``, without the wrapper of ``torch.compile``."""
-    return (owner for owner in map(uncompiled, owners) if isinstance(owner, nn.Module))
 
 
 def find_root(
@@ -70,7 +65,7 @@ def find_root(
         if any(p is param for p in candidate.parameters()):
             return candidate, trace.is_resumed() or call.runs(candidate)
     raise BackendError(
-        f"parameter {source_name(source)} belongs to no module that the compiled code refers to: "
+        f"parameter {source.name} belongs to no module that the compiled code refers to: "
         "compile the module, or read the parameter through its module"
     )
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from tabulate import tabulate
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from .._torch.dtensor import values_on_rank
 from .sharded_param import is_offloaded, sharded_param_of
+from .trained_module import uncompiled_module
 
 
 class MemoryBytes(NamedTuple):
@@ -64,12 +65,11 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     Raises:
         ValueError: ``model`` is not a module, or ``optimizer`` is not an optimizer.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
+    root = uncompiled_module(model)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer")
     state = {} if optimizer is None else optimizer.state
-    params = list(model.parameters())
+    params = list(root.parameters())
     sharded_params = [p for p in map(sharded_param_of, params) if p is not None]
     totals = [total for param in sharded_params for total in param.unreduced_totals()]
 
@@ -81,7 +81,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     on_host = trained(list(filter(is_offloaded, params)))
     return MemoryReport(
         parameters=parameters,
-        buffers=_memory(model.buffers()),
+        buffers=_memory(root.buffers()),
         gradients=gradients,
         sums=MemoryBytes(sum(total.nbytes for total in totals), 0),
         optimizer=optimizer_state,
@@ -95,12 +95,11 @@ def _memory(values: Iterable[object]) -> MemoryBytes:
     tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}.values()
     return MemoryBytes(
         rank=sum(_rank_bytes(tensor) for tensor in tensors),
-        unsharded=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        unsharded=sum(tensor.nbytes for tensor in tensors),
     )
 
 
 def _rank_bytes(tensor: torch.Tensor) -> int:
     sharded_param = sharded_param_of(tensor)
-    if sharded_param is not None:
-        return sharded_param.shard.nbytes
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+    held = values_on_rank(tensor) if sharded_param is None else sharded_param.shard
+    return held.nbytes

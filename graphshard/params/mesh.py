@@ -146,10 +146,14 @@ def eager_gather(groups: MeshGroups, fqns: Sequence[str]) -> AbstractContextMana
     return call_log.raising_posted_error()
 
 
-def eager_reduction(groups: MeshGroups, fqns: Sequence[str]) -> AbstractContextManager[None]:
-    """Log a reduction of gradients; return the context to run it in."""
+def eager_reduction(groups: MeshGroups, fqn: str) -> AbstractContextManager[None]:
+    """Log a reduction of gradients; return the context to run it in.
+
+    Args:
+        fqn: name of the first parameter whose gradient is reduced.
+    """
     call_log = call_log_of_mesh(groups)
-    call_log.run(f"a reduction of gradients of {fqns[0]!r} outside of a graph")
+    call_log.run(f"a reduction of gradients of {fqn!r} outside of a graph")
     return call_log.raising_posted_error()
 
 

@@ -106,11 +106,13 @@ def _passes(root: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
     largest = max(sum(p.nbytes for p in m.parameters(recurse=False)) for m in root.modules())
     limit = max(largest, min(sum(sizes.values()) // 16, 1 << 30))
     part: list[str] = []
+    size = 0
     for name in names:
-        if part and sum(sizes[n] for n in part) + sizes[name] > limit:
+        if part and size + sizes[name] > limit:
             yield part
-            part = []
+            part, size = [], 0
         part.append(name)
+        size += sizes[name]
     yield part
 
 
@@ -144,9 +146,8 @@ class _Snapshot:
         parameters_of(self.module).update(
             {name: p if p is None else twins[p] for name, p in self.parameters.items()}
         )
-        buffers_of(self.module).update(
-            {name: _marked(b, device) for name, b in self.buffers.items() if _is_meta(b)}
-        )
+        metas = {name: b for name, b in self.buffers.items() if b is not None and b.is_meta}
+        buffers_of(self.module).update({name: _marked(b, device) for name, b in metas.items()})
 
     def restore_parameters(self) -> None:
         self.module.__class__ = self.kind
@@ -241,13 +242,7 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
         )
 
 
-def _is_meta(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta
-
-
-def _marked(meta: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    if meta is None:
-        return None
+def _marked(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     buffer = torch.zeros_like(meta, device=device)
     values = values_on_rank(buffer)
     if values.is_complex():
@@ -282,11 +277,9 @@ def _is_unwritten(buffer: torch.Tensor) -> bool:
 def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:
     for snapshot in snapshots:
         for name, buffer in buffers_of(snapshot.module).items():
-            if (
-                _is_meta(snapshot.buffers.get(name))
-                and buffer is not None
-                and _is_unwritten(buffer)
-            ):
+            before = snapshot.buffers.get(name)
+            was_meta = before is not None and before.is_meta
+            if was_meta and buffer is not None and _is_unwritten(buffer):
                 raise BackendError(
                     f"init does not write the buffer {name!r} of {type(snapshot.module).__name__}: "
                     "pass graphshard.materialize a function init(model) that does, or create "

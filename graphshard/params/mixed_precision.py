@@ -79,7 +79,7 @@ def check_cast_boundaries(
     for module, policy in find_cast_boundaries(root, options)[will_cast:]:  # root's is first
         begun, runs = call_arguments(module), in_use and module is root
         dtype = _input_dtype(policy)
-        casts_inputs = _is_cast(begun, dtype) if begun else dtype is not None
+        casts_inputs = _needs_cast(begun, dtype) if begun else dtype is not None
         if (begun or runs) and (casts_inputs or policy.output_dtype is not None):
             raise BackendError(
                 f"mp_policy={policy}: the first forward of {type(module).__name__} began before "
@@ -89,7 +89,7 @@ def check_cast_boundaries(
             )
 
 
-def _is_cast(inputs: object, dtype: torch.dtype | None) -> bool:
+def _needs_cast(inputs: object, dtype: torch.dtype | None) -> bool:
     if dtype is None:
         return False
     dtypes = []

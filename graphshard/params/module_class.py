@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, SupportsIndex, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -50,14 +50,11 @@ from .sharded_param import (
     sharded_param_of,
 )
 
-# Marker that reads a parameter, with names of module attributes instead of tensors.
-Marker: TypeAlias = UnshardSpec | ReplicateSpec
-
 
 class Reading(NamedTuple):
     """Arguments of an accessor, the property that reads a parameter."""
 
-    marker: Marker
+    marker: UnshardSpec | ReplicateSpec  # with names of module attributes instead of tensors
     dim: int  # dimension whose slices are the rows
     tensor_parallel: TensorParallel | None  # wraps the result in a DTensor
 

@@ -62,8 +62,8 @@ from .torch_calls import assign_data, gradient_of, leaves_of
 from .trained_module import is_first_rank
 
 # Parts of descriptions from which ``_advice`` infers why ranks differ.
-ARGUMENTS = "arguments of graphshard"
-ON_META, REQUIRES_GRAD, WITH_GRADIENT = " on meta", " requires_grad", " with a gradient"
+_ARGUMENTS = "arguments of graphshard"
+_ON_META, _REQUIRES_GRAD, _WITH_GRADIENT = " on meta", " requires_grad", " with a gradient"
 
 
 class _Stale:
@@ -144,7 +144,8 @@ def shard_module(
         substitute_backward_inputs(leaves_of, gradient_of)
         if not in_use:
             for param in sharded_params:
-                _make_stale(param)
+                stale: Any = StaleDTensor if isinstance(param, DTensor) else StaleParameter
+                param.__class__ = stale
     model.padding = padding_advice(
         {p.spec: p.shard.element_size() for p in sharded_params.values()}
     )
@@ -161,7 +162,7 @@ def _check_same_shards(
     error: str | None,
 ) -> None:
     """Raise on all ranks if one has an ``error``, or if modules or options differ between ranks."""
-    descriptions = {ARGUMENTS: options.fingerprint()}
+    descriptions = {_ARGUMENTS: options.fingerprint()}
     if error is None:
         descriptions |= {
             p.fqn: _describe(p.param) + (p.spec.float8_recipe or "") for p in plain_params
@@ -171,16 +172,16 @@ def _check_same_shards(
 
 
 def _advice(name: str, ours: str, theirs: str) -> str:
-    if name == ARGUMENTS:
+    if name == _ARGUMENTS:
         return "Pass the same values on all ranks: does one depend on the rank or a local file?"
-    if ON_META in ours + theirs and ours.replace(ON_META, "") == theirs.replace(ON_META, ""):
+    if _ON_META in ours + theirs and ours.replace(_ON_META, "") == theirs.replace(_ON_META, ""):
         return (
             "Create the model on the meta device on all ranks, or on none; to load weights that "
             "only one rank has, use load_full_state_dict after materialize or to_empty"
         )
-    if ours.removesuffix(WITH_GRADIENT) == theirs.removesuffix(WITH_GRADIENT):
+    if ours.removesuffix(_WITH_GRADIENT) == theirs.removesuffix(_WITH_GRADIENT):
         return "Call zero_grad() on all ranks first, or on none: has one run a backward alone?"
-    if ours.removesuffix(REQUIRES_GRAD) == theirs.removesuffix(REQUIRES_GRAD):
+    if ours.removesuffix(_REQUIRES_GRAD) == theirs.removesuffix(_REQUIRES_GRAD):
         return "Freeze the same parameters on all ranks: does only one rank load or freeze them?"
     return "Build the same model on all ranks: does its code or config depend on the rank?"
 
@@ -190,10 +191,10 @@ def _describe(tensor: torch.Tensor) -> str:
     if isinstance(tensor, DTensor):
         text += f" {tensor.placements}"
     if tensor.is_meta:
-        text += ON_META
+        text += _ON_META
     if tensor.requires_grad:
-        text += REQUIRES_GRAD
-    return text + WITH_GRADIENT if tensor.grad is not None else text
+        text += _REQUIRES_GRAD
+    return text + _WITH_GRADIENT if tensor.grad is not None else text
 
 
 def _raise_if_used_unequal(
@@ -285,10 +286,6 @@ def _free(param: nn.Parameter) -> None:
         param.data = param.data.new_empty(0)
 
 
-def _make_stale(param: Any) -> None:
-    param.__class__ = StaleDTensor if isinstance(param, DTensor) else StaleParameter
-
-
 def _shard_parameter(plain: PlainParam, model: ShardedModel) -> ShardedParam:
     old, spec = plain.param, plain.spec
     new = nn.Parameter(spec.dtensor(spec.padded_shard(old)), requires_grad=old.requires_grad)
@@ -312,7 +309,7 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
     def hand_over(full: torch.Tensor) -> None:
         grad = take_gradient(full)
         assert grad is not None
-        with eager_reduction(sharded_param.spec.groups, [sharded_param.fqn]):
+        with eager_reduction(sharded_param.spec.groups, sharded_param.fqn):
             _accumulate_full_grad(sharded_param, grad)
 
     # Autograd graphs that still hold the full parameter accumulate into it.

@@ -491,7 +491,7 @@ class ShardedModel:
         reducible.sort(key=lambda sharded_param: sharded_param.fqn)
         if not reducible:
             return
-        with eager_reduction(reducible[0].spec.groups, [param.fqn for param in reducible]):
+        with eager_reduction(reducible[0].spec.groups, reducible[0].fqn):
             for sharded_param, pending in zip(reducible, self._pending_on_any_rank(reducible)):
                 if any(pending):
                     sharded_param.reduce_accumulated(unsynced=pending[0])

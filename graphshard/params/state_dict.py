@@ -164,8 +164,12 @@ def _check_same_order(root: nn.Module, groups: MeshGroups) -> None:
 # --- names and versions --------------------------------------------------------------------------
 
 
+def _plain_module_name(name: str) -> str:
+    return plain_name(f"{name}.").removesuffix(".")
+
+
 def _plain_versions(state_dict: Mapping[str, object]) -> dict[str, Any]:
-    return {plain_name(f"{n}.").removesuffix("."): v for n, v in versions_of(state_dict).items()}
+    return {_plain_module_name(name): v for name, v in versions_of(state_dict).items()}
 
 
 def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[str]]:
@@ -338,7 +342,7 @@ def _incoming_model(root: nn.Module, incoming: _States) -> StateDict:
                 mesh, placements = like.device_mesh, like.placements
                 value = distribute_tensor(value, mesh, placements, src_data_rank=None)
         state[name] = value
-    names = {plain_name(f"{name}.").removesuffix("."): name for name in versions_of(own)}
+    names = {_plain_module_name(name): name for name in versions_of(own)}
     set_versions(state, {names.get(name, name): v for name, v in incoming.versions.items()})
     return state
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -53,7 +54,8 @@ class StoredTensor(torch.Tensor):
                 "out-of-place operator"
             )
         call = _Call(op, args, kwargs or {}, 0)
-        result = op(*tree_map(_meta_of, args), **tree_map(_meta_of, call.kwargs))
+        metas, keywords = _with(attrgetter("meta"), (args, call.kwargs))
+        result = op(*metas, **keywords)
         if isinstance(result, torch.Tensor):
             return cls.create(result, call)
         return type(result)(
@@ -86,12 +88,8 @@ class _Call:
         return int(self.argument(position, name, 0)) % ndim  # dims may be negative
 
 
-def _meta_of(value: object) -> object:
-    return value.meta if isinstance(value, StoredTensor) else value
-
-
-def _with(read: Callable[[StoredTensor], torch.Tensor], values: Any) -> Any:
-    return tree_map(lambda value: read(value) if isinstance(value, StoredTensor) else value, values)
+def _with(convert: Callable[[StoredTensor], torch.Tensor], values: Any) -> Any:
+    return tree_map(lambda v: convert(v) if isinstance(v, StoredTensor) else v, values)
 
 
 def read_stored(stored: StoredTensor, rows: slice | None = None) -> torch.Tensor:

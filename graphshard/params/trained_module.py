@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,13 +13,24 @@ from .mesh import MeshGroups
 from .sharded_param import sharded_param_of
 
 
+def uncompiled_module(model: object) -> nn.Module:
+    """Return ``model`` without the wrapper of ``torch.compile``; raise if it is not a module."""
+    root = uncompiled(model)
+    if not isinstance(root, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
+    return root
+
+
+def uncompiled_modules(values: Iterable[object]) -> Iterator[nn.Module]:
+    """Yield the modules among ``values``, without the wrapper of ``torch.compile``."""
+    return (value for value in map(uncompiled, values) if isinstance(value, nn.Module))
+
+
 def checked_module(
     model: nn.Module, optim: torch.optim.Optimizer | None = None, *, allow_meta: bool = False
 ) -> nn.Module:
     """Validate the arguments; return ``model`` without the wrapper of ``torch.compile``."""
-    root = uncompiled(model)
-    if not isinstance(root, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
+    root = uncompiled_module(model)
     if optim is not None and not isinstance(optim, torch.optim.Optimizer):
         raise ValueError(f"optim is a {type(optim).__name__}: pass a torch.optim.Optimizer")
     for name, param in root.named_parameters():

@@ -269,9 +269,7 @@ def _free_gb(traced: TracedGraph, device: torch.device) -> float:
     """Return the GPU memory available to a graph and its inputs, in GB, rounded down."""
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    inputs = [value for value in traced.inputs if isinstance(value, torch.Tensor)]
-    on_device = [tensor for tensor in inputs if tensor.device.type == device.type]
-    own = sum(tensor.nbytes for tensor in on_device)
+    own = sum(tensor.nbytes for tensor in traced.tensors if tensor.device.type == device.type)
     # Two values per trained parameter, for an optimizer like Adam before its first step.
     states = 2 * sum(shard.nbytes for shard in traced.shards if shard.requires_grad)
     left = free + cached + own - states - int(FRAGMENTATION * total)
@@ -367,12 +365,12 @@ def _plan(parts: tuple[fx.GraphModule, fx.GraphModule], settings: CompileSetting
         try:
             buckets = settings.plan_buckets(problem, (), cost_model, refine=False)
         except BudgetError as error:
-            refused = refused or f"{problem.graph} needs {error.needed / 1e9:.3g} GB"
-            peak_bytes = max(peak_bytes, error.needed)
-            continue
-        timeline = simulate(problem, buckets, cost_model)
-        step_us += timeline.total_us + timeline.slowdown_us
-        peak_bytes = max(peak_bytes, timeline.peak_bytes)
-        if timeline.peak_bytes > budget:
-            refused = refused or f"{problem.graph} needs {timeline.peak_bytes / 1e9:.3g} GB"
+            needed = error.needed
+        else:
+            timeline = simulate(problem, buckets, cost_model)
+            step_us += timeline.total_us + timeline.slowdown_us
+            needed = timeline.peak_bytes
+        peak_bytes = max(peak_bytes, needed)
+        if needed > budget:
+            refused = refused or f"{problem.graph} needs {needed / 1e9:.3g} GB"
     return TriedSaving(saving, None if refused else step_us, peak_bytes, refused)

@@ -92,11 +92,9 @@ class CompileSettings:
     def fingerprint(self) -> str:
         """Return all fields but ``baked_in`` and ``regathered``, as text, with the rates in use."""
         # Leave out the path of a hardware file: plans only depend on the rates in it.
-        schedule = dataclasses.replace(self.schedule, hardware="auto")
-        hardware = self.cost_model().hardware.to_json()
-        where = self.device.type
-        chosen = f"{schedule} {self.saving}"
-        return f"{self.compiler} {chosen} {hardware} {where} {self.first_rank_plans}"
+        chosen = f"{dataclasses.replace(self.schedule, hardware='auto')} {self.saving}"
+        hardware = f"{self.cost_model().hardware.to_json()} {self.device.type}"
+        return f"{self.compiler} {chosen} {hardware} {self.first_rank_plans}"
 
     def facts(self) -> str:
         """Return the facts that a compile depends on besides its Dynamo graph, one per line."""
@@ -259,13 +257,9 @@ def _device_name(device: torch.device) -> str:
 def _describe_input(value: object) -> str:
     # Plans depend on sizes as traced, and on whether a gradient is required.
     if isinstance(value, torch.Tensor):
-        sizes = [_size(size) for size in value.shape]
+        sizes = [size_hint(size) for size in value.shape]
         return f"{value.dtype} {sizes} {value.device.type} {value.requires_grad}"
-    return str(_size(value)) if isinstance(value, int | torch.SymInt) else type(value).__name__
-
-
-def _size(size: int | torch.SymInt) -> int:
-    return size if type(size) is int else size_hint(size)
+    return str(size_hint(value)) if isinstance(value, int | torch.SymInt) else type(value).__name__
 
 
 def _modes() -> tuple[object, ...]:

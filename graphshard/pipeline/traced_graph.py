@@ -40,14 +40,16 @@ class TracedGraph:
     inductor_options: Mapping[str, Any]
     tp_groups: Sequence[str] = ()
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [value for value in self.inputs if isinstance(value, torch.Tensor)]
+
     def device_of_inputs(self) -> torch.device:
-        tensors = (value for value in self.inputs if isinstance(value, torch.Tensor))
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+        return next((tensor.device for tensor in self.tensors), torch.device("cpu"))
 
     def trains(self) -> bool:
         """Return whether there will be a backward graph."""
-        tensors = (value for value in self.inputs if isinstance(value, torch.Tensor))
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
     def batch_sizes(self) -> tuple[str, bool]:
         """Return the batch's sizes, as in "16x24, 16", and whether any of them is dynamic."""

@@ -71,7 +71,7 @@ def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
     with every launch on the planned side of each user collective, and contain no markers.
     """
     graph.lint()
-    left = [node.name for node in graph.nodes if node.target in markers.MARKERS]
+    left = [node.name for node in graph.nodes if markers.is_marker(node)]
     if left:
         raise AssertionError(f"the {plan.graph} graph has markers that were not lowered: {left}")
     planned, in_graph = _planned_events(plan), _graph_events(graph)
@@ -87,7 +87,8 @@ def _planned_events(plan: Plan) -> list[Event]:
     for step in events_by_step(problem.num_steps, plan.buckets, users):
         for i, is_wait in step:
             if i >= len(plan.buckets):
-                events += [] if is_wait else [str(users[i - len(plan.buckets)])]
+                if not is_wait:
+                    events.append(str(users[i - len(plan.buckets)]))
                 continue
             bucket = plan.buckets[i]
             # In a graph, an all-reduce of shards looks like any other all-reduce.

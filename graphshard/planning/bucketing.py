@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ..kinds import TransferKind
-from .buckets import bucket_of, replica_bucket
+from .buckets import bucket_of, may_exchange, replica_bucket
 from .live_bytes import Footprint, footprint
 from .memory_budget import Reduce
 from .plan import Bucket, Problem, Transfer
@@ -117,28 +117,28 @@ class Queue:
         """Yield variants of ``split`` that re-split the candidate at ``index``.
 
         The candidate is re-split alone, or with the next one of its run: the two are merged, or the
-        border between them moves. The part after the new border stays whole or is halved.
+        boundary between them moves. The part after the new boundary stays whole or is halved.
         """
         begin, end = split[index].begin, split[index].end
-        steps = _powers_of_two(end - begin)  # distances from old borders: O(log n) variants
-        inner = {border for step in steps for border in (begin + step, end - step)}
-        recuts = [(border, end) for border in sorted(inner)]
+        steps = _powers_of_two(end - begin)  # distances from old boundaries: O(log n) variants
+        inner = {boundary for step in steps for boundary in (begin + step, end - step)}
+        recuts = [(boundary, end) for boundary in sorted(inner)]
         if end < self._run_end[begin]:
             # In ``split``, candidates of other runs may lie between the two.
             last = next(neighbor.end for neighbor in split[index:] if neighbor.begin == end)
             outer = [end + step for step in _powers_of_two(last - end)]
-            recuts += [(border, last) for border in [*sorted(inner), *outer, last]]
-        for border, last in recuts:
-            half_bytes = (self._bytes_before[border] + self._bytes_before[last]) / 2
+            recuts += [(boundary, last) for boundary in [*sorted(inner), *outer, last]]
+        for boundary, last in recuts:
+            half_bytes = (self._bytes_before[boundary] + self._bytes_before[last]) / 2
             middle = bisect_left(self._bytes_before, half_bytes)
-            yield from self._with_borders(split, begin, border, last, last)
-            if border < middle < last:
-                yield from self._with_borders(split, begin, border, middle, last)
+            yield from self._with_boundaries(split, begin, boundary, last, last)
+            if boundary < middle < last:
+                yield from self._with_boundaries(split, begin, boundary, middle, last)
 
-    def _with_borders(self, split: Split, *borders: int) -> Iterator[Split]:
-        ranges = [(begin, end) for begin, end in pairwise(borders) if begin < end]
+    def _with_boundaries(self, split: Split, *boundaries: int) -> Iterator[Split]:
+        ranges = [(begin, end) for begin, end in pairwise(boundaries) if begin < end]
         if all(self._fits(begin, end) for begin, end in ranges):
-            kept = [c for c in split if not borders[0] <= c.begin < borders[-1]]
+            kept = [c for c in split if not boundaries[0] <= c.begin < boundaries[-1]]
             yield self._in_queue_order([*kept, *(self.candidate(*range_) for range_ in ranges)])
 
     def _in_queue_order(self, split: Split) -> Split:
@@ -196,11 +196,6 @@ class Queue:
             choice = compare_reductions(*args)
             return choice.ring if choice.why_ring else choice.exchange
         return packed_bucket(*args, exchanges=may_choose)
-
-
-def may_exchange(problem: Problem, members: Sequence[int]) -> bool:
-    """Return whether an exchange may reduce the transfers at positions ``members``."""
-    return all(problem.transfers[i].exchange_dtype for i in members)
 
 
 class ReductionChoice(NamedTuple):

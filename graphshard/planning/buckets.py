@@ -36,6 +36,26 @@ def bucket_of(
     return dataclasses.replace(bucket, num_bytes=sum(t.num_bytes for buf in sent for t in buf))
 
 
+def may_exchange(problem: Problem, members: Sequence[int]) -> bool:
+    """Return whether an exchange may reduce the transfers at positions ``members``."""
+    return all(problem.transfers[i].exchange_dtype for i in members)
+
+
+def shortest_lived(problem: Problem, members: Sequence[int], *, exchanges: bool = False) -> Bucket:
+    """Return a bucket with one buffer, launched and waited for where it takes memory shortest.
+
+    Args:
+        exchanges: whether gradients with an ``exchange_dtype`` are exchanged.
+    """
+    transfers = [problem.transfers[i] for i in members]
+    if transfers[0].kind.is_fetch:
+        step = min(t.due for t in transfers)
+    else:
+        step = max(t.ready for t in transfers)
+    exchanged = exchanges and may_exchange(problem, members)
+    return bucket_of(problem, (tuple(members),), launch=step, wait=step, exchanges=exchanged)
+
+
 def is_copied_in(buffer: Sequence[Transfer]) -> bool:
     """Return whether the transfers of a buffer must be copied into it."""
     return len(buffer) > 1 or buffer[0].copied_in or buffer[0].casts

@@ -23,7 +23,7 @@ from operator import add
 from typing import NamedTuple
 
 from ..kinds import TransferKind
-from .buckets import bucket_of, is_copied_in, replica_bucket
+from .buckets import is_copied_in, replica_bucket, shortest_lived
 from .plan import Bucket, Problem, Transfer, sent_buffers
 
 
@@ -211,7 +211,7 @@ def count_transfers(changes: ByteChanges, transfers: Iterable[Transfer]) -> None
 def fixed_by_point(problem: Problem) -> list[int]:
     """Return the schedule-independent bytes alive at each point in time."""
     by_point = [0] * num_points(problem.num_steps)
-    by_point[0::3] = by_point[1::3] = problem.fixed_border_bytes
+    by_point[0::3] = by_point[1::3] = problem.fixed_boundary_bytes
     by_point[2::3] = problem.fixed_bytes
     return by_point
 
@@ -219,7 +219,7 @@ def fixed_by_point(problem: Problem) -> list[int]:
 def with_fixed_bytes(problem: Problem, by_point: Sequence[int]) -> Problem:
     """Return ``problem`` with ``by_point`` as its schedule-independent bytes."""
     return dataclasses.replace(
-        problem, fixed_bytes=tuple(by_point[2::3]), fixed_border_bytes=tuple(by_point[0::3])
+        problem, fixed_bytes=tuple(by_point[2::3]), fixed_boundary_bytes=tuple(by_point[0::3])
     )
 
 
@@ -272,11 +272,8 @@ def least_by_point(problem: Problem, *, exchanges: bool = False) -> list[int]:
         exchanges: whether gradients with an ``exchange_dtype`` are exchanged, which takes less
             memory.
     """
-    buckets = []
-    for i, t in enumerate(problem.transfers):
-        step = t.due if t.kind.is_fetch else t.ready
-        exchanged = exchanges and bool(t.exchange_dtype)
-        buckets.append(bucket_of(problem, ((i,),), launch=step, wait=step, exchanges=exchanged))
+    numbers = range(len(problem.transfers))
+    buckets = [shortest_lived(problem, [i], exchanges=exchanges) for i in numbers]
     averages = filter(None, (replica_bucket(bucket, problem.transfers) for bucket in buckets))
     return alive_by_point(problem, [*buckets, *averages])
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..kinds import HOST_COPIES, TransferKind
-from .buckets import bucket_of, in_launch_order, next_in_chain
+from .buckets import in_launch_order, next_in_chain, shortest_lived
 from .live_bytes import (
     LiveBytes,
     Span,
@@ -38,6 +38,19 @@ from .memory_budget import FreeMemory, ScheduleLimits
 from .plan import Bucket, Problem, Transfer
 from .search import find_schedule
 from .simulate import Lane, TransferCostModel, bucket_cost, clock
+
+# Factor on the predicted duration of host copies. Judgement call: concurrent with compute or on a
+# shared link, a copy can take twice as long as alone. A larger margin holds buffers longer; with a
+# smaller one, compute waits for late copies.
+HOST_COPY_MARGIN = 2.0
+# Fractions of the budget to try as the limit of each graph's smallest peak; the rest lets gathers
+# launch earlier. Judgement call: each fraction costs a search for both graphs (without local
+# search), and neighboring fractions differ little in time. Fewer would miss a good one.
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+# Minimum fraction of the predicted time that offloading more than necessary must save. Judgement
+# call: predictions are no more accurate than that. A larger value leaves gathers exposed that could
+# be hidden; with 0, copies load the host link for a gain that may not be real.
+MIN_GAIN = 0.02
 
 
 def without_host_copies(problem: Problem) -> Problem:
@@ -88,9 +101,7 @@ def _copies_to_device(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucke
         for bucket in buckets
         if bucket.kind == TransferKind.ALL_GATHER and _is_on_host(problem, bucket)
     ]
-    for i, t in enumerate(problem.transfers):
-        if t.kind == TransferKind.COPY_TO_DEVICE:
-            copies.append(bucket_of(problem, ((i,),), launch=t.due, wait=t.due))
+    copies += _copies_of_activations(problem, TransferKind.COPY_TO_DEVICE)
     return sorted(copies, key=lambda copy: copy.wait)
 
 
@@ -103,10 +114,12 @@ def _copies_to_host(problem: Problem, buckets: Sequence[Bucket]) -> list[Bucket]
         # If an all-reduce over replicas follows, the shards are copied after that.
         if bucket.kind.is_reduction and _is_on_host(problem, bucket) and i not in successors
     ]
-    for i, t in enumerate(problem.transfers):
-        if t.kind == TransferKind.COPY_TO_HOST:
-            copies.append(bucket_of(problem, ((i,),), launch=t.ready, wait=t.ready))
-    return copies
+    return copies + _copies_of_activations(problem, TransferKind.COPY_TO_HOST)
+
+
+def _copies_of_activations(problem: Problem, kind: TransferKind) -> list[Bucket]:
+    transfers = enumerate(problem.transfers)
+    return [shortest_lived(problem, [i]) for i, transfer in transfers if transfer.kind == kind]
 
 
 def _is_on_host(problem: Problem, bucket: Bucket) -> bool:
@@ -162,20 +175,6 @@ def _wait_late(
         wait = memory.take_latest(footprint(problem, copy), copy.launch, wish)
         placed.append(dataclasses.replace(copy, wait=wait))
     return placed
-
-
-# Factor on the predicted duration of host copies. Judgement call: concurrent with compute or on a
-# shared link, a copy can take twice as long as alone. A larger margin holds buffers longer; with a
-# smaller one, compute waits for late copies.
-HOST_COPY_MARGIN = 2.0
-# Fractions of the budget to try as the limit of each graph's smallest peak; the rest lets gathers
-# launch earlier. Judgement call: each fraction costs a search for both graphs (without local
-# search), and neighboring fractions differ little in time. Fewer would miss a good one.
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-# Minimum fraction of the predicted time that offloading more than necessary must save. Judgement
-# call: predictions are no more accurate than that. A larger value leaves gathers exposed that could
-# be hidden; with 0, copies load the host link for a gain that may not be real.
-MIN_GAIN = 0.02
 
 
 class SavedActivation(NamedTuple):

@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import BackendError
-from ..kinds import HOST_COPIES, TransferKind
+from ..kinds import HOST_COPIES
+from .buckets import next_in_chain
 from .offload import without_host_copies
 from .plan import RANK_DEPENDENT, Bucket, Plan, PlanParam, Problem, Transfer
 
@@ -57,7 +58,11 @@ def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> 
         launch = min(max(bucket.launch, bounds.earliest), bounds.latest)
         wait = wait if wait < end else min(max(bucket.wait, launch), end)
         placed.append(dataclasses.replace(bucket, launch=launch, wait=wait))
-    return tuple(_waited_before_replicas(bucket, placed) for bucket in placed)
+    averages = next_in_chain(placed)  # there are no host copies, so a chain only adds an average
+    return tuple(
+        dataclasses.replace(b, wait=placed[averages[i]].launch) if i in averages else b
+        for i, b in enumerate(placed)
+    )
 
 
 def _section(problem: Problem, plan: Plan, bucket: Bucket) -> _LaunchRange:
@@ -104,15 +109,3 @@ def _launch_ranges(
     last = [min(step, section.latest) for step, section in zip(due, sections)]
     latest = list(accumulate(reversed(last), min))[::-1]
     return [_LaunchRange(*bounds) for bounds in zip(earliest, latest)]
-
-
-def _waited_before_replicas(bucket: Bucket, buckets: Sequence[Bucket]) -> Bucket:
-    """Return ``bucket`` with its wait moved to the launch of its shards' all-reduce, if any."""
-    if bucket.kind == TransferKind.ALL_REDUCE_SHARDS:
-        return bucket
-    averages = [
-        other
-        for other in buckets
-        if other.kind == TransferKind.ALL_REDUCE_SHARDS and other.buffers == bucket.buffers
-    ]
-    return dataclasses.replace(bucket, wait=averages[0].launch) if averages else bucket

@@ -220,7 +220,7 @@ class Placer:
         self, gathers: Split, in_flight: int, memory: FreeMemory | None
     ) -> list[int]:
         """Launch each gather as early as in-flight and memory limits allow; return the launches."""
-        bytes_before = _bytes_before(gathers)
+        bytes_before = [0, *accumulate(candidate.bucket.num_bytes for candidate in gathers)]
         launch = 0
         launches = []
         for k, candidate in enumerate(gathers):
@@ -281,10 +281,6 @@ class Placer:
             for candidate, begin, wait in zip(candidates, begins, waits)
         )
         return sum_spans(spans, self._num_steps)
-
-
-def _bytes_before(split: Split) -> list[int]:
-    return [0, *accumulate(candidate.bucket.num_bytes for candidate in split)]
 
 
 def _with_average(candidate: CandidateBucket) -> Footprint:

@@ -29,7 +29,7 @@ VERSION = 8  # version of the JSON format
 _JSON_KEYS = {
     "buffers": "parcels",
     "fixed_bytes": "other_bytes",
-    "fixed_border_bytes": "between_bytes",
+    "fixed_boundary_bytes": "between_bytes",
     "num_compiled_regions": "num_forms",
 }
 
@@ -190,7 +190,7 @@ class Problem:
         compute_us: predicted time of each step.
         fixed_bytes: peak schedule-independent bytes in each step: activations, inputs (including
             shards) and results, minus full parameters that are freed before the step ends.
-        fixed_border_bytes: schedule-independent bytes before each step and at the graph's end.
+        fixed_boundary_bytes: schedule-independent bytes before each step and at the graph's end.
         transfers: all transfers in graph order, copies of activations last.
         copies_sent: whether the process group's backend, like gloo, copies the data to reduce and
             holds the copy until the wait.
@@ -203,7 +203,7 @@ class Problem:
     steps: tuple[str, ...]
     compute_us: tuple[float, ...]
     fixed_bytes: tuple[int, ...]
-    fixed_border_bytes: tuple[int, ...]
+    fixed_boundary_bytes: tuple[int, ...]
     transfers: tuple[Transfer, ...]
     copies_sent: bool = False
     user_collectives: tuple[UserCollective, ...] = ()

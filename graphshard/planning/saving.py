@@ -127,9 +127,8 @@ def saves_enough(planned: Sequence[TriedSaving], earlier: Sequence[TriedSaving])
     # Earlier strategies with offloading do not count: there, recomputing more may still be faster,
     # because fewer activations wait for their copies.
     alone = [t.step_us for t in earlier if t.step_us is not None and not t.saving.offloads]
-    quickest = min(alone, default=None)
     times = [t.step_us for t in planned if t.step_us is not None]
-    return quickest is not None and bool(times) and min(times) > quickest
+    return bool(alone and times) and min(times) > min(alone)
 
 
 def without_repeats(tried: Sequence[TriedSaving]) -> tuple[TriedSaving, ...]:

@@ -9,13 +9,14 @@ cannot be hidden: the first gathers and the last reductions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from ..errors import BackendError
-from .bucketing import Queue, gathers_by_due, may_exchange, sharing_key
-from .buckets import bucket_of, in_launch_order, replica_bucket
+from .bucketing import Queue, gathers_by_due, sharing_key
+from .buckets import in_launch_order, replica_bucket, shortest_lived
 from .live_bytes import smallest_peak
 from .memory_budget import ScheduleLimits
-from .placement import BucketSizes, CandidateSchedule, Placer, Score, Splits
+from .placement import BucketSizes, CandidateSchedule, Placer, Splits
 from .plan import Bucket, Problem, Transfer
 from .simulate import TransferCostModel
 
@@ -36,6 +37,8 @@ LOCAL_SEARCH_BUDGET = 300_000
 WAIT_ROOMS = (0.0, 0.25, 0.5, 0.75)
 # Maximum fraction by which earlier waits, which free memory, may raise ``Score.price_us``.
 MAX_LOSS = 0.0005
+
+_by_score = attrgetter("score")
 
 
 class BudgetError(BackendError):
@@ -63,13 +66,17 @@ def find_schedule(
     Raises:
         BudgetError: no schedule fits ``limits.peak``.
     """
-    exchanges = limits.reduce == "exchange"
-    needed = 0 if limits.peak is None else smallest_peak(problem, exchanges=exchanges)
-    if limits.peak is not None and limits.peak < needed:
-        raise BudgetError(problem.graph, limits.peak, needed)
+    if limits.peak is not None:
+        needed = smallest_peak(problem, exchanges=limits.reduce == "exchange")
+        if limits.peak < needed:
+            raise BudgetError(problem.graph, limits.peak, needed)
     search = _Search(problem, cost_model, limits)
     schedule = search.descend()
-    return search.save_memory(search.refine(schedule) if refine else schedule).buckets()
+    if refine:
+        schedule = search.refine(schedule)
+    if limits.peak is None:  # with a limit, waits do not depend on ``WAIT_ROOMS``
+        schedule = search.save_memory(schedule)
+    return schedule.buckets()
 
 
 class _Search:
@@ -97,7 +104,7 @@ class _Search:
         scale = self._scale()
         # Size 0 is among the sizes: one transfer per bucket, one bucket at a time, which needs the
         # least memory. A feasible budget is therefore always met.
-        best = min((self._place(BucketSizes(size, size, size)) for size in scale), key=_score)
+        best = min((self._place(BucketSizes(size, size, size)) for size in scale), key=_by_score)
         improves = True
         while improves:
             improves = False
@@ -105,7 +112,7 @@ class _Search:
             # reduction gained nothing after the local search.
             for field in BucketSizes._fields:
                 sizes = [best.sizes._replace(**{field: size}) for size in scale]
-                schedule = min(map(self._place, sizes), key=_score)
+                schedule = min(map(self._place, sizes), key=_by_score)
                 if schedule.score < best.score:
                     best, improves = schedule, True
         return best
@@ -130,7 +137,7 @@ class _Search:
             before = best
             for splits in list(self._variants(best.splits, index)):
                 schedule = self._placer.place(splits, best.sizes)
-                best = min(best, schedule, key=_score)
+                best = min(best, schedule, key=_by_score)
                 tries -= 1
             index += best is before
         return best
@@ -153,10 +160,6 @@ class _Search:
         if index < len(splits.reductions):
             for split in self._reductions.variants(splits.reductions, index):
                 yield splits._replace(reductions=split)
-
-
-def _score(schedule: CandidateSchedule) -> Score:
-    return schedule.score
 
 
 def _reductions_by_ready(problem: Problem) -> list[int]:
@@ -208,7 +211,7 @@ def schedule_without_overlap(problem: Problem, *, exchanges: bool = False) -> tu
         else:
             filling[key] = [i]
             members.append(filling[key])
-    buckets = [_bucket(problem, bucket, exchanges) for bucket in members]
+    buckets = [shortest_lived(problem, bucket, exchanges=exchanges) for bucket in members]
     averages = [replica_bucket(bucket, problem.transfers) for bucket in buckets]
     return in_launch_order([*buckets, *filter(None, averages)])
 
@@ -216,13 +219,3 @@ def schedule_without_overlap(problem: Problem, *, exchanges: bool = False) -> tu
 def _fits(transfers: Sequence[Transfer]) -> bool:
     in_time = max(t.ready for t in transfers) <= min(t.due for t in transfers)
     return in_time and sum(t.num_bytes for t in transfers) <= SMALL_CAP_BYTES
-
-
-def _bucket(problem: Problem, members: list[int], exchanges: bool) -> Bucket:
-    transfers = [problem.transfers[i] for i in members]
-    if transfers[0].kind.is_fetch:
-        step = min(t.due for t in transfers)
-    else:
-        step = max(t.ready for t in transfers)
-    exchanged = exchanges and may_exchange(problem, members)
-    return bucket_of(problem, (tuple(members),), launch=step, wait=step, exchanges=exchanged)

@@ -94,7 +94,8 @@ def raise_on_all_ranks(group: str) -> Iterator[None]:
 def first_text(text: str | None, group: str) -> str | None:
     """Return, on all ranks, the text of the first rank that has one, or None if no rank has."""
     # One reduction, and one broadcast if there is a text.
-    rank, num_ranks = dist.get_rank(process_group(group)), process_group(group).size()
+    members = process_group(group)
+    rank, num_ranks = members.rank(), members.size()
     first = -max_over_ranks([-num_ranks if text is None else -rank], group)[0]
     return None if first == num_ranks else broadcast_from_rank(text, first, group)
 

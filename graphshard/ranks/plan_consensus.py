@@ -27,7 +27,7 @@ from .._torch.autograd import on_graph_error
 from .._torch.distributed import process_group
 from ..kinds import GraphKind, TransferKind
 from ..planning.offload import without_host_copies
-from ..planning.plan import RANK_DEPENDENT, Plan, PlanParam, Problem, Transfer
+from ..planning.plan import RANK_DEPENDENT, Plan, PlanParam, Transfer
 from .agree import broadcast_from_rank, digest, max_over_ranks
 from .call_log import CallLog, call_log_of
 from .calls import CHOICE_AGAIN, INFERENCE, TRAINING
@@ -82,7 +82,8 @@ class PlanConsensus:
             largest = _max_over_groups(excess(chosen) if chosen else 0, groups)
             if not largest:
                 break
-        known += [chosen] if chosen else []
+        if chosen:
+            known.append(chosen)
         return chosen
 
     def common_plans(
@@ -254,23 +255,17 @@ def _with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Pl
         for some in (own_plans, plans)
     )
     inputs = {i: own[fqn][k] for fqn, of_fqn in theirs.items() for k, i in enumerate(of_fqn)}
-    return [
-        dataclasses.replace(
-            plan,
-            params=tuple(
-                dataclasses.replace(param, input=inputs.get(param.input, -1))
-                for param in plan.params
-            ),
-            problem=_with_user_groups_of(plan.problem, own_plan.problem),
+    followed = []
+    for plan, own_plan in zip(plans, own_plans, strict=True):
+        params = tuple(
+            dataclasses.replace(param, input=inputs.get(param.input, -1)) for param in plan.params
         )
-        for plan, own_plan in zip(plans, own_plans, strict=True)
-    ]
-
-
-def _with_user_groups_of(problem: Problem, own: Problem) -> Problem:
-    pairs = zip(problem.user_collectives, own.user_collectives, strict=True)
-    users = tuple(dataclasses.replace(user, group=mine.group) for user, mine in pairs)
-    return dataclasses.replace(problem, user_collectives=users)
+        problem, own_users = plan.problem, own_plan.problem.user_collectives
+        pairs = zip(problem.user_collectives, own_users, strict=True)
+        users = tuple(dataclasses.replace(user, group=mine.group) for user, mine in pairs)
+        problem = dataclasses.replace(problem, user_collectives=users)
+        followed.append(dataclasses.replace(plan, params=params, problem=problem))
+    return followed
 
 
 def _travelling(plan: Plan) -> list[PlanParam]:

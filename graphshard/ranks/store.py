@@ -64,9 +64,7 @@ class BlockedEvent(Event):
     number: int
 
 
-_EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (CallEvent, AgreedEvent, ErrorEvent, LeaveEvent, BlockedEvent)
-}
+_EVENTS = {kind.__name__: kind for kind in Event.__subclasses__()}
 # About as long as 32-bit milliseconds allow, because torch logs every wait that times out.
 _FOREVER = timedelta(days=20)
 

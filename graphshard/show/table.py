@@ -12,7 +12,8 @@ from tabulate import tabulate
 
 from ..cost.model import CostModel
 from ..kinds import HOST_COPIES, TransferKind
-from ..planning.bucketing import compare_reductions, may_exchange
+from ..planning.bucketing import compare_reductions
+from ..planning.buckets import may_exchange
 from ..planning.live_bytes import footprint
 from ..planning.plan import Bucket
 from ..planning.saving import SavingChoice, TriedSaving
@@ -62,42 +63,34 @@ def _title(dump: Dump) -> str:
 
 
 def _kinds_table(dump: Dump) -> str:
-    plan, rows = dump.plan, list[_Row]()
+    plan, users, rows = dump.plan, dump.plan.problem.user_collectives, list[_Row]()
     for kind in TransferKind:
         positions = [i for i, bucket in enumerate(plan.buckets) if bucket.kind == kind]
         if positions:
             num_transfers = sum(len(plan.buckets[i].transfers) for i in positions)
-            rows.append(
-                {
-                    "collective": kind,
-                    "count": f"{num_transfers} -> {len(positions)}",  # before and after bucketing
-                    "MB": plan.num_bytes(kind) / 1e6,
-                    "wire dtype": _dtypes(dump, positions),
-                    "predicted ms": sum(_collective_ms(dump, i) for i in positions),
-                    "exposed ms": sum(dump.timeline.exposed_us[i] for i in positions) / 1e3,
-                }
-            )
-    rows += _user_rows(dump)
+            count = f"{num_transfers} -> {len(positions)}"  # before and after bucketing
+            num_bytes, dtypes = plan.num_bytes(kind), _dtypes(dump, positions)
+            rows.append(_kind_row(dump, kind, count, num_bytes, dtypes, positions))
+    for op in dict.fromkeys(user.op for user in users):
+        numbered = enumerate(users, len(plan.buckets))
+        positions = [i for i, user in numbered if user.op == op]
+        num_bytes = sum(user.num_bytes for user in users if user.op == op)
+        rows.append(_kind_row(dump, f"user {op}", len(positions), num_bytes, "", positions))
     return _tabulate(rows) if rows else ""
 
 
-def _user_rows(dump: Dump) -> list[_Row]:
-    users, rows = dump.plan.problem.user_collectives, list[_Row]()
-    for op in dict.fromkeys(user.op for user in users):
-        positions = [i for i, user in enumerate(users) if user.op == op]
-        rows.append(
-            {
-                "collective": f"user {op}",
-                "count": len(positions),
-                "MB": sum(users[i].num_bytes for i in positions) / 1e6,
-                "wire dtype": "",
-                "predicted ms": sum(
-                    _collective_ms(dump, len(dump.plan.buckets) + i) for i in positions
-                ),
-                "exposed ms": sum(dump.timeline.user_exposed_us[i] for i in positions) / 1e3,
-            }
-        )
-    return rows
+def _kind_row(
+    dump: Dump, kind: str, count: object, num_bytes: int, dtypes: str, positions: Sequence[int]
+) -> _Row:
+    exposed_us = (*dump.timeline.exposed_us, *dump.timeline.user_exposed_us)
+    return {
+        "collective": kind,
+        "count": count,
+        "MB": num_bytes / 1e6,
+        "wire dtype": dtypes,
+        "predicted ms": sum(_collective_ms(dump, i) for i in positions),
+        "exposed ms": sum(exposed_us[i] for i in positions) / 1e3,
+    }
 
 
 def _dtypes(dump: Dump, positions: Sequence[int]) -> str:

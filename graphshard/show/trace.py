@@ -229,10 +229,8 @@ class GraphRun(NamedTuple):
 def measured_runs(trace: Trace, dumps: Sequence[Dump]) -> list[list[GraphRun]]:
     """Return, for each dump, the runs of its graph in a trace of ``profile``."""
     events = [event for event in trace["traceEvents"] if event.get("pid") != PID]
-    runs: dict[int, list[GraphRun]] = {id(dump): [] for dump in dumps}
-    for run in graph_runs(events, dumps):
-        runs[id(run.dump)].append(run)
-    return [runs[id(dump)] for dump in dumps]
+    runs = list(graph_runs(events, dumps))
+    return [[run for run in runs if run.dump is dump] for dump in dumps]
 
 
 def graph_runs(events: Sequence[TraceEvent], dumps: Sequence[Dump]) -> Iterator[GraphRun]:

@@ -157,12 +157,14 @@ class Checkpoint:
     def load_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield flat names and tensors, in the order of ``tensors``; load them in batches."""
         batch: dict[str, torch.Tensor] = {}
+        num_bytes = 0
         for name, entry in self.tensors.items():
             with reading(self._folder):
                 batch[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            if sum(tensor.nbytes for tensor in batch.values()) >= BATCH_BYTES:
+            num_bytes += batch[name].nbytes
+            if num_bytes >= BATCH_BYTES:
                 yield from self._loaded(batch)
-                batch = {}
+                batch, num_bytes = {}, 0
         yield from self._loaded(batch)
 
     def _loaded(self, batch: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ renamed once complete. No code from a checkpoint is run; errors for damaged file
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -49,10 +49,11 @@ def consolidate(
     if target.exists():
         raise ValueError(f"{target}: already exists; remove it, or choose another name")
     if source.is_dir():
-        write = _writer(target)
+        if target.suffix not in _WRITERS:
+            raise ValueError(f"{target}: must end in one of {', '.join(_WRITERS)}")
         checkpoint = Checkpoint(source, key, strip_prefix)
         with _new(target) as scratch:
-            write(checkpoint, scratch)
+            _WRITERS[target.suffix](checkpoint, scratch)
     elif source.is_file():
         if target.suffix in _WRITERS:
             raise ValueError(
@@ -75,12 +76,6 @@ def consolidate(
 def _new(target: Path) -> AbstractContextManager[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     return whole(target)
-
-
-def _writer(target: Path) -> Callable[[Checkpoint, Path], None]:
-    if target.suffix not in _WRITERS:
-        raise ValueError(f"{target}: must end in one of {', '.join(_WRITERS)}")
-    return _WRITERS[target.suffix]
 
 
 def _write_pt(checkpoint: Checkpoint, path: Path) -> None:

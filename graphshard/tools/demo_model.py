@@ -5,6 +5,7 @@ The model has no code for sharding: graphshard, DDP and FSDP2 train the same mod
 
 from __future__ import annotations
 
+import functools
 import math
 import sysconfig
 from collections.abc import Iterator
@@ -84,6 +85,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+@functools.cache
 def load_text() -> torch.Tensor:
     """Return up to ``TEXT_BYTES`` bytes of the standard library's top-level modules, as uint8.
 

@@ -80,8 +80,8 @@ def test_kept_parameters_take_memory_instead_of_a_gather(
     assert len(backward.transfers) == len(problem.transfers) - len(kept)
     assert forward.transfers == problem.transfers
     held = sum(t.num_bytes for t in pairs.values())
-    assert forward.fixed_border_bytes[-1] == problem.fixed_border_bytes[-1] + held
-    assert backward.fixed_border_bytes[0] == problem.fixed_border_bytes[0] + held
+    assert forward.fixed_boundary_bytes[-1] == problem.fixed_boundary_bytes[-1] + held
+    assert backward.fixed_boundary_bytes[0] == problem.fixed_boundary_bytes[0] + held
 
 
 candidates = st.builds(

@@ -44,7 +44,7 @@ def test_formula_equals_bytes_of_static_traces(
     assert formula.subs({SAMPLES: 5, TOKENS: 64}) == larger.saved
     if not recompute:  # the formula omits RNG states, which recomputation restores
         forward = larger.graphs[0]
-        saved = forward.problem.fixed_border_bytes[-1] - forward.input_bytes
+        saved = forward.problem.fixed_boundary_bytes[-1] - forward.input_bytes
         assert larger.saved == pytest.approx(saved, rel=1e-2)  # inputs and loss
 
 

@@ -23,7 +23,7 @@ def test_adapted_step_equals_step_traced_for_mesh(ranks: Ranks) -> None:
     for ours, theirs in zip(made.graphs, traced.graphs, strict=True):
         assert ours.params == theirs.params and ours.input_bytes == theirs.input_bytes
         assert ours.problem.fixed_bytes == theirs.problem.fixed_bytes
-        assert ours.problem.fixed_border_bytes == theirs.problem.fixed_border_bytes
+        assert ours.problem.fixed_boundary_bytes == theirs.problem.fixed_boundary_bytes
         assert ours.problem.compute_us == theirs.problem.compute_us
         for mine, other in zip(ours.problem.transfers, theirs.problem.transfers, strict=True):
             names = {"group": other.group, "replicas": other.replicas}

@@ -76,7 +76,7 @@ def assert_same_step(made: TracedStep, traced: TracedStep) -> None:
         assert 0 < ours.problem.peak_us == pytest.approx(theirs.problem.peak_us)
         assert ours.input_bytes == theirs.input_bytes
         assert ours.problem.fixed_bytes == theirs.problem.fixed_bytes
-        assert ours.problem.fixed_border_bytes == theirs.problem.fixed_border_bytes
+        assert ours.problem.fixed_boundary_bytes == theirs.problem.fixed_boundary_bytes
         for name, us in theirs.compute_us.items():
             assert ours.compute_us[name] == pytest.approx(us)
         pairs = zip(ours.problem.transfers, theirs.problem.transfers, strict=True)
@@ -161,7 +161,7 @@ def test_single_rank_holds_its_parameters_during_backward() -> None:
     traced = trace_stack(3, Recipe(dtype="float32"), 1)
     backward = traced.graphs[1]
     assert not backward.problem.transfers and backward.input_bytes
-    assert backward.problem.fixed_border_bytes[-1] == backward.input_bytes + traced.held.trained
+    assert backward.problem.fixed_boundary_bytes[-1] == backward.input_bytes + traced.held.trained
 
 
 def test_different_layers_are_not_extrapolated() -> None:
@@ -198,7 +198,7 @@ def test_plans_equal_plans_of_backend(recipe: Recipe) -> None:
         assert groups == [(b.kind, b.num_bytes, b.world, b.launch, b.wait) for b in theirs.buckets]
         assert ours.plan.problem.compute_us == pytest.approx(theirs.problem.compute_us)
         assert ours.plan.problem.fixed_bytes == theirs.problem.fixed_bytes
-        assert ours.plan.problem.fixed_border_bytes == theirs.problem.fixed_border_bytes
+        assert ours.plan.problem.fixed_boundary_bytes == theirs.problem.fixed_boundary_bytes
 
 
 def test_trace_has_no_side_effects() -> None:

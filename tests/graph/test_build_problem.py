@@ -101,7 +101,7 @@ def test_only_values_used_later_are_alive_between_steps(group: str) -> None:
     shard = SIZE // 8
     assert list(graph.fixed_bytes) == [3 * SIZE + shard, 3 * SIZE + shard]
     # x; x and `second`; x and the result; plus the shard each time.
-    assert list(graph.fixed_border_bytes) == [SIZE + shard, 2 * SIZE + shard, 2 * SIZE + shard]
+    assert list(graph.fixed_boundary_bytes) == [SIZE + shard, 2 * SIZE + shard, 2 * SIZE + shard]
 
 
 def test_parameter_is_freed_after_its_last_use_in_step(group: str) -> None:
@@ -121,7 +121,7 @@ def test_each_operator_result_is_freed_after_its_last_use(group: str) -> None:
     build.module(build.call(MM, ordered, ordered))
     graph = _problem(build)
     assert graph.fixed_bytes == (2 * SIZE + 2 * SIZE,)
-    assert graph.fixed_border_bytes == (SIZE, 2 * SIZE)
+    assert graph.fixed_boundary_bytes == (SIZE, 2 * SIZE)
 
 
 def test_saved_parameter_bytes_include_padding(group: str) -> None:
@@ -136,7 +136,7 @@ def test_saved_parameter_bytes_include_padding(group: str) -> None:
     note_held_bytes(gm, context)
     cost_model = CostModel(HARDWARE["cpu"])
     problem = build_problem(backward.graph, GraphKind.BACKWARD, cost_model, {}).problem
-    assert problem.fixed_border_bytes[0] == SIZE + 64 * 8 * 4
+    assert problem.fixed_boundary_bytes[0] == SIZE + 64 * 8 * 4
 
 
 def test_inputs_and_results_of_fused_kernel_are_alive_at_once(group: str) -> None:
@@ -158,7 +158,7 @@ def test_kernels_delayed_by_late_matmul_run_before_graph_ends(group: str) -> Non
     both = build.call(add, first, build.call(MM, x, x))
     build.module(doubled, both)
     graph = _problem(build)
-    assert graph.fixed_bytes[0] >= 3 * SIZE and graph.fixed_border_bytes[-1] == 2 * SIZE + 64 * 4
+    assert graph.fixed_bytes[0] >= 3 * SIZE and graph.fixed_boundary_bytes[-1] == 2 * SIZE + 64 * 4
 
 
 def test_replicated_parameter_in_another_dtype_is_a_copy(group: str) -> None:
@@ -170,7 +170,7 @@ def test_replicated_parameter_in_another_dtype_is_a_copy(group: str) -> None:
     graph = _problem(build)
     # x, the parameter, its copy of half the size, and the result.
     assert list(graph.fixed_bytes) == [SIZE // 2 + SIZE + SIZE // 2 + SIZE // 2]
-    assert list(graph.fixed_border_bytes) == [SIZE // 2 + SIZE, SIZE // 2 + SIZE + SIZE // 2]
+    assert list(graph.fixed_boundary_bytes) == [SIZE // 2 + SIZE, SIZE // 2 + SIZE + SIZE // 2]
 
 
 def test_expanded_tensor_takes_memory_of_one_element(group: str) -> None:

@@ -200,7 +200,7 @@ def _results(gm: fx.GraphModule) -> list[Tensor]:
     return [part.meta["val"] for part in parts if part.args[0].target is INVOKE]
 
 
-def test_only_values_in_memory_cross_region_border_in_norm() -> None:
+def test_only_values_in_memory_cross_region_boundary_in_norm() -> None:
     inputs = _wide_inputs()
     gm = _traced(_deep_normalized, *inputs)
     expected = gm(*inputs)

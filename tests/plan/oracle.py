@@ -67,9 +67,9 @@ def _all_splits(problem: Problem, cost_model: TransferCostModel) -> Iterator[Spl
         [
             [
                 Queue(problem, cost_model, None, order).candidate(*span)
-                for span in itertools.pairwise(borders)
+                for span in itertools.pairwise(boundaries)
             ]
-            for borders in _all_borders(len(order))
+            for boundaries in _all_boundaries(len(order))
         ]
         for order in (gathers, reductions)
     ]
@@ -78,11 +78,11 @@ def _all_splits(problem: Problem, cost_model: TransferCostModel) -> Iterator[Spl
             yield [*one, *other]
 
 
-def _all_borders(num: int) -> Iterator[list[int]]:
+def _all_boundaries(num: int) -> Iterator[list[int]]:
     """Yield every partition of a sequence of `num` items, as the starts of parts and the end."""
     for inner in itertools.product([False, True], repeat=max(0, num - 1)):
-        borders = [i for i, is_border in enumerate(inner, 1) if is_border]
-        yield [0, *borders, *([num] if num else [])]
+        boundaries = [i for i, is_boundary in enumerate(inner, 1) if is_boundary]
+        yield [0, *boundaries, *([num] if num else [])]
 
 
 class _Program:

@@ -115,27 +115,27 @@ def problem(
     compute_us: list[float],
     transfers: list[Transfer],
     fixed_bytes: list[int] | None = None,
-    fixed_border_bytes: list[int] | None = None,
+    fixed_boundary_bytes: list[int] | None = None,
     user_launches: Iterable[int] = (),
 ) -> Problem:
     """Return a backward problem.
 
     Args:
         fixed_bytes: memory of each step, apart from transfers.
-        fixed_border_bytes: memory between steps; by default the smaller of the two steps' memory.
+        fixed_boundary_bytes: memory between steps; by default the smaller of the two steps' memory.
         user_launches: steps that begin with an all-reduce called by the model.
     """
     steps = tuple(f"step{i}" for i in range(len(compute_us)))
     other = fixed_bytes or [0] * len(steps)
-    if fixed_border_bytes is None:
+    if fixed_boundary_bytes is None:
         around = zip([*other[:1], *other], [*other, *other[-1:]])
-        fixed_border_bytes = [min(pair) for pair in around] or [0]
+        fixed_boundary_bytes = [min(pair) for pair in around] or [0]
     return Problem(
         GraphKind.BACKWARD,
         steps,
         tuple(compute_us),
         tuple(other),
-        tuple(fixed_border_bytes),
+        tuple(fixed_boundary_bytes),
         tuple(transfers),
         user_collectives=tuple(user_collective(step) for step in sorted(user_launches)),
     )

@@ -129,7 +129,7 @@ def _with_user_collectives(graph: Problem, num_bytes: int) -> Problem:
         steps=filled(graph.steps),
         compute_us=filled(graph.compute_us, 0.0),
         fixed_bytes=filled(graph.fixed_bytes),
-        fixed_border_bytes=filled(graph.fixed_border_bytes),
+        fixed_boundary_bytes=filled(graph.fixed_boundary_bytes),
         transfers=tuple(
             dataclasses.replace(t, ready=moved(t.ready), due=due(t.due), last=due(t.last))
             for t in graph.transfers

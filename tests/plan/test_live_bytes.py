@@ -117,7 +117,7 @@ def test_bytes_of_step_are_maximum_over_its_points() -> None:
     assert fixed_by_point(graph) == [7, 7, 5, 8, 8, 9, 1, 1]
     assert max_by_step(fixed_by_point(graph)) == alive_bytes(graph, []) == [7, 9]
     doubled = with_fixed_bytes(graph, [2 * n for n in fixed_by_point(graph)])
-    assert doubled.fixed_bytes == (10, 18) and doubled.fixed_border_bytes == (14, 16, 2)
+    assert doubled.fixed_bytes == (10, 18) and doubled.fixed_boundary_bytes == (14, 16, 2)
 
 
 @given(problems(), lines)

@@ -44,7 +44,7 @@ _problems = st.builds(
     steps=st.lists(st.text(max_size=5), max_size=4).map(tuple),
     compute_us=st.lists(st.floats(0, 1e9), max_size=4).map(tuple),
     fixed_bytes=st.lists(_sizes, max_size=4).map(tuple),
-    fixed_border_bytes=st.lists(_sizes, max_size=4).map(tuple),
+    fixed_boundary_bytes=st.lists(_sizes, max_size=4).map(tuple),
     transfers=st.lists(_transfers, max_size=4).map(tuple),
 )
 _buckets = st.builds(

@@ -113,7 +113,7 @@ def test_diff_ignores_step_numbers() -> None:
         steps=("new", *old.steps),
         compute_us=(0.0, *old.compute_us),
         fixed_bytes=(0, *old.fixed_bytes),
-        fixed_border_bytes=(0, *old.fixed_border_bytes),
+        fixed_boundary_bytes=(0, *old.fixed_boundary_bytes),
         transfers=tuple(dataclasses.replace(t, due=t.due + 1) for t in old.transfers),
     )
     buckets = (_of(0, at=(1, 1)), _of(1, at=(1, 2)))

@@ -202,13 +202,11 @@ def _stand_in_for_dynamo(device: DeviceProperties) -> None:
     """Replace ``DeviceInterface``, through which Dynamo and Inductor query the device's runtime."""
     properties = types.SimpleNamespace(**asdict(device))
 
-    class Worker(device_interface.CudaInterface.Worker):
-        set_device = staticmethod(_returns(None))
-        current_device = staticmethod(_returns(0))
-        get_device_properties = staticmethod(_returns(properties))
-
     class Interface(device_interface.CudaInterface):
-        pass
+        class Worker(device_interface.CudaInterface.Worker):
+            set_device = staticmethod(_returns(None))
+            current_device = staticmethod(_returns(0))
+            get_device_properties = staticmethod(_returns(properties))
 
     answers = {
         "is_available": True,
@@ -226,7 +224,6 @@ def _stand_in_for_dynamo(device: DeviceProperties) -> None:
         "memory_allocated": 0,
     }
     replace(Interface, **{name: staticmethod(_returns(a)) for name, a in answers.items()})
-    replace(Interface, Worker=Worker)
     device_interface.init_device_reg()
     for name in ("cuda", "cuda:0"):
         device_interface.device_interfaces[name] = Interface

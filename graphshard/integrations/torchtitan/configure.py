@@ -177,11 +177,7 @@ def _count_tokens_once(model: nn.Module) -> None:
 
 
 def _check(dims: ParallelDims, parallelism: ParallelismConfig) -> None:
-    others = {
-        "context": dims.cp_enabled,
-        "pipeline": dims.pp_enabled,
-    }
-    for name, enabled in others.items():
+    for name, enabled in (("context", dims.cp_enabled), ("pipeline", dims.pp_enabled)):
         if enabled:
             raise ValueError(
                 f"parallelism.{name}_parallel_degree is more than 1: only data, tensor and expert "

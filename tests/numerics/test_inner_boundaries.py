@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Model of blocks; a block with a border casts the float32 output of the previous block."""
+    """Model of blocks; a block with a boundary casts the float32 output of the previous block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ CASES = {
     "their list": Case({"": HALF, **_each(BLOCKS, HALF)}, {"": HALF, "blocks": HALF}),
     "blocks alone": Case(_each(BLOCKS, HALF), {"blocks.?": HALF}),
     "outputs are cast": Case({"": HALF, **_each(BLOCKS, OUT)}, {"": HALF, "blocks.*": OUT}),
-    "inputs are cast at one border": Case({"": HALF, "blocks.0": KEEP_INPUTS, "blocks.1": HALF}),
+    "inputs are cast at one boundary": Case({"": HALF, "blocks.0": KEEP_INPUTS, "blocks.1": HALF}),
     "norms compute in float32": Case(
         {"": HALF, **_each(BLOCKS, HALF), **_each(NORMS, FLOAT_NORM)},
         {"": HALF, "blocks.*": HALF, "*norm": FLOAT_NORM},
@@ -132,7 +132,7 @@ CASES = {
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize("name", compare_with_fsdp2(CASES, ("checkpointed",)))
-def test_inner_policy_casts_at_module_border_like_fsdp2(name: str) -> None:
+def test_inner_policy_casts_at_module_boundary_like_fsdp2(name: str) -> None:
     ranks.run(2, _train, CASES[name])
 
 
@@ -173,7 +173,7 @@ def _arguments(case: Case) -> dict[str, Any]:
 
 @pytest.mark.low_precision
 @on_ranks(2)
-def test_inner_policy_casts_at_module_border_with_inductor() -> None:
+def test_inner_policy_casts_at_module_boundary_with_inductor() -> None:
     torch.manual_seed(0)
     ours = Stack()
     theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours)
@@ -208,7 +208,7 @@ class WithEmbedder(nn.Module):
 
 
 @on_ranks(2)
-def test_module_without_parameters_casts_at_its_border() -> None:
+def test_module_without_parameters_casts_at_its_boundary() -> None:
     overrides = {"parts": {"mp_policy": MixedPrecisionPolicy(FP16, output_dtype=FP32)}}
     compiled = compile_sharded(WithEmbedder(), overrides=overrides)
     for _ in range(2):

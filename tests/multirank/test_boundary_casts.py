@@ -29,7 +29,7 @@ class CastBoundary(nn.Module):
         return {"out": self.linear(x + y), "ids": ids, "dtypes": [x.dtype, y.dtype]}
 
 
-BORDER = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP16)
+BOUNDARY = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP16)
 
 
 def _call(model: Any) -> None:
@@ -65,9 +65,9 @@ def test_inputs_and_outputs_are_cast_from_first_call(
 ) -> None:
     model = CastBoundary()
     if first:
-        graphshard.shard(model, world_mesh(), mp_policy=BORDER)
+        graphshard.shard(model, world_mesh(), mp_policy=BOUNDARY)
     called = compiled(
-        model, graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
+        model, graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BOUNDARY)
     )
     _call(called)
     hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
@@ -76,7 +76,7 @@ def test_inputs_and_outputs_are_cast_from_first_call(
 
 @on_ranks(2)
 def test_second_model_of_a_backend_is_cast() -> None:
-    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BOUNDARY)
     for model in (CastBoundary(), CastBoundary()):
         _call(torch.compile(model, backend=backend))
         model.linear.requires_grad_(False)
@@ -89,7 +89,7 @@ def test_second_model_of_a_backend_is_cast() -> None:
 @on_ranks(2)
 def test_plain_call_before_first_compiled_call_is_not_cast() -> None:
     model = MLP()
-    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BOUNDARY)
     compiled = torch.compile(model, backend=backend)
     assert model(torch.ones(5, 7)).dtype == FP32
     assert compiled(torch.ones(5, 7)).dtype == model(torch.ones(5, 7)).dtype == FP16
@@ -139,7 +139,7 @@ class TakesDataclass(nn.Module):
 
 @on_ranks(2)
 def test_dataclasses_are_cast() -> None:
-    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BOUNDARY)
     compiled = torch.compile(TakesDataclass(), backend=backend)
     for _ in range(2):
         found = compiled(Batch(torch.ones(2, 4), torch.arange(3)))
@@ -171,7 +171,7 @@ def test_bare_torch_nn_module_is_cast(
     make: Callable[[], nn.Module], compile: Callable[[nn.Module, Any], Any]
 ) -> None:
     model = make()
-    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BORDER)
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", mp_policy=BOUNDARY)
     called = compile(model, backend)
     for _ in range(2):
         with graphshard_warnings() as texts:
