@@ -54,7 +54,6 @@ CASES = [
     *COMPILED,
     Case("small_gpt", "CPU offload"),
     *(Case(model, "offloaded activations") for model in ("moe", "wide_convnet")),
-    Case("small_gpt", "ZeRO-3", rank=7),
     Case("small_gpt", "HSDP", world=1024, rank=1023),
     Case("small_llama", "TP=2", world=1024, rank=1023),
     Case("routed", "EP=8", world=1024, rank=1023),
