@@ -5,8 +5,8 @@
 
 Run it again, and it resumes from the last checkpoint, on any number of ranks. ``tensorboard
 --logdir checkpoints`` shows the loss, times and memory, if TensorBoard is installed. The task at
-the top fine-tunes a language model of Hugging Face on ``text.txt`` (at least 100 kB): put yours
-there.
+the top fine-tunes a Hugging Face language model on ``text.txt`` (at least 100 kB): replace it with
+yours.
 """
 
 from itertools import count, islice
