@@ -147,7 +147,12 @@ def _with_positions(
     # Without ``position_ids``, models would derive positions from the embeddings, which are only
     # this rank's part of the sequence.
     if kwargs.get("position_ids") is None:
-        ids: torch.Tensor = kwargs["input_ids"]
+        ids = kwargs.get("input_ids")
+        if ids is None:
+            raise ValueError(
+                f"{type(base).__name__} is split by tensor parallelism and got neither input_ids "
+                "nor position_ids: pass position_ids with inputs_embeds"
+            )
         kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
     return args, kwargs
 

@@ -69,7 +69,7 @@ PIPELINE = ordered(
         Stage.PARTITIONED,
         requires=(Fact.KEPT,),  # kept parameters leave less memory for activations
         when=lambda context: context.choose_offloaded is not None,
-        dump="stow-{kind}",
+        dump="offload-{kind}",
     ),
     Pass(clone_mutated_inputs, Stage.PARTITIONED, requires=(Fact.KEPT,)),
     #

@@ -78,10 +78,10 @@ def _inline(gm: fx.GraphModule, call: fx.Node, context: PassContext) -> None:
 
 def hoist_reads(gm: fx.GraphModule, context: PassContext) -> None:
     """Move reads of parameters out of the bodies of ``_STAYING`` operators, in place."""
-    _hoist(gm, out_of_all=False)
+    _hoist(gm, context, out_of_all=False)
 
 
-def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
+def _hoist(gm: fx.GraphModule, context: PassContext, out_of_all: bool) -> None:
     """Move reads out of the bodies of ``_STAYING`` operators, or of all operators with bodies."""
     modules = dict(gm.named_modules())
     for call in gm.graph.nodes:
@@ -89,7 +89,10 @@ def _hoist(gm: fx.GraphModule, out_of_all: bool) -> None:
             stays = out_of_all or call.target in _STAYING
             bodies = _bodies(modules, call)
             for body in bodies:
-                _hoist(body, stays)  # nothing traces through operators inside a body that stays
+                if stays:
+                    inline_regions(body, context)  # calls may share a region, but not its reads
+                # Nothing traces through operators inside a body that stays.
+                _hoist(body, context, stays)
             if stays:
                 _read_before(call, bodies)
 

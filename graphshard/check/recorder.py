@@ -136,9 +136,10 @@ class Recorder:
     def kernel_runs(self, name: str, source: str, arguments: tuple[Any, ...]) -> None:
         if not self._is_recording:
             return
-        names = _parameters(source)
+        # A kernel reads its ``in_ptr``, writes its ``out_ptr``, and does both to ``in_out_ptr``. A
+        # kernel of the user may do both to any tensor.
+        names = _parameters(source) or ["in_out_ptr"] * len(arguments)
         pairs = [(n, a) for n, a in zip(names, arguments) if isinstance(a, torch.Tensor)]
-        # A kernel reads its ``in_ptr``, writes its ``out_ptr``, and does both to ``in_out_ptr``.
         reads = [a for n, a in pairs if not n.startswith("out_ptr")]
         writes = [a for n, a in pairs if "out_ptr" in n]
         self.work(name, reads, writes, kernels=1)
@@ -377,6 +378,7 @@ def current_stream() -> str:
 
 @functools.cache
 def _parameters(source: str) -> tuple[str, ...]:
+    """Return the parameters of Inductor's kernel, or () if the user has written the kernel."""
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
-    (kernel,) = [f for f in functions if f.name.startswith("triton_")]
-    return tuple(argument.arg for argument in kernel.args.args)
+    kernels = [f for f in functions if f.name.startswith("triton_")]
+    return tuple(argument.arg for kernel in kernels for argument in kernel.args.args)

@@ -21,6 +21,7 @@ entries of the loaded state dict into shards; and returns nothing if the mesh la
 from __future__ import annotations
 
 import functools
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, NamedTuple, overload
@@ -35,7 +36,7 @@ from .._torch.dtensor import local_tensor
 from .._torch.nn import set_versions, versions_of
 from .._torch.tensors import is_traceable_wrapper_subclass
 from ..errors import BackendError
-from ..ranks.agree import raise_if_different
+from ..ranks.agree import raise_if_different, raise_on_all_ranks
 from .full_tensor import gather, plain, receive, spec_of
 from .loading import Incoming
 from .mesh import MeshGroups, agree_on_gathering
@@ -270,7 +271,8 @@ def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: Mesh
     """Broadcast and return the first rank's state dicts, with an ``Incoming`` for every tensor.
 
     Raises:
-        BackendError: on all ranks, if the state dicts cannot be loaded.
+        BackendError: on all ranks, if the state dicts cannot be loaded. If they cannot be sent, the
+            first rank raises the cause.
     """
     tensors: dict[Hashable, torch.Tensor] = {}  # stays empty on all but the first rank
 
@@ -282,16 +284,15 @@ def _announce(state: Any, optim_state: Any, names: list[list[str]], groups: Mesh
         return Incoming.create(meta, functools.partial(receive, tensors.get(key), meta, groups))
 
     message: list[Any] = [None]
-    if is_first_rank(groups):
-        error = _model_error(state) or (_optimizer_error(optim_state, names) if names else None)
-        if error is None:
+    with raise_on_all_ranks(groups.all_ranks):
+        if is_first_rank(groups):
+            error = _model_error(state) or (_optimizer_error(optim_state, names) if names else None)
+            if error is not None:
+                raise BackendError(error)
             states = _States(state, _plain_versions(state), optim_state if names else {})
             message = [states.map_tensors(take)]
-        else:
-            message = [error]
+            pickle.dumps(message)  # raises if the state dict has an object that cannot be sent
     dist.broadcast_object_list(message, group=process_group(groups.all_ranks), group_src=0)
-    if isinstance(message[0], str):  # raised on all ranks
-        raise BackendError(f"the first rank: {message[0]}")
     outline: _States = message[0]
     return outline.map_tensors(incoming)
 

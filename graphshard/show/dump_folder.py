@@ -8,7 +8,7 @@ Files of passes that do not run are left out:
     NN-regions-forward.after.py                                 after repeated layers share code
     NN-joint.before.py, NN-joint.after.py                       around the joint passes
     NN-keep-forward.before.py, NN-keep-forward.after.py         around keeping parameters unsharded
-    NN-stow-forward.before.py, NN-stow-forward.after.py         around activation offload
+    NN-offload-forward.before.py, NN-offload-forward.after.py   around activation offload
     NN-saving.json, NN-saving.txt                               candidates of ``schedule.auto``
 
     index.html                                                  the page of all graphs

@@ -146,7 +146,7 @@ class Case:
 
 
 FEW = (0, 512, 1023)
-NUM_CASES = 4  # cases per process: starting one takes seconds
+NUM_CASES = 4  # cases per process, since starting a process takes seconds
 ALL = [
     *(
         Case(model, name)

@@ -1,4 +1,4 @@
-"""Small models of the kinds that users train, each with a batch, for simulated GPUs."""
+"""Models for simulated GPUs, each with a batch."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Routed(nn.Module):
 
 
 def split_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the experts of a ``Routed`` over ``mesh``, which must have one rank for each."""
+    """Split the experts of a ``Routed`` over ``mesh``, which must have one rank per expert."""
     assert isinstance(model, Routed)
     model.ep = mesh.get_group()
     for params in (model.up, model.down):

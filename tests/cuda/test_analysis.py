@@ -8,10 +8,11 @@ from graphshard.planning.plan import Bucket, Plan, Problem, Transfer, UserCollec
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
 
 
-def _plan() -> Plan:
+def _plan(user_group: str = "tp") -> Plan:
     transfer = Transfer(None, TransferKind.ALL_GATHER, 8, "", 4, False, "dp", 2, 0, 1, 1)
     zeros = (0, 0)
-    user = UserCollective("all_gather_into_tensor", TransferKind.ALL_GATHER, 8, "tp", 2, 0, 1)
+    kind = TransferKind.ALL_GATHER
+    user = UserCollective("all_gather_into_tensor", kind, 8, user_group, 2, 0, 1)
     problem = Problem(
         GraphKind.FORWARD,
         ("a", "b"),
@@ -30,6 +31,7 @@ def test_launches_on_wrong_side_of_user_collective_are_reported() -> None:
     call = GraphCall([ours, theirs], [0, 1, ~0, ~1])
     assert find_plan([plan], call) is plan
     assert not order_differences([plan], call)
+    assert not order_differences([_plan("")], call)  # the graph computes the group
     swapped = GraphCall([theirs, ours], [0, 1, ~0, ~1])
     assert order_differences([plan], swapped) == [
         f"forward: launch 0 is {GATHER} in group 'tp' instead of all_gather_into_tensor in 'dp'",

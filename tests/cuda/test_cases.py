@@ -48,12 +48,13 @@ pytestmark = [
     skip_without_stand_ins,
     pytest.mark.timeout(600),  # the first test waits for all cases
 ]
-# The other cases launch much the same kernels, and compiling one takes a second.
+# Compiling a kernel takes a second, and the other cases launch mostly the same kernels.
 COMPILED = [Case("small_gpt", strategy) for strategy in ("ZeRO-3", "fp8 rowwise", "exchange")]
 CASES = [
     *COMPILED,
     Case("small_gpt", "CPU offload"),
     *(Case(model, "offloaded activations") for model in ("moe", "wide_convnet")),
+    Case("small_gpt", "ZeRO-3", rank=7),
     Case("small_gpt", "HSDP", world=1024, rank=1023),
     Case("small_llama", "TP=2", world=1024, rank=1023),
     Case("routed", "EP=8", world=1024, rank=1023),
@@ -61,7 +62,8 @@ CASES = [
 """A few of ``cases.ALL``; `python -m tests.cuda` runs them all."""
 
 
-# With Inductor's default, loops over a row ``r0_1`` write columns: ``x0 + 4096*r0_1``.
+# Strided store of a column, such as ``x0 + 4096*r0_1``, in a loop over a row ``r0_1``. Inductor
+# writes such loops by default.
 COLUMN_STORE = re.compile(r"tl\.store\(\w+ \+ \(x\d+ \+ \d+\*r0_\d\)")
 
 
@@ -127,7 +129,7 @@ def test_host_waits_only_for_gradients(case: Case) -> None:
     assert bool(copies) == (case.strategy == "CPU offload")
 
 
-def test_fp8_kernels_store_no_single_bytes_far_apart() -> None:
+def test_fp8_kernels_store_rows_contiguously() -> None:
     row = re.compile(r"tl\.store\(\w+ \+ \(r0_\d \+ \d+\*x\d+\)")  # checks the variable names
     codes = recording_of(Case("small_gpt", "fp8 rowwise")).codes
     assert "*fp8e4nv" in codes[1] and row.search(codes[1])
@@ -186,7 +188,7 @@ def is_same_text(codes: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def _text(code: str) -> list[str]:
-    """Return the lines of a graph's code without comments: these name files and graph ids."""
+    """Return the lines of a graph's code without comments, which name files and graph ids."""
     return [line for line in code.splitlines() if not line.startswith("#")]
 
 
@@ -211,7 +213,7 @@ def _last_wait(actions: Sequence[Action], stream: str, on: str) -> WaitEvent:
 
 def test_collective_without_wait_is_a_race() -> None:
     recording = recording_of(Case("small_gpt", "ZeRO-3"))
-    start, stop = recording.calls[0].actions  # the forward graph: it uses its last gather
+    start, stop = recording.calls[0].actions  # forward, which uses its last gather
     wait = _last_wait(recording.actions[start:stop], COMPUTE, "nccl")
     races = _races_without(recording.actions, wait)
     assert any(race.first.name.startswith("_c10d_functional.all_gather") for race in races)

@@ -28,6 +28,8 @@ import time
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import triton
+import triton.language as tl
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -102,6 +104,19 @@ def waits_between_layers():
                     torch.cuda.synchronize()
             return x.sum()
     return Model(*[nn.Linear(512, 512) for _ in range(4)]), (torch.randn(8, 512),)
+
+@triton.jit
+def double(x, out, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(out + i, 2 * tl.load(x + i))
+
+def calls_own_kernel():
+    class Model(nn.Linear):
+        def forward(self, x):
+            scale = torch.empty_like(x[0])
+            double[(1,)](x[0].contiguous(), scale, 16)
+            return super().forward(x * scale).sum()
+    return Model(16, 16), (torch.randn(4, 16),)
 
 def makes_a_constant():
     class Model(nn.Linear):
@@ -219,6 +234,7 @@ class Library(nn.Linear):
 RUN = (
     "attention_has_a_learned_bias",
     "breaks",
+    "calls_own_kernel",
     "copies_in_a_graph",
     "copies_to_the_host",
     "experts",
@@ -318,6 +334,12 @@ def test_parameter_within_flex_attention_is_sharded(
     text = capsys.readouterr().out
     assert "errors       none" in text
     assert re.search(r"all_gather +5 -> 1 ", text) and "order        as planned" in text
+
+
+@in_one_process
+def test_kernel_of_the_user_is_recorded(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{script}:calls_own_kernel"]) == 0
+    assert "errors       none" in capsys.readouterr().out
 
 
 @in_one_process

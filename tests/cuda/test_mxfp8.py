@@ -1,4 +1,4 @@
-"""Training in mxfp8 on a simulated GPU that has such products."""
+"""Training in mxfp8 on a simulated B200, and the error on an H100."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def record(recorder: Recorder) -> tuple[Recording, list[CompiledKernel]]:
 def test_kernels_compile_and_store_rows() -> None:
     recording, kernels = call("tests.cuda.test_mxfp8:record", CASE.device)
     assert kernels and not [kernel for kernel in kernels if kernel.error]
-    # A loop over the values of a block must not write them one byte per row.
+    # A loop over a block must not store its values with a stride, one byte per row.
     assert not [store for code in recording.codes for store in COLUMN_STORE.findall(code)]
 
 
-def test_gpu_without_mxfp8_is_named() -> None:
+def test_gpu_without_mxfp8_raises() -> None:
     with pytest.raises(Exception, match="NVIDIA H100 has no mxfp8 products"):
         call("tests.cuda.test_mxfp8:record", DEVICE)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import graphshard
+from graphshard.errors import BackendError
 from tests import ranks
 from tests.models import GPT, MLP, ConvNet, Trainable
 from tests.numerics.compare import draw, sgd, whole, world_mesh
@@ -129,10 +130,9 @@ def _next_losses(called: Any, optim: torch.optim.Optimizer, kind: Trainable) -> 
 SETUPS: dict[str, tuple[Trainable, tuple[int, ...], State]] = {
     "tied": (GPT, (2,), {}),
     "buffers": (ConvNet, (2,), {}),
-    "three ranks": (MLP, (3,), {}),
     "HSDP": (MLP, (2, 2), {}),
     "offload": (MLP, (2,), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-    "some are whole": (MLP, (2,), {"overrides": {"mid.*": {"shard": False}}}),
+    "some are replicated": (MLP, (2,), {"overrides": {"mid.*": {"shard": False}}}),
 }
 
 
@@ -365,6 +365,13 @@ def test_wrong_state_on_first_rank_raises_on_all() -> None:
     for said, given in of_optim:
         with pytest.raises(ValueError, match=said):
             graphshard.load_full_state_dict(model, state, optim, given if is_first else None)
+    # Errors that the first rank did not expect, which must not leave the others waiting.
+    unsendable, no_params = {**state, "up.extra": lambda: 0}, {"state": {}, "param_groups": [{}]}
+    kind = Exception if is_first else BackendError
+    with pytest.raises(kind, match="pickle"):
+        graphshard.load_full_state_dict(model, unsendable if is_first else None)
+    with pytest.raises(kind, match=r"KeyError: 'params'|^'params'$"):
+        graphshard.load_full_state_dict(model, state, optim, no_params if is_first else None)
     again = graphshard.full_state_dict(model, optim)
     _assert_equal([dict(again[0]), again[1]], [dict(state), optim_state])
 

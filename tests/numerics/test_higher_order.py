@@ -43,6 +43,20 @@ def _branches_in_branches(model: Reads, x: Tensor) -> Tensor:
     )
 
 
+@torch.compiler.nested_compile_region
+def _marked(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x).cos()
+
+
+def _regions_in_branches(model: Reads, x: Tensor) -> Tensor:
+    return torch.cond(
+        x.sum() > 0,
+        lambda x: _marked(model.first, _marked(model.first, x)),
+        lambda x: _marked(model.first, x),
+        (x,),
+    )
+
+
 def _steps(model: Reads, x: Tensor) -> Tensor:
     def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         state = torch.tanh(model.first(row) + state)
@@ -75,7 +89,7 @@ def _hessian(model: Reads, x: Tensor) -> Tensor:
     return torch.func.hessian(lambda x: model.first(x).sin().sum())(x[0])
 
 
-IN_CODE = (_branches_in_branches, _reduced_in_a_tree, _mapped)
+IN_CODE = (_branches_in_branches, _regions_in_branches, _reduced_in_a_tree, _mapped)
 TRANSFORMED = (_vmapped, _gradient, _product_with_jacobian, _hessian)
 
 
@@ -126,7 +140,7 @@ def test_ranks_may_map_different_numbers_of_rows() -> None:
     twins.check()
 
 
-# --- operators that cannot be trained on a CPU ----------------------------------------------------
+# Operators that cannot be trained on a CPU.
 
 
 class Loop(nn.Module):
