@@ -57,13 +57,13 @@ def _seed_torch() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_make_collect_report() -> None:
-    """Give modules that create models on import the same weights in every run."""
+    """Seed torch before importing a test module, since some create models on import."""
     _seed_torch()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Call each test with the same seed, and with room on the stack, which saves 12 % of time."""
+    """Run each test with the same seed, and with stack room, which saves 12 % of the time."""
     from graphshard.cpython_tuning import with_stack_room
 
     _seed_torch()

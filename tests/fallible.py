@@ -13,7 +13,7 @@ fails_in: set[str] = set()
 """Graphs that raise on their next run: "forward", "backward"."""
 
 passes_left: list[int] = []
-"""Number of calls in these graphs that still succeed, as a list of one element; empty: 0."""
+"""Number of `may_fail` calls in these graphs that still succeed: one element, or none for 0."""
 
 in_flight_then: list[int] = []
 """Number of collectives in flight at each failure."""

@@ -104,7 +104,7 @@ fully_shard.state = lambda module: Anything()  # type: ignore[attr-defined]
 
 
 def _compile_in_place(module: nn.Module, backend: graphshard.Backend) -> None:
-    """Compile a module as ``module.compile`` does, containers of torch.nn included."""
+    """Compile a module like ``module.compile``, but also if it is a container of torch.nn."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
@@ -146,7 +146,7 @@ def add_methods() -> None:
 
 
 class Anything:
-    """Object that equals any value that a test expects of FSDP2's state or collective counts."""
+    """Object that equals everything; stands in for FSDP2's state and collective counts."""
 
     def __getattr__(self, name: str) -> Anything:
         return self

@@ -40,7 +40,7 @@ TO_CPU += [("torch.get_device_module(device_type).current_device()", "None")]
 
 
 class AnyCounts(defaultdict[object, shim.Anything]):
-    """Counts of collectives, which equal any expectation; `len` is 1."""
+    """Collective counts that equal any expected counts; `len` is 1."""
 
     def __init__(self) -> None:
         super().__init__(shim.Anything)

@@ -1,6 +1,6 @@
 """Private names of torch are used only in ``graphshard/_torch/``.
 
-The test parses all other files. It considers private
+The test parses all other files. It treats as private
 
 - modules and names of torch with a leading underscore, imported or accessed as attributes,
 - an attribute ``x._y`` of any object, unless our own code defines an attribute or function ``_y``,

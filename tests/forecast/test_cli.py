@@ -12,6 +12,7 @@ from graphshard.__main__ import main
 from graphshard.forecast import command
 from graphshard.forecast.largest import LargestResult
 from graphshard.forecast.search import SearchResult
+from graphshard.forecast.workload import find_config, scale_config
 
 
 def _llama(layers: int) -> str:
@@ -242,9 +243,9 @@ def test_settings_that_are_searched_are_refused(
 
 
 def test_largest_lists_models_that_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["--gpus", "4", "--batch", "1x32768", "--device", "A100-40GB", "--tp", "2"]
-    # The model itself needs 1.4 GB.
-    page, limit = tmp_path / "largest.html", 1.5
+    arguments = ["--gpus", "4", "--batch", "1x32768", "--device", "A100-40GB"]
+    # The model itself needs 1.5 GB.
+    page, limit = tmp_path / "largest.html", 1.6
     arguments += ["--memory", f"{limit}GB", "--html", str(page), "--largest"]
     assert _plan(_llama(3), *arguments) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
@@ -258,3 +259,19 @@ def test_largest_lists_models_that_fit(capsys: pytest.CaptureFixture[str], tmp_p
     grown = [row for row in table["rows"] if row[0] != "samples"]
     assert [(bar["name"], f"{bar['value']:.1f}") for bar in bars] == [(r[1], r[3]) for r in grown]
     assert len(table["rows"]) == len(rows) > len(bars) > 0
+
+
+def test_scaled_config_has_heads_of_same_size() -> None:
+    sizes = {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 128,
+    }
+    config = find_config("qwen3_moe:" + ",".join(f"{name}={size}" for name, size in sizes.items()))
+    assert scale_config(config, 1, tp=3) is config
+    for tp, expected in {1: (8, 128, 8, 4, 512, 256), 3: (6, 96, 6, 3, 384, 384)}.items():
+        scaled = scale_config(config, 2, tp)
+        assert tuple(getattr(scaled, name) for name in sizes) == expected

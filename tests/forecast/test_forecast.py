@@ -265,7 +265,7 @@ def test_shifted_changes_layer_number() -> None:
     st.integers(1, 8),
     st.integers(0, 200),
 )
-def test_most_that_fits_is_the_largest_number_within_the_limit(
+def test_largest_that_fits_is_maximal_within_limit(
     slope: int, offset: int, spare: int, least: int, more: int
 ) -> None:
     def memory_of(number: int) -> int:

@@ -101,18 +101,20 @@ def test_loss_and_gradients_of_split_llama_match_whole_model() -> None:
     split = copy.deepcopy(whole)
     parallelize(split, mesh["tp"])
     assert split(input_ids=ids).logits.shape == (2, 8, 96 / 2)
+    with pytest.raises(ValueError, match="pass position_ids with inputs_embeds"):
+        split(inputs_embeds=torch.zeros(2, 8, 64))
+    inputs = {"input_ids": ids, "labels": labels, "use_cache": False}
+    # As the Trainer passes them.
+    more = {"num_items_in_batch": torch.tensor(7), "shift_labels": labels.roll(-1, 1)}
+    torch.testing.assert_close(split(**inputs, **more).loss, whole(**inputs, **more).loss)
     backend = graphshard.backend(mesh["dp"], compiler="aot_eager")
     compiled: Any = torch.compile(split, backend=backend)
-    inputs = {"input_ids": ids, "labels": labels, "use_cache": False}
     expected, loss = whole(**inputs).loss, compiled(**inputs).loss
     torch.testing.assert_close(loss, expected)
     expected.backward()
     loss.backward()
     for one, param in zip(whole.parameters(), split.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), one.grad)
-    # As the Trainer passes them.
-    inputs |= {"num_items_in_batch": torch.tensor(7), "shift_labels": labels.roll(-1, 1)}
-    torch.testing.assert_close(compiled(**inputs).loss, whole(**inputs).loss)
 
 
 def test_experts_are_refused() -> None:

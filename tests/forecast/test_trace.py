@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,13 @@ from graphshard.cost.devices import find_hardware
 from graphshard.fake_mesh import Ranks
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.deepen import Layers, NotPeriodicError, deepen
-from graphshard.forecast.derive import on_host, trace_step
+from graphshard.forecast.derive import (
+    Depth,
+    ShallowCopies,
+    on_host,
+    trace_all_depths,
+    trace_step,
+)
 from graphshard.forecast.largest import _Grower
 from graphshard.forecast.planned_step import KEPT, find_changes, plan_step
 from graphshard.forecast.recipe import Recipe
@@ -131,8 +139,8 @@ def test_recipe_code_recomputes_same_layers() -> None:
 
 @pytest.mark.parametrize("strategy", ["zero3", "hsdp:4"])
 def test_on_host_equals_step_traced_with_offload(strategy: str) -> None:
-    on_device = trace_stack(3, Recipe(strategy))
-    assert_same_step(on_host(on_device), trace_stack(3, Recipe(strategy, offload=True)))
+    on_device = trace_stack(1, Recipe(strategy))
+    assert_same_step(on_host(on_device), trace_stack(1, Recipe(strategy, offload=True)))
 
 
 def test_offload_takes_host_memory_and_time() -> None:
@@ -302,8 +310,16 @@ def test_search_recomputes_as_few_layers_as_possible() -> None:
         ids = torch.zeros((size, 4096), dtype=torch.int64)
         return Workload("stack", lambda n: (Stack(n or 24, 1024), (ids,)), 4096, num_layers=24)
 
+    traced: list[ShallowCopies] = []
+
+    def trace_copies(*args: Any) -> ShallowCopies:
+        traced.append(trace_all_depths(*args))
+        return traced[-1]
+
     machine = cluster("A100-40GB", 8, memory_gb=2.3)
-    found = search(make_workload, 1, Recipe(), machine)
+    with mock.patch("graphshard.forecast.search.trace_all_depths", trace_copies):
+        found = search(make_workload, 1, Recipe(), machine)
+    (copies,) = traced
     by_recipe = {
         (c.recipe.strategy, c.recipe.recompute, c.recipe.offload): c for c in found.candidates
     }
@@ -317,6 +333,6 @@ def test_search_recomputes_as_few_layers_as_possible() -> None:
     assert part.fits and none.step_us < part.step_us < every.step_us
     number = round(part.recipe.recompute * 24)
     fewer = Recipe(recompute=(number - 1) / 24)
-    step = trace_step(make_workload(1), fewer, machine)
+    step = copies.at_depth(Depth(number - 1, 25 - number))
     needed = plan_step(step, fewer, machine, refine=False).memory.total
     assert needed > (1 - RESERVED) * machine.memory_bytes >= part.memory_bytes

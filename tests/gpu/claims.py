@@ -54,14 +54,19 @@ def _model(device: str, layers_on_cpu: int = 2) -> tuple[DeepMLP, Tensor]:
     return model.to(device), torch.randn(16 * dim, dim).to(device)
 
 
+def _compiler(device: str) -> str:
+    return "inductor" if device == "cuda" else "aot_eager"
+
+
 def _backend(device: str, **options: Any) -> graphshard.Backend:
-    return graphshard.backend(init_device_mesh(device, (dist.get_world_size(),)), **options)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    return graphshard.backend(mesh, compiler=_compiler(device), **options)
 
 
 def profiled(device: str, sharded: bool, **options: Any) -> Profiled:
     model, x = _model(device)
     ours = _backend(device, **options) if sharded else None
-    compiled = torch.compile(model, backend=ours or "inductor")
+    compiled = torch.compile(model, backend=ours or _compiler(device))
     for _ in range(3):
         compiled(x).backward()
     with torch.profiler.profile() as profiler:
@@ -165,7 +170,7 @@ def devices_of_an_offloaded_model(device: str) -> tuple[set[str], set[str]]:
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()}
     graphshard.shard(model, mesh, **options)
     graphshard.materialize(model)
-    compiled: nn.Module = torch.compile(model, backend=graphshard.backend(mesh, **options))
+    compiled: nn.Module = torch.compile(model, backend=_backend(device, **options))
     compiled(torch.randn(8, 32, device=device)).square().mean().backward()
     params, buffers = model.parameters(), model.buffers()
     return {p.device.type for p in params}, {b.device.type for b in buffers}

@@ -6,9 +6,13 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch import _inductor as inductor
+from torch import nn
 from torch._inductor import config
+from torch.distributed.device_mesh import DeviceMesh
 
+import graphshard
 from graphshard._torch.inductor import mode_options, without_cuda_graphs
 
 
@@ -43,3 +47,10 @@ def test_annotation_in_model_is_dropped_with_warning() -> None:
         assert not meta
     for fwd, bwd in [(False, False), (None, True), (False, True)]:  # not enabled
         assert not without_cuda_graphs({}, {"cudagraph_annotation": override(fwd=fwd, bwd=bwd)})
+
+
+def test_graphs_on_cpu_cause_no_warning(mesh: DeviceMesh) -> None:
+    compiled = torch.compile(nn.Linear(4, 4), backend=graphshard.backend(mesh))
+    with config.patch({"triton.cudagraphs": True}), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*CUDA graphs")
+        compiled(torch.ones(2, 4)).sum().backward()

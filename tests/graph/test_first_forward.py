@@ -1,4 +1,4 @@
-"""`compile_request` finds the argument of torch.compile when that reads a backend's ``__name__``.
+"""`compile_request`: the torch.compile call that is reading a backend's ``__name__``.
 
 See [Note: first forward] in graphshard/params/first_forward.py.
 """

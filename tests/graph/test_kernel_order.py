@@ -1,4 +1,4 @@
-"""Order of fused kernels, launches and waits: no wait moves to an earlier place."""
+"""Order of fused kernels, launches and waits: no wait moves earlier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Dep:
 
 @dataclass(eq=False)
 class _Node:
-    """A stand-in for a node of Inductor's scheduler; writes one buffer, which has its name."""
+    """A fake node of Inductor's scheduler that writes one buffer of the same name."""
 
     name: str
     min_order: int

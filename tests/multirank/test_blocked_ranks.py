@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import graphshard.ranks.watcher
 from graphshard.ranks.call_log import CallLog
-from graphshard.ranks.watcher import BLOCKED_S
 
 from .test_call_log import PLAN, Group, assert_same, call, choose, gather, message, run
 
 pytestmark = pytest.mark.alone
 
+BLOCKED_S = 0.5  # shorter than in production, since all tests wait this long
 
+_with_short_wait = mock.patch.object(graphshard.ranks.watcher, "BLOCKED_S", BLOCKED_S)
+
+
+@_with_short_wait
 def _meet_elsewhere(group: Group, call_log: CallLog, alone: int, chooses: bool) -> str:
     gather(group)
     if group.rank() == alone:
         began = time.monotonic()
         text = message(choose, group, PLAN) if chooses else message(call_log.first_run, "p", PLAN)
-        assert time.monotonic() < began + 3 * BLOCKED_S
+        assert time.monotonic() < began + 6.0
         return text
     return message(call, call_log, dist.barrier, group)  # the other rank's error ends the barrier
 
@@ -39,15 +45,16 @@ def test_call_while_peers_are_blocked_raises_on_all_ranks(
     assert "test_call_log.py:" in messages[0]  # the line in `call` that launches the collective
 
 
+@_with_short_wait
 def _wait_for_a_slow_rank(group: Group, call_log: CallLog) -> None:
     others: Any = dist.new_group([1, 2], use_local_synchronization=True) if group.rank() else None
     for collect in (_gather_to_1, _broadcast_among):
         if group.rank() == 2:
-            time.sleep(BLOCKED_S + 2.0)
+            time.sleep(BLOCKED_S + 1.0)
         collect(group, others)
         call_log.first_run(collect.__name__, PLAN)
     if group.rank() == 2:
-        time.sleep(BLOCKED_S + 2.0)  # the others wait in a call without an error
+        time.sleep(BLOCKED_S + 1.0)  # the others wait in a call without an error
     call_log.first_run("last", PLAN)
     dist.barrier(group)
     if group.rank():

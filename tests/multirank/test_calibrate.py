@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -42,7 +43,9 @@ def test_without_ranks_links_keep_table_values() -> None:
 
 def _write_from_ranks(path: Path) -> int:
     group = dist.group.WORLD
-    status = main(["calibrate", "--out", str(path), "--quick", "--sizes", "4096,64"])
+    with mock.patch.object(Effort, "for_device", return_value=TINY) as for_device:
+        status = main(["calibrate", "--out", str(path), "--quick", "--sizes", "8192,128"])
+    for_device.assert_called_once_with(CPU, quick=True)
     assert dist.group.WORLD is group  # calibrate must keep the caller's group
     return status
 
@@ -54,7 +57,7 @@ def test_ranks_measure_their_link_and_one_rank_writes(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [path.name]  # no scratch file remains
     written = Hardware.load(path)
     for kind in COLLECTIVE_KINDS:
-        assert _amounts(written.intra, kind) == [64, 4096]
+        assert _amounts(written.intra, kind) == [128, 8192]
     assert written.intra.latency_us > 0
     assert written.inter == BASE.inter
     assert written.ranks_per_node == BASE.ranks_per_node

@@ -30,7 +30,7 @@ def _batch() -> Tensor:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @on_ranks(2)
 def test_no_collective_stays_in_flight_after_error(where: str, compiler: str) -> None:
-    model = Fallible()
+    model = Fallible(layers=3)
     compiled = compile_sharded(model, compiler=compiler, schedule=SMALL_BUCKETS)
     x = _batch()
     for _ in range(2):

@@ -271,7 +271,7 @@ def test_model_that_differs_between_ranks_is_refused(
 
 @on_ranks(2)
 def test_parameters_in_different_order_keep_their_values() -> None:
-    """Allow an error, too; a broadcast in registration order would mix up the values."""
+    # A broadcast in registration order would mix up the values. An error is allowed, too.
     model = nn.Module()
     names = ["a", "b"] if dist.get_rank() == 0 else ["b", "a"]
     for name in names:

@@ -103,7 +103,7 @@ def test_without_sync_module_states_ranks_keep_their_values(shard: Callable[...,
 @pytest.mark.parametrize("seed_by_rank", [False, True])
 @on_ranks(2)
 def test_values_used_before_sharding_must_be_equal(seed_by_rank: bool) -> None:
-    """Run an eager part before the first graph, when graphshard has not seen the model yet."""
+    # The eager part runs before the first graph, when graphshard has not seen the model yet.
     torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
     model = MLP()
     before = _tensors(model)

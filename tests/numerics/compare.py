@@ -2,7 +2,7 @@
 
 `Twins` holds a compiled model and an unsharded copy of it. The copy sees the batches of all ranks
 and averages their losses, so its gradients are the expected full gradients on every rank. Errors
-are relative to the norm of the expected tensor; `distances` describes an exception.
+are relative to the norm of the expected tensor; `distances` bounds this norm from below.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def train(kind: Trainable, steps: int = 3, **kwargs: Any) -> None:
 
 
 def num_graphs() -> int:
-    """Return the number of Dynamo's graphs since its counters were cleared, as by `Twins`."""
+    """Return the number of graphs compiled since Dynamo's counters were cleared, as by `Twins`."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 

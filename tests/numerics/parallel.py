@@ -1,4 +1,4 @@
-"""Tensor-parallel models on one axis of a mesh, under graphshard and FSDP2."""
+"""Tensor-parallel models, and functions that train them with graphshard and FSDP2."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MLP(nn.Module):
 
 
 class Llama(llama.Llama):
-    """A Llama of one layer, with sequence parallelism; `zoo/` has those of `transformers`."""
+    """A one-layer Llama with sequence parallelism; `zoo/` tests that of `transformers`."""
 
     VOCAB = 130
 
@@ -72,7 +72,7 @@ def mesh_2d(dp: int = 2, tp: int = 2, device: str = "cpu") -> DeviceMesh:
 
 
 def split(kind: Any, mesh: DeviceMesh) -> Any:
-    """Return a model of this kind, parallelized over `mesh["tp"]`; same values at each call."""
+    """Return a model parallelized over `mesh["tp"]`, with the same values in each call."""
     torch.manual_seed(0)
     return kind().to(mesh.device_type).parallelize(mesh["tp"])
 
@@ -86,14 +86,14 @@ def under_fsdp2(kind: Any, mesh: DeviceMesh, **options: Any) -> Any:
 def under_graphshard(
     kind: Any, mesh: DeviceMesh, *, compiler: str = "aot_eager", **options: Any
 ) -> tuple[Any, Any]:
-    """Return a model of `split`, and its form compiled by graphshard over `mesh["dp"]`."""
+    """Return a model of `split`, and a callable that graphshard compiled over `mesh["dp"]`."""
     model = split(kind, mesh)
     backend = graphshard.backend(mesh["dp"], compiler=compiler, **options)
     return model, torch.compile(model, backend=backend, fullgraph=True)
 
 
 def batches(kind: Any, mesh: DeviceMesh, steps: int = 3) -> list[Any]:
-    """Return the batches of this rank, the same for all ranks along tp."""
+    """Return this rank's batches; ranks along "tp" have the same ones."""
     dp_rank = mesh["dp"].get_local_rank()
     data = [kind.batch(generator(step, dp_rank)) for step in range(steps)]
     return [batch.to(mesh.device_type) for batch in data]
@@ -141,10 +141,11 @@ def assert_trains_like_fsdp2(
     tolerance: float = 0.0,
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
 ) -> None:
-    """Train a model of graphshard and one of FSDP2; compare all steps, and the final states.
+    """Train with graphshard and with FSDP2; compare all steps and the final state dicts.
 
     Args:
-        call: runs the forward of `model`.
+        call: callable that runs the forward of `model`.
+        eager: model that FSDP2 has sharded.
     """
     ours, theirs = train(call, model, data, optimizer), train(eager, eager, data, optimizer)
     for mine, other in zip(ours, theirs, strict=True):

@@ -45,7 +45,6 @@ def _losses(twins: Twins, step: int = 0) -> tuple[Tensor, Tensor]:
         (_Unused, {}),
         (_InPython, {"fullgraph": False}),
         (MLP, {"overrides": {"mid.*": {"shard": False}}}),
-        (MLP, {"compiler": "inductor"}),
     ],
 )
 @on_ranks(2)

@@ -29,7 +29,7 @@ STEPS = 3
 
 
 Wrap = Callable[[nn.Module], nn.Module]
-"""Wraps a plain model; returns the module to call."""
+"""Function that wraps a plain model and returns the module to call."""
 
 
 def ddp(model: nn.Module) -> nn.Module:

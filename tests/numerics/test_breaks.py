@@ -196,8 +196,9 @@ def test_model_with_graph_breaks_trains(kind: Trainable, compiler: str) -> None:
         twins = Twins(kind(), fullgraph=False, compiler=compiler)
         twins.train(kind.batch)
         assert torch.is_grad_enabled()
-        with torch.no_grad():
-            twins.compiled(torch.ones(5, DIM))
+        if compiler != "inductor":
+            with torch.no_grad():
+                twins.compiled(torch.ones(5, DIM))
     assert len(warned) == 1, warned
     name = kind.__name__  # type: ignore[attr-defined]
     assert warned[0].startswith(f"graphshard: {name} does not compile to one graph.")

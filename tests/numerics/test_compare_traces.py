@@ -76,7 +76,7 @@ class WithCode(nn.Module):
 
 
 class Columns(nn.Module):
-    """A model in which a parameter is transposed, to be sharded by columns."""
+    """Model with a transposed parameter, which the test shards by columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,6 @@ class ReadsWithoutGrad(nn.Module):
         (MLP, _called),
         (Columns, _called),
         (WithCode, _itself),
-        (WithCode, _called),
         (ReadsWithoutGrad, _called),
     ],
 )

@@ -121,7 +121,6 @@ CASES: dict[str, tuple[Callable[[], list[Layer]], int]] = {
     "experts": (lambda: _of_kind("experts"), LAYERS),
     "frozen": (_frozen, LAYERS - 1),
     "tied": (lambda: [Layer()] * 5, 4),
-    "checkpoint": (lambda: _of_kind("checkpoint"), LAYERS),
     "sizes": (lambda: _of_kind("sizes"), 2 * LAYERS),
     "policy": (lambda: _of_kind("policy"), LAYERS),
     "part": (lambda: _of_kind("part"), LAYERS),

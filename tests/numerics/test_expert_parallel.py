@@ -241,7 +241,7 @@ def test_expert_states_are_saved_and_loaded(tmp_path: Path) -> None:
         assert torch.equal(whole(exp_avg), whole(optim.state[param]["exp_avg"])), name
 
 
-# Errors, before anything is changed.
+# Errors, raised before anything is changed.
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_override_without_mesh_is_refused() -> None:
         graphshard.backend(overrides={"experts": {"mesh": "ep"}})
 
 
-# Ranks that differ along ep, which the experts' mesh does not have.
+# Ranks that differ along ep, an axis that the experts' mesh does not have.
 
 
 def _shard_frozen(frozen: list[int]) -> str:

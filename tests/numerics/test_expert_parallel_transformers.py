@@ -21,14 +21,14 @@ SIZES = (
 SIZES += ",moe_intermediate_size=16,num_experts=4,num_experts_per_tok=3,head_dim=16"
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_gradients_match_whole_model() -> None:
     torch.manual_seed(0)
     plain: Any = find_workload(f"qwen3_moe:{SIZES}", BatchShape(1, 8)).make(None)[0]
-    batches = torch.randint(64, (4, 2, 8))
+    batches = torch.randint(64, (2, 2, 8))
     losses = [plain(input_ids=ids, labels=ids, use_cache=False).loss for ids in batches]
     torch.stack(losses).mean().backward()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=expert_parallel.AXES)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=expert_parallel.AXES)
     model = copy.deepcopy(plain)
     expert_parallel.parallelize(model, mesh["ep"])
     model = copy.deepcopy(model)

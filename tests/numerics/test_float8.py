@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.numerics.compare import (
     assert_history_rounded,
     assert_same,
     compile_sharded,
+    draw,
     generator,
     train_steps,
     whole,
@@ -42,7 +43,7 @@ SIZE = Size(layers=2, heads=2, dim=64, context=32, batch=2, steps=0)
 SHALLOW = SIZE._replace(layers=1)  # for tests that compile slowly
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 MIN_COSINE = 1 - torch.finfo(torch.float8_e5m2).eps ** 2 / 2
-"""Cosine of a gradient with the exact one if an error of one e5m2 step is orthogonal to it."""
+"""Cosine of exact and rounded gradients that differ by one e5m2 step, orthogonally."""
 pytestmark = NEEDS_FP8
 
 
@@ -97,21 +98,21 @@ def quick_products() -> Iterator[None]:
 
 
 def _against_torchao(
-    compiler: str, mp_policy: MixedPrecisionPolicy, size: Size = SIZE
+    compiler: str, mp_policy: MixedPrecisionPolicy
 ) -> list[tuple[str, torch.dtype | None]]:
     """Compare training to FSDP2 with torchao; return kind and dtype of a step's collectives."""
-    ours = _model(size)
+    ours = _model(SHALLOW)
     batches = [_batch(step, dist.get_rank()) for step in range(3)]
     compiled = compile_sharded(
         ours, compiler=compiler, mp_policy=mp_policy, fp8=graphshard.Float8Policy()
     )
     with quick_products():
         trained = train_steps(compiled, ours, batches)
-        expected = _by_fsdp2(_convert(_model(size)), batches, mp_policy)
+        expected = _by_fsdp2(_convert(_model(SHALLOW)), batches, mp_policy)
         if compiler == "aot_eager":
             assert_equal(trained, expected)
         else:  # fused kernels round differently: values may differ by one fp8 step
-            in_float32 = _by_fsdp2(_model(size), batches, MixedPrecisionPolicy())
+            in_float32 = _by_fsdp2(_model(SHALLOW), batches, MixedPrecisionPolicy())
             assert_history_rounded(trained, expected, in_float32)
         recording.clear()
         compiled(batches[0]).backward()
@@ -119,10 +120,8 @@ def _against_torchao(
 
 
 @pytest.mark.low_precision
-def test_training_matches_fsdp2_with_torchao() -> None:
-    for sent in ranks.run(
-        2, _against_torchao, "aot_eager", MixedPrecisionPolicy(), SHALLOW, backend="recording"
-    ):
+def test_training_in_bfloat16_matches_fsdp2_with_torchao() -> None:
+    for sent in ranks.run(2, _against_torchao, "aot_eager", BF16, backend="recording"):
         assert [kind for kind, _ in sent].count(TransferKind.ALL_REDUCE) == 1
         assert (TransferKind.ALL_GATHER, torch.uint8) in sent
         reduced = {dtype for kind, dtype in sent if kind == TransferKind.REDUCE_SCATTER}
@@ -130,14 +129,8 @@ def test_training_matches_fsdp2_with_torchao() -> None:
 
 
 @pytest.mark.low_precision
-def test_training_in_bfloat16_matches_fsdp2_with_torchao() -> None:
-    ranks.run(2, _against_torchao, "aot_eager", BF16, SHALLOW, backend="recording")
-
-
-@pytest.mark.low_precision
 def test_training_with_inductor_matches_fsdp2_with_torchao() -> None:
-    policy = MixedPrecisionPolicy()
-    ranks.run(2, _against_torchao, "inductor", policy, SHALLOW, backend="recording")
+    ranks.run(2, _against_torchao, "inductor", MixedPrecisionPolicy(), backend="recording")
 
 
 def _gradients(dim: int = 64, **options: Any) -> tuple[list[Tensor], int]:
@@ -158,10 +151,12 @@ def _recipes() -> list[str]:
 
 
 def _cosines() -> list[float]:
-    """Return the cosine of each fp8 gradient with the float32 one, for all recipes and policies."""
+    """Return the cosine of each fp8 gradient with the float32 one, for two policies."""
     exact, _ = _gradients()
+    # Other recipes are compared with torchao. torch 2.11 lacks the rowwise products.
+    recipe = TENSORWISE if float8_ops.float8_error("cpu", ROWWISE) else ROWWISE
     found = []
-    for recipe, mp_policy in itertools.product(_recipes(), (None, BF16)):
+    for mp_policy in (None, BF16):
         in_fp8, _ = _gradients(fp8=graphshard.Float8Policy(recipe), mp_policy=mp_policy)
         for ours, theirs in zip(in_fp8, exact, strict=True):
             found.append(float(F.cosine_similarity(ours.flatten(), theirs.flatten(), 0)))
@@ -175,11 +170,11 @@ def test_gradients_have_direction_of_float32_gradients() -> None:
 
 def _loss(fp8: graphshard.Float8Policy | None) -> float:
     """Train the demo's model; return the mean loss of the last 10 of 60 steps on real text."""
-    size = Size(layers=1, heads=2, dim=64, context=64, batch=8, steps=60)
+    size = Size(layers=1, heads=2, dim=64, context=64, batch=16, steps=60)
     model = _model(size)
     compiled = compile_sharded(model, compiler="aot_eager", mp_policy=BF16, fp8=fp8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    data = batches(load_text()[:200_000], size, seed=dist.get_rank())
+    data = batches(load_text()[:200_000], size, seed=0)
     losses = []
     for _ in range(size.steps):
         loss = compiled(next(data))
@@ -187,9 +182,7 @@ def _loss(fp8: graphshard.Float8Policy | None) -> float:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().float())
-    last = torch.stack(losses[-10:]).mean()
-    dist.all_reduce(last)
-    return float(last) / dist.get_world_size()
+    return float(torch.stack(losses[-10:]).mean())
 
 
 def _losses() -> list[float]:
@@ -199,7 +192,7 @@ def _losses() -> list[float]:
 
 @pytest.mark.low_precision
 def test_loss_after_training_is_close_to_bfloat16() -> None:
-    plain, *in_fp8 = ranks.run(2, _losses)[0]
+    plain, *in_fp8 = ranks.run(1, _losses)[0]
     assert plain < 3  # starts at ln 256 = 5.5
     assert in_fp8 and max(in_fp8) <= 1.02 * plain  # the documented claim, not a rounding bound
 
@@ -255,15 +248,16 @@ def test_values_and_scales_match_unsharded_weight(dtype: torch.dtype, recipe: st
 @pytest.mark.low_precision
 @on_ranks(2)
 def test_model_converted_by_torchao_trains() -> None:
-    theirs = _convert(_model(SHALLOW))
+    blocks = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    theirs = _convert(nn.Sequential(OrderedDict(blocks=blocks)))
     ours = copy.deepcopy(theirs)
+    batches = draw(lambda rng: torch.randn(16, 32, generator=rng), 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled = compile_sharded(ours)
-        compiled(_batch(0, dist.get_rank())).backward()
+        compiled(batches[dist.get_rank()]).square().mean().backward()
     assert any("torchao has converted" in str(warning.message) for warning in caught)
-    losses = [theirs(_batch(0, rank)) for rank in range(dist.get_world_size())]
-    torch.stack(losses).mean().backward()
+    torch.stack([theirs(x).square().mean() for x in batches]).mean().backward()
     assert_same(ours, theirs)
 
 
@@ -331,8 +325,8 @@ def test_error_for_unsupported_recipe_names_device() -> None:
     if float8_ops.float8_error("cpu", ROWWISE):
         _refuses(_model(), "cpu cannot compute the rowwise fp8 matmuls", fp8=recipe)
     else:
-        compiled = compile_sharded(_model(SHALLOW), compiler="aot_eager", fp8=recipe)
-        compiled(_batch(0, 0)).backward()
+        compiled = compile_sharded(nn.Linear(32, 32), compiler="aot_eager", fp8=recipe)
+        compiled(torch.ones(4, 32)).sum().backward()
 
 
 def _dynamic() -> list[float]:

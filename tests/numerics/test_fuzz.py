@@ -11,7 +11,7 @@ from tests.numerics.fuzz.case import Case, draw
 from tests.numerics.fuzz.shrink import TIMEOUT_S
 from tests.numerics.fuzz.trial import run_trial
 
-SEEDS = (44, 124, 945, 1387, 1416, 1442, 1495, 1658)
+SEEDS = (124, 945, 1387, 1416, 1442, 1495, 1658, 10246)
 """Seeds that, together with `FOUND`, cover all options except Inductor and `Module.compile`."""
 MAX_BLOCKS = 3
 FOUND: dict[str, Case] = {
@@ -31,7 +31,7 @@ FOUND: dict[str, Case] = {
     ),
     # The partitioner chooses activations by size, so ranks gathered different parameters in
     # backward.
-    "ranks with other batches recompute other activations": Case(
+    "ranks with different batches recompute different activations": Case(
         48,
         (("tied", 5), ("sometimes", ("tied", 18)), ("linear",)),
         dim=6,
@@ -46,19 +46,8 @@ FOUND: dict[str, Case] = {
         rows="by_both",
         evaluation="no_grad",
     ),
-    # Only one rank recomputed a sum with a parameter expanded to the batch size.
-    "a parameter is expanded to the size of a batch": Case(
-        9356,
-        (("linear",), ("expanded",)),
-        dim=16,
-        precision="fp8",
-        schedule=(("activation_memory_budget", 0.5),),
-        dynamic=True,
-        micros=2,
-        rows="by_both",
-    ),
     # Sizes determined whether backward needed a bias, and therefore whether it was kept.
-    "graphs of other sizes need another bias in backward": Case(
+    "the batch size decides whether backward needs a bias": Case(
         5791,
         (("linear",), ("cell",)),
         dim=7,
@@ -75,7 +64,7 @@ FOUND: dict[str, Case] = {
         optimizer="momentum",
         early=True,
     ),
-    "ranks with other batches recompute what used a bias": Case(
+    "ranks with different batches recompute users of a bias": Case(
         4141,
         (
             ("without_grad", ("without_grad", ("joined",))),
@@ -98,7 +87,7 @@ FOUND: dict[str, Case] = {
         early=True,
     ),
     # A recompiled graph that followed the first rank's plan used different parameters.
-    "a plan is followed by graph inputs": Case(
+    "a recompiled graph follows the first rank's plan": Case(
         4244,
         (
             (
@@ -150,7 +139,7 @@ FOUND: dict[str, Case] = {
         stale=True,
     ),
     # The partitioner did not know the size of the mesh, which is an input of the graph.
-    "activations of a split model have a budget": Case(
+    "a tensor-parallel model has an activation budget": Case(
         20028,
         (("split_mlp",),),
         mesh=(1,),

@@ -30,7 +30,7 @@ def _plain(twins: Twins, batches: list[Tensor]) -> None:
 def _of_an_input() -> None:
     """Call ``torch.autograd.grad`` for an input.
 
-    It runs the whole compiled backward and discards the gradients of parameters.
+    The whole compiled backward runs, and autograd discards the gradients of parameters.
     """
     twins = Twins(MLP())
     batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
@@ -109,7 +109,7 @@ def _in_a_hook(model: nn.Module) -> Iterator[None]:
 
 
 def _in_two_threads() -> None:
-    """Run another model's backward before gradients of the first have reached their parameters."""
+    """Run another model's backward before the first model's gradients reach their parameters."""
     slow, quick = Twins(MLP()), Twins(MLP())
     batches, rank = [draw(MLP.batch, step) for step in range(3)], dist.get_rank()
     for twins in (slow, quick):

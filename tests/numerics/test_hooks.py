@@ -1,4 +1,4 @@
-"""Hooks on parameters, which get sharded gradients, and hooks on modules."""
+"""Hooks on parameters, which receive sharded gradients, and hooks on modules."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ TOGETHER = (
     ("backward", "backward, pre", "inner, backward"),
     ("global, pre", "global, post"),
 )
-"""Hooks that are registered together: none cancels the effect of another."""
+"""Hooks registered together; no hook cancels the effect of another."""
 
 
 @on_ranks(2)

@@ -110,9 +110,8 @@ def _each(names: list[str], policy: MixedPrecisionPolicy) -> dict[str, MixedPrec
 
 CASES = {
     "every block": Case({"": HALF, **_each(BLOCKS, HALF)}, {"": HALF, "blocks.*": HALF}),
-    "their list": Case({"": HALF, **_each(BLOCKS, HALF)}, {"": HALF, "blocks": HALF}),
     "blocks alone": Case(_each(BLOCKS, HALF), {"blocks.?": HALF}),
-    "outputs are cast": Case({"": HALF, **_each(BLOCKS, OUT)}, {"": HALF, "blocks.*": OUT}),
+    "outputs are cast": Case({"": HALF, **_each(BLOCKS, OUT)}, {"": HALF, "blocks": OUT}),
     "inputs are cast at one boundary": Case({"": HALF, "blocks.0": KEEP_INPUTS, "blocks.1": HALF}),
     "norms compute in float32": Case(
         {"": HALF, **_each(BLOCKS, HALF), **_each(NORMS, FLOAT_NORM)},

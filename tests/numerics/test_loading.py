@@ -281,7 +281,7 @@ def _save_everywhere(folder: Path) -> None:
 
 
 def _load_everywhere(folder: Path, assign: bool) -> None:
-    """Load each rank's own file, which contains a mesh of a different process group."""
+    """Load each rank's own file, saved with a mesh of an earlier process group."""
     twins = Twins(_sharded(MLP), _other(MLP))
     state = torch.load(folder / f"{dist.get_rank()}.pt")
     twins.model.load_state_dict(state, assign=assign)

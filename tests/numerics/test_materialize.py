@@ -1,4 +1,4 @@
-"""`graphshard.materialize`: values of the model's own initialization, for any number of ranks."""
+"""`graphshard.materialize`, whose values do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_initialized_parameters_and_buffers_keep_their_values() -> None:
 
 
 class _Tables(nn.Module):
-    """A module whose buffers are complex and integers, some of them zero."""
+    """Module with complex and integer buffers, of which `write` initializes some."""
 
     def __init__(self) -> None:
         super().__init__()

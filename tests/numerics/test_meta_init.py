@@ -1,4 +1,4 @@
-"""Initialization after `to_empty`: values that a DTensor loses raise an error."""
+"""Initialization after `to_empty`: values written to a copy of a DTensor's rows raise an error."""
 
 from __future__ import annotations
 

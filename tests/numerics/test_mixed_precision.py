@@ -38,7 +38,7 @@ Sent = list[tuple[str, torch.dtype | None, int]]
 
 
 def _train(kind: Trainable, policy: MixedPrecisionPolicy, bitwise: bool = True) -> Sent:
-    """Compare training with FSDP2's; return the collectives of an additional step."""
+    """Compare training with FSDP2; return the collectives of an additional step."""
     torch.manual_seed(0)
     ours = kind()
     theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours)
@@ -92,7 +92,7 @@ def test_training_matches_fsdp2(kind: Trainable, policy: MixedPrecisionPolicy) -
 def test_bf16_parameters_halve_all_gather_bytes() -> None:
     by_policy = []
     for policy in (MixedPrecisionPolicy(), POLICIES[0]):
-        sent, _ = _sent(GPT, policy, bitwise=True)
+        sent, _ = _sent(MLP, policy, bitwise=True)
         by_policy.append({k: sum(b for of, _, b in sent if of == k) for k in _KINDS})
     plain, mixed = by_policy
     assert mixed[TransferKind.ALL_GATHER] == plain[TransferKind.ALL_GATHER] / 2 > 0

@@ -1,4 +1,4 @@
-"""Optimizers of torch, graphshard and transformers behave as the table says."""
+"""Optimizers of torch, graphshard and transformers, compared with the table in `benchmarks`."""
 
 from __future__ import annotations
 

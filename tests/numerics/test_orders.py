@@ -1,4 +1,4 @@
-"""Unusual states of ranks and models when they are sharded, loaded, read or clipped."""
+"""Edge cases of sharding, loading, eager reads and clipping, such as differences between ranks."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_eager_read_after_step_in_same_call_is_current() -> None:
 
 
 @on_ranks(2)
-def test_optimizer_that_failed_to_initialize_is_no_obstacle() -> None:
+def test_sharding_ignores_optimizer_that_failed_to_initialize() -> None:
     model = nn.Linear(2, 2)
     try:
         torch.optim.AdamW(model.parameters(), lr=-1)

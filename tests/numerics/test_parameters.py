@@ -150,7 +150,7 @@ class Reused(nn.Module):
 
 
 class EqualGradients(nn.Module):
-    """Parameters whose gradients are the same graph value."""
+    """Model in which the gradients of all parameters are one graph value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class EqualGradients(nn.Module):
 
 
 class TwoViews(nn.Module):
-    """Parameter whose views, of equal and of unequal number, meet in one operator."""
+    """Model whose operators combine views of one parameter, made by one or more view ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,10 +179,7 @@ class TwoViews(nn.Module):
     batch = staticmethod(_rows)
 
 
-KINDS = [Tiny, Strided, Frozen, Whole, Mixed, Unused, Reused, EqualGradients, TwoViews]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [Frozen, Unused, Reused, EqualGradients, TwoViews])
 def test_model_with_unusual_parameters_trains(kind: Trainable) -> None:
     ranks.run(2, train, kind)
 

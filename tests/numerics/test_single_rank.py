@@ -1,4 +1,4 @@
-"""Training on one rank: no collectives, and the gradients of plain torch.compile or FSDP2."""
+"""Training on one rank: no collectives, and gradients as in plain torch.compile or FSDP2."""
 
 from __future__ import annotations
 
@@ -81,8 +81,7 @@ def _assert_same(theirs: Callable[[nn.Module], Any], mesh: tuple[int, ...], opti
     assert len(backend.plans) == 2 and not any(plan.buckets for plan in backend.plans)
 
 
-@pytest.mark.parametrize("mesh", [(1,), (1, 1)])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("mesh", "reshard"), [((1,), True), ((1, 1), False)])
 def test_gradients_match_plain_compile(mesh: tuple[int, ...], reshard: bool) -> None:
     ranks.run(1, _assert_same, _by_plain, mesh, {"reshard_after_forward": reshard})
 

@@ -66,7 +66,6 @@ def _load(model: nn.Module) -> None:
         (_clamp, {}),
         (_change_local, {}),
         (_load, {}),
-        (_step, {"compiler": "inductor"}),
         (_step, {"offload_policy": CPUOffloadPolicy()}),
         (_step, {"overrides": {"*": {"shard": False}}}),
     ],

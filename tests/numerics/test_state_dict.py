@@ -52,7 +52,8 @@ def _train(kind: Trainable) -> tuple[Any, Any, torch.optim.Optimizer]:
 @on_ranks(2, backend="recording")
 def test_state_dict_communicates_nothing(kind: Trainable) -> None:
     names = list(kind().state_dict())
-    model, compiled, _ = _train(kind)
+    model = sharded(kind())
+    compiled = compile_sharded(model)
     recording.clear()
     state = model.state_dict()
     assert recording.events() == []
@@ -71,7 +72,8 @@ def test_state_dict_communicates_nothing(kind: Trainable) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_full_state_dict_loads_into_plain_model(kind: Trainable) -> None:
-    model, compiled, _ = _train(kind)
+    model = sharded(kind())
+    compiled = compile_sharded(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for source in (model, compiled):
         state = get_model_state_dict(source, options=options)
@@ -108,9 +110,13 @@ def _save_trained(kind: Trainable, path: Path) -> dict[str, torch.Tensor]:
 
 
 def _load(
-    kind: Trainable, prepare: Prepare, path: Path, saved: list[dict[str, torch.Tensor]]
+    kind: Trainable,
+    prepare: Prepare,
+    path: Path,
+    saved: list[dict[str, torch.Tensor]],
+    trains: bool = False,
 ) -> None:
-    """Load a checkpoint into a new model; check its values and, if sharded, a training step."""
+    """Load a checkpoint into a new model; check its values and, if `trains`, a training step."""
     torch.manual_seed(77)
     model = prepare(kind())
     state = {"model": model.state_dict()}
@@ -122,6 +128,7 @@ def _load(
         assert any(torch.equal(value, other[name]) for other in saved), name
     if prepare is sharded:
         assert_sharded(model)
+    if trains:
         reference = kind()
         reference.load_state_dict(values)
         _assert_same_step(model, reference, kind)
@@ -133,10 +140,9 @@ def _assert_same_step(model: nn.Module, reference: nn.Module, kind: Trainable) -
     assert_same(model, reference)
 
 
-def test_checkpoint_of_four_ranks_loads_elsewhere(tmp_path: Path) -> None:
+def test_checkpoint_of_four_ranks_loads_on_two(tmp_path: Path) -> None:
     saved = ranks.run(4, _save_trained, ConvNet, tmp_path)
-    for world_size in (4, 2):
-        ranks.run(world_size, _load, ConvNet, sharded, tmp_path, saved)
+    ranks.run(2, _load, ConvNet, sharded, tmp_path, saved, trains=True)
 
 
 def _save_other(kind: Trainable, prepare: Prepare, path: Path) -> dict[str, torch.Tensor]:
@@ -152,7 +158,7 @@ def test_checkpoint_moves_between_kinds_of_models(
     before: Prepare, after: Prepare, tmp_path: Path
 ) -> None:
     saved = ranks.run(2, _save_other, GPT, before, tmp_path)
-    ranks.run(4, _load, GPT, after, tmp_path, saved)
+    ranks.run(4, _load, GPT, after, tmp_path, saved, trains=before is plain)
 
 
 def _save_with_optimizer(path: Path) -> list[float]:

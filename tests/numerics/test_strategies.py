@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphshard
 from graphshard.kinds import TransferKind
 from tests import ranks, recording
-from tests.models import GPT, MLP
+from tests.models import GPT, MLP, Trainable
 from tests.numerics.compare import (
     assert_plain,
     draw,
@@ -30,7 +30,7 @@ from tests.numerics.compare import (
 )
 from tests.ranks import on_ranks
 
-STEPS = 3  # DDP rebuilds its buckets in the second
+STEPS = 3  # DDP rebuilds its buckets in the second step
 ALL, FEW = 4, 2
 """Number of ranks; size of the shard groups of HSDP and of the groups of hpZ."""
 
@@ -55,9 +55,6 @@ STRATEGIES = {
     "SHARD_GRAD_OP": Strategy(ours={"reshard_after_forward": False}, theirs=False),
     "NO_SHARD": Strategy(ours={"overrides": {"*": {"shard": False}}}, theirs=None),
     "HYBRID_SHARD": Strategy(mesh=(FEW, ALL // FEW)),
-    "_HYBRID_SHARD_ZERO2": Strategy(
-        mesh=(FEW, ALL // FEW), ours={"reshard_after_forward": False}, theirs=False
-    ),
     "hpZ": Strategy(ours={"reshard_after_forward": FEW}, theirs=FEW),
     "hpZ of HYBRID_SHARD": Strategy(mesh=(1, ALL), ours={"reshard_after_forward": FEW}, theirs=FEW),
     "mixed": Strategy(
@@ -113,31 +110,31 @@ def _sent() -> Sent:
 def _peer(model: nn.Module, mesh: DeviceMesh, reshard: bool | int | None) -> nn.Module:
     if reshard is None:
         return DistributedDataParallel(model)
-    for block in model.blocks:
+    for block in getattr(model, "blocks", []):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     model.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
     return model
 
 
-def _models(strategy: Strategy, compiler: str) -> tuple[Any, Any, Any]:
+def _models(kind: Trainable, strategy: Strategy, compiler: str) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
-    ours = GPT()
+    ours = kind()
     torch.manual_seed(0)
     names = ("replicate", "shard")[-len(strategy.mesh) :]  # FSDP2 requires names
     mesh = init_device_mesh("cpu", strategy.mesh, mesh_dim_names=names)
-    theirs = _peer(GPT(), mesh, strategy.theirs)
+    theirs = _peer(kind(), mesh, strategy.theirs)
     backend = graphshard.backend(mesh, compiler=compiler, **strategy.ours)
     return ours, torch.compile(ours, backend=backend, fullgraph=True), theirs
 
 
-def _train(name: str, compiler: str) -> Trained:
-    ours, compiled, theirs = _models(STRATEGIES[name], compiler)
+def _train(kind: Trainable, name: str, compiler: str) -> Trained:
+    ours, compiled, theirs = _models(kind, STRATEGIES[name], compiler)
     errors, forward, backward, other = [], [], [], []
     optimizers: list[torch.optim.SGD] = []
     evaluated, clipped = None, []
     for step in range(STEPS):
-        batch = draw(GPT.batch, step)[dist.get_rank()]
+        batch = draw(kind.batch, step)[dist.get_rank()]
         if step == STEPS - 1 and name in EVALUATED:
             evaluated = _evaluation_error(compiled, theirs, batch)
         recording.clear()
@@ -217,14 +214,14 @@ def _total(sent: Sent) -> Sent:
 
 
 @functools.cache
-def _trained(name: str, compiler: str) -> list[Trained]:
-    return ranks.run(ALL, _train, name, compiler, backend="recording")
+def _trained(name: str, kind: Trainable = GPT, compiler: str = "aot_eager") -> list[Trained]:
+    return ranks.run(ALL, _train, kind, name, compiler, backend="recording")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_matches_its_peer(name: str) -> None:
     several = len(STRATEGIES[name].mesh) == 2 and STRATEGIES[name].mesh[0] > 1
-    for trained in _trained(name, "aot_eager"):
+    for trained in _trained(name):
         if name in ("NO_SHARD", "mixed"):  # different summation order
             assert trained.loss_error <= 1e-6 and trained.grad_error <= 1e-6
             assert trained.evaluated is not None and trained.evaluated <= 1e-6
@@ -237,15 +234,15 @@ def test_training_matches_its_peer(name: str) -> None:
 
 
 def test_training_matches_its_peer_with_inductor() -> None:
-    for trained in _trained("hpZ", "inductor"):
+    for trained in _trained("hpZ", MLP, "inductor"):
         assert trained.loss_error <= 1e-5 and trained.grad_error <= 1e-4
-        assert trained.forward == _trained("hpZ", "aot_eager")[0].forward
+        assert trained.forward == _trained("hpZ", MLP)[0].forward
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("NO_SHARD", "mixed")])
 def test_collectives_match_fsdp2(name: str) -> None:
     forward, backward = _expected(STRATEGIES[name])
-    for trained in _trained(name, "aot_eager"):
+    for trained in _trained(name):
         assert trained.forward == forward
         # Backward does not gather parameters that it does not need, nor those kept unsharded
         # because their gather would be exposed.
@@ -260,7 +257,7 @@ def test_collectives_match_fsdp2(name: str) -> None:
 
 
 def test_ddp_sends_only_gradients() -> None:
-    for trained in _trained("NO_SHARD", "aot_eager"):
+    for trained in _trained("NO_SHARD"):
         assert trained.forward == []
         assert (
             trained.backward
@@ -271,7 +268,7 @@ def test_ddp_sends_only_gradients() -> None:
 
 def test_each_parameter_follows_its_own_strategy() -> None:
     norms = sum(p.nbytes for name, p in GPT().named_parameters() if "norm" in name)
-    for trained in _trained("mixed", "aot_eager"):
+    for trained in _trained("mixed"):
         kinds = {(kind, size): num_bytes for kind, size, num_bytes in trained.backward}
         assert kinds[TransferKind.ALL_REDUCE, ALL] == norms
         assert kinds[TransferKind.ALL_REDUCE, FEW] == kinds[TransferKind.REDUCE_SCATTER, FEW] // FEW
@@ -284,7 +281,7 @@ def test_each_parameter_follows_its_own_strategy() -> None:
 
 @pytest.mark.parametrize("name", CLIPPED)
 def test_clipping_matches_its_peer(name: str) -> None:
-    for trained in _trained(name, "aot_eager"):
+    for trained in _trained(name):
         assert len(trained.clipped) == 3
         for error, norm, num_sent in trained.clipped:
             assert error <= 1e-5 and norm > 0.1

@@ -16,7 +16,6 @@ import graphshard
 from tests.numerics.compare import generator, whole
 from tests.numerics.parallel import (
     MLP,
-    Llama,
     assert_like_fsdp2,
     assert_trains_like_fsdp2,
     batches,
@@ -32,20 +31,19 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    "options",
     [
-        (Llama, {"mp_policy": BF16, "reshard_after_forward": False}),
-        (MLP, {"mp_policy": BF16}),
-        (MLP, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        {"mp_policy": BF16, "reshard_after_forward": False},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     ],
-    ids=["kept unsharded", "bf16", "offload"],
+    ids=["bf16, kept unsharded", "offload"],
 )
 @on_ranks(4)
-def test_fsdp2_options_train_like_fsdp2(kind: Any, options: dict[str, Any]) -> None:
+def test_fsdp2_options_train_like_fsdp2(options: dict[str, Any]) -> None:
     mesh = mesh_2d()
-    model, compiled = under_graphshard(kind, mesh, **options)
-    eager = under_fsdp2(kind, mesh, **options)
-    assert_trains_like_fsdp2(compiled, model, eager, batches(kind, mesh))
+    model, compiled = under_graphshard(MLP, mesh, **options)
+    eager = under_fsdp2(MLP, mesh, **options)
+    assert_trains_like_fsdp2(compiled, model, eager, batches(MLP, mesh))
 
 
 @on_ranks(4)
@@ -207,9 +205,6 @@ def test_equal_layers_are_compiled_once() -> None:
         assert plan.regions.num_calls > plan.regions.num_compiled_regions > 0, plan.regions
 
 
-# As in FSDP2's own multi-mesh tests: parts that are sharded one by one, and pipeline stages.
-
-
 @on_ranks(4)
 def test_parts_sharded_before_model_train_like_fsdp2() -> None:
     mesh = mesh_2d()
@@ -219,17 +214,6 @@ def test_parts_sharded_before_model_train_like_fsdp2() -> None:
     backend = graphshard.backend(mesh["dp"], compiler="aot_eager")
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     data = batches(Deep, mesh)
-    assert_trains_like_fsdp2(compiled, model, eager, data)
-
-
-@on_ranks(8, timeout_s=400)
-def test_pipeline_stages_train_like_fsdp2() -> None:
-    # The ranks of each stage train a different model.
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    kind = (MLP, Reusing)[mesh["pp"].get_local_rank()]
-    model, compiled = under_graphshard(kind, mesh)
-    eager = under_fsdp2(kind, mesh)
-    data = batches(kind, mesh)
     assert_trains_like_fsdp2(compiled, model, eager, data)
 
 

@@ -145,7 +145,7 @@ def _sends_all_rows_to_all_ranks() -> None:
     num_bytes = sum(param.nbytes for param in MLP().parameters())
     recording.clear()
     graphshard.load_full_state_dict(model, state)
-    # Here, torch broadcasts only names, shapes and dtypes.
+    # Rows are scattered; only names, shapes and dtypes are broadcast.
     assert all(event.dtype != torch.float32 for event in recording.events("broadcast"))
     recording.clear()
     set_model_state_dict(model, state, options=LOAD)

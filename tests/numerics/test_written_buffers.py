@@ -48,13 +48,15 @@ def _by_rows(average: Tensor) -> Tensor:
     return average.expand(3, DIM)
 
 
-COMPILERS, VIEWS = ("aot_eager", "inductor"), (_as_it_is, _by_a_view, _by_rows)
-
-
 @pytest.mark.parametrize(
     ("compiler", "view", "forwards"),
-    [("aot_eager", _as_it_is, 1)]
-    + [(compiler, view, 2) for compiler in COMPILERS for view in VIEWS],
+    [
+        ("aot_eager", _as_it_is, 1),
+        ("aot_eager", _as_it_is, 2),
+        ("aot_eager", _by_a_view, 2),
+        ("aot_eager", _by_rows, 2),
+        ("inductor", _by_a_view, 2),
+    ],
 )
 @on_ranks(2)
 def test_backward_reads_buffer_before_write(

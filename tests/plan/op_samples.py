@@ -85,7 +85,7 @@ def _faults(graph: fx.Graph) -> Iterator[str]:
 
 
 def _faults_of_memory(values: GraphValues, without: UnmaterializedValues) -> Iterator[str]:
-    """Yield values wrongly classified as never in memory, or classified so for two reasons.
+    """Yield errors for values wrongly classified as unmaterialized, or classified twice.
 
     A value is in memory if its node is not fused, or if a barrier reads it.
     """

@@ -1,4 +1,4 @@
-"""Stack room, with which calls map no memory, and suppression of full garbage collections."""
+"""Stack room, which keeps calls from mapping memory, and no full garbage collections."""
 
 from __future__ import annotations
 

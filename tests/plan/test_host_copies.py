@@ -181,7 +181,7 @@ def _offloaded_for_a_gather(line: Line) -> list[int]:
     """Return the activations to offload in a problem where one of them delays a gather.
 
     The first step of backward needs 80 of the 90 bytes, including an activation of 40 bytes that
-    only the last step uses. The gather for the second step, 40 bytes in 50 us, can therefore not
+    only the last step uses. Therefore, the gather for the second step, 40 bytes in 50 us, cannot
     be launched before the first step.
     """
     forward = problem([100.0] * 4, [], [50] * 4)

@@ -83,7 +83,7 @@ def test_copies_of_sent_data_count_as_in_flight() -> None:
 def test_waits_planned_for_fast_links_suit_slow_ones(graph: Problem, line: Line) -> None:
     # Only schedules with the same buckets and launches are compared.
     # Compute waits for user collectives: an earlier wait may cost time at one speed only.
-    # Compute is long enough to hide transfers: memory costs a part of the time of a step.
+    # Compute is long enough to hide transfers: memory is priced as a fraction of the total time.
     compute_us = tuple(us + 10_000 for us in graph.compute_us)
     graph = dataclasses.replace(graph, user_collectives=(), compute_us=compute_us)
     slow = Line(line.latency_us, 2 * line.us_per_byte, line.copy_us_per_byte)

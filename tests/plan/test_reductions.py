@@ -100,7 +100,7 @@ def test_latency_bound_buckets_use_ring() -> None:
     assert buckets and not any(bucket.exchanges for bucket in buckets)
 
 
-def test_other_gradients_never_share_an_exchange() -> None:
+def test_float32_gradient_never_shares_an_exchange() -> None:
     graph = _backward(8)
     wide = dataclasses.replace(graph.transfers[1], casts=False, exchange_dtype="")
     graph = dataclasses.replace(graph, transfers=(graph.transfers[0], wide, *graph.transfers[2:]))
@@ -114,7 +114,7 @@ def test_other_gradients_never_share_an_exchange() -> None:
         assert any(bucket.exchanges for bucket in buckets)
 
 
-def test_gradients_summed_in_other_dtypes_never_share_a_bucket() -> None:
+def test_gradients_summed_in_different_dtypes_never_share_a_bucket() -> None:
     # As over gloo, if only some of the bfloat16 gradients have ``reduce_dtype=float32``.
     wide = [_gradient(i, SMALL, i + 1, 8, 1).exchanged() for i in range(4)]
     sent = [t if i % 2 else dataclasses.replace(t, summed_in=t.dtype) for i, t in enumerate(wide)]

@@ -1,4 +1,4 @@
-"""Repeats in a sequence: layers are found among other nodes, and all cut at the same places."""
+"""Repeated layers in a sequence of nodes: finding them, and cutting all of them equally."""
 
 from __future__ import annotations
 

@@ -150,7 +150,6 @@ def test_a_rank_with_other_compute_times_can_follow(
 def test_a_rank_whose_gradients_are_ready_later_can_follow(
     graph: Problem, line: Line, data: st.DataObject
 ) -> None:
-    # Gradients are ready later than on the rank that made the plan.
     buckets = find_schedule(graph, line, ScheduleLimits())
     transfers = [
         t

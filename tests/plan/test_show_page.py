@@ -136,13 +136,13 @@ def test_step_counts_runs_of_graphs_in_profile() -> None:
     assert steps_data([], []) == []
 
 
-def test_optimizer_does_not_step_maxima_of_fp8_weights() -> None:
+def test_optimizer_time_excludes_maxima_of_fp8_weights() -> None:
     maxima = dataclasses.replace(reduction(0, 8, 1, 1), kind=TransferKind.ALL_REDUCE_MAX)
     assert dump(problem([1.0], [maxima]), []).optimizer_us() == 0
     assert dump(problem([1.0], [reduction(0, 8, 1, 1)]), []).optimizer_us() > 0
 
 
-def test_step_runs_last_of_graphs_with_same_parameters() -> None:
+def test_step_contains_only_newest_graph_of_same_parameters() -> None:
     last = by_hand()
     first = dataclasses.replace(last, compiled="0/0")
     again = dataclasses.replace(last, compiled="0/1")

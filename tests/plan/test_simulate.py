@@ -79,7 +79,7 @@ def test_every_timeline_is_consistent(graph: Problem, line: Line) -> None:
     assert timeline.total_us >= max(last, timeline.busy_us(COMMUNICATION)) - 1e-6
 
 
-def test_lane_starts_work_once_both_are_ready() -> None:
+def test_work_starts_once_it_is_ready_and_its_lane_is_free() -> None:
     lane = Lane()
     assert lane.run(10.0, ready_us=5.0) == 15.0
     assert lane.start_us(0.0) == 15.0 and lane.start_us(20.0) == 20.0

@@ -118,8 +118,9 @@ def _lightning(folder: str) -> Found:
 
 
 def _fabric(folder: str) -> Found:
-    losses = _on_ranks("test_lightning", "fabric_against_ddp", backend="recording")
-    return Found(max(losses), **_kept("test_lightning", "fabric_resume", folder))
+    found = _on_ranks("test_lightning", "compare_and_resume_by_fabric", folder, backend="recording")
+    losses, kept = zip(*found)
+    return Found(max(losses), all(k.saved for k in kept), all(k.resumed for k in kept))
 
 
 def _torchtitan(whole_loss: bool) -> Callable[[str], Found]:

@@ -203,7 +203,7 @@ def mixtral_eager() -> PreTrainedModel:
 _TRACES_DEEPCOPY = torch.__version__ >= (2, 13)
 
 ZOO: dict[str, Entry] = {
-    "gpt2": Entry(gpt2_with_loss, causal_batch),
+    "gpt2": Entry(lambda: gpt2_with_loss(n_layer=1), causal_batch),
     "gpt2-eager-attention": Entry(
         lambda: gpt2_with_loss(n_layer=1, attn_implementation="eager"), causal_batch
     ),

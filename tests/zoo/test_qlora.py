@@ -98,9 +98,8 @@ def test_quantized_base_in_ignored_params_trains_with_inductor() -> None:
     ranks.run(2, _train, "int8", "inductor")
 
 
-@pytest.mark.parametrize("name", ["int4", "nf4"])
-def test_quantized_base_in_ignored_params_trains(name: str) -> None:
-    ranks.run(2, _train, name, "aot_eager")
+def test_quantized_base_in_ignored_params_trains() -> None:
+    ranks.run(2, _train, "nf4", "aot_eager")
 
 
 def _refused(name: str) -> str:

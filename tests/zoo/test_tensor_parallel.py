@@ -135,8 +135,8 @@ def test_files_are_read_into_shards(tmp_path: Path) -> None:
     )
     assert_like_fsdp2(ours.state_dict(), theirs.state_dict())
     batch = _batches(mesh)[0]
-    losses = [model_loss(_compile(model.train(), mesh), batch) for model in (ours, theirs)]
-    assert torch.equal(*losses)
+    loss = model_loss(_compile(ours.train(), mesh), batch)
+    torch.testing.assert_close(loss, model_loss(_llama(), batch), rtol=1e-6, atol=0)
 
     def untie(model: Any) -> None:
         parallelize_module(model, mesh["tp"], {"lm_head": ColwiseParallel()})

@@ -73,23 +73,6 @@ def test_generated_text_equals_that_of_full_model(name: str) -> None:
     assert not torch.equal(results[0][0][:, -NEW_TOKENS:], results[1][0][:, -NEW_TOKENS:])
 
 
-def _dtypes_of_logits() -> list[torch.dtype]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    backend = graphshard.backend(mesh, compiler="aot_eager")
-    model = torch.compile(ZOO["llama-shallow"].build(), backend=backend, fullgraph=True)
-    batch = causal_batch(torch.Generator())
-    dtypes = []
-    for context in (bfloat16_autocast, contextlib.nullcontext):
-        with context():
-            dtypes.append(model(**batch).logits.dtype)
-    return dtypes
-
-
-def test_one_compiled_model_runs_with_and_without_autocast() -> None:
-    for dtypes in ranks.run(2, _dtypes_of_logits):
-        assert dtypes == [torch.bfloat16, torch.float32]
-
-
 def _autocast_loss(model: Any, batch: Batch) -> torch.Tensor:
     with bfloat16_autocast():
         return model_loss(model, batch)
@@ -135,28 +118,32 @@ def test_cast_before_gather_is_bitwise_equal() -> None:
         assert all(map(torch.equal, early, late))
 
 
-def _gathered() -> list[dict[str, int]]:
-    """Return the bytes gathered for each parameter in forward, without and with autocast."""
+def _run_with_and_without_autocast() -> list[tuple[torch.dtype, dict[str, int]]]:
+    """Return the dtype of logits, and the bytes gathered for each parameter in forward."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    backend = graphshard.backend(mesh, compiler="aot_eager")
+    model = torch.compile(gpt2_with_loss(n_layer=1), backend=backend, fullgraph=True)
+    batch = causal_batch(torch.Generator())
     found = []
-    for context in (contextlib.nullcontext, bfloat16_autocast):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        backend = graphshard.backend(mesh, compiler="aot_eager")
-        model = torch.compile(gpt2_with_loss(n_layer=1), backend=backend, fullgraph=True)
+    for context in (bfloat16_autocast, contextlib.nullcontext):
         with context():
-            model(**causal_batch(torch.Generator())).loss.backward()
+            model(**batch).loss.backward()
         recording.clear()
         with context():
-            model(**causal_batch(torch.Generator()))
-        plan = backend.plans[0]
+            dtype = model(**batch).logits.dtype
+        plan, _backward = backend.plans[-2:]
         sent = {plan.params[t.param].fqn: t.num_bytes for t in plan.problem.transfers}
         assert sum(event.bytes for event in recording.collectives()) == sum(sent.values())
-        found.append(sent)
+        found.append((dtype, sent))
     return found
 
 
-def test_autocast_halves_gathered_bytes() -> None:
-    # Except for norms and embeddings; GPT-2 ties its embedding to its output layer.
-    for plain, cast in ranks.run(2, _gathered, backend=recording.BACKEND):
+def test_one_compiled_model_runs_with_and_without_autocast() -> None:
+    found = ranks.run(2, _run_with_and_without_autocast, backend=recording.BACKEND)
+    for (low, cast), (high, plain) in found:
+        assert (low, high) == (torch.bfloat16, torch.float32)
+        # Autocast halves the bytes, except for norms and embeddings; GPT-2 ties its embedding to
+        # its output layer.
         for fqn, num_bytes in plain.items():
             as_it_is = any(part in fqn for part in ("wte", "wpe", "ln_"))
             assert cast[fqn] == (num_bytes if as_it_is else num_bytes / 2), fqn

@@ -43,8 +43,8 @@ def compare(
 ) -> float:
     """Train the model ``name`` with graphshard and with ``against`` (a key of WAYS).
 
-    Asserts that both agree in every step, and ``one_graph`` and ``all_used`` of the model's entry.
-    Returns the largest relative error of a loss.
+    Assert that both agree in every step, and that the model's entry states ``one_graph`` and
+    ``all_used`` correctly. Return the largest relative error of a loss.
     """
     logging.set_verbosity_error()
     entry, mesh = ZOO[name], world_mesh()

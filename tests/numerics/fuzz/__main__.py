@@ -1,7 +1,8 @@
-"""``python -m tests.numerics.fuzz --seed 123``, or ``--seeds 0:500``.
+"""Run random cases, and print those that fail, with their errors.
 
-Run random cases, and print those that fail, with their errors. With ``--shrink``, also print a
-smaller case that fails in the same way.
+    python -m tests.numerics.fuzz --seeds 0:500 [--shrink]
+
+With ``--shrink``, also print a smaller case that fails in the same way.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class Heads(nn.Module):
 
 
 class WholeToRows(ParallelStyle):
-    """Split the input of a block by rows, and gather its output."""
+    """Style that splits the input of a block by rows, and gathers its output."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         whole, rows = Replicate(), Shard(0)

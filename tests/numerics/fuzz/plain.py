@@ -75,7 +75,7 @@ class Plain:
         return zip(self.values.parameters(), self.computes.parameters(), strict=True)
 
     def begin_step(self) -> dict[str, Tensor]:
-        """Copy the current values into the model that computes.
+        """Copy the current values into `computes`.
 
         Returns:
             Gradients accumulated so far, by parameter name.

@@ -43,7 +43,7 @@ ROUGH = 0.06  # for precisions without an entry in TOLERANCE
 FLOOR = 1e-2
 """Lower bound of the norm in relative errors, as a fraction of the largest gradient's norm."""
 LOSS = 10.0
-"""Scale of ``FLOOR`` for losses, whose terms may cancel, instead of the largest gradient's norm."""
+"""Norm to which ``FLOOR`` applies for losses, whose terms may cancel."""
 WIDE_SUMS = {
     "float64": MixedPrecisionPolicy(reduce_dtype=torch.float64),
     "float32": MixedPrecisionPolicy(reduce_dtype=torch.float64),
