@@ -150,7 +150,7 @@ def _check_facts(purpose: str, passes: Sequence[Pass]) -> None:
         missing = [str(fact) for fact in one.requires if fact not in established]
         if missing:
             raise ValueError(
-                f"pass {one.name} requires {missing}, which no earlier pass provides in graphs for "
-                f"{purpose}: move it after a pass that does"
+                f"pass {one.name} requires {', '.join(missing)}, which no earlier pass "
+                f"provides in graphs for {purpose}: move it after a pass that does"
             )
         established.update(one.provides)

@@ -1,6 +1,7 @@
 """Fake tensors, symbolic sizes, operator schemas and foreach kernels.
 
-Relies on its imports and on aten/src/ATen/native/cuda/ForeachBinaryOpList.cu and TensorShape.cu.
+Relies on its imports, on ``torch._C._functorch``, and on ForeachBinaryOpList.cu and TensorShape.cu
+in aten/src/ATen/native/cuda.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Modules are compiled in place: frameworks keep the module that they were given, 
 attributes and save it under its parameter names, whereas ``torch.compile`` returns a different
 object, whose names start with ``_orig_mod.``.
 
-A checkpoint is a folder of ``torch.distributed.checkpoint`` with the keys ``model``, unless only
-optimizers are saved, and ``optim``, if there are optimizers. Any number of ranks can load it.
+A checkpoint is a folder that ``torch.distributed.checkpoint`` writes, with the keys ``model`` and
+``optim``. ``model`` is missing if only optimizers are saved, ``optim`` if there are none. Any
+number of ranks can load it.
 ``python -m graphshard consolidate FOLDER model.safetensors --key model`` writes the model to a
 plain file.
 """

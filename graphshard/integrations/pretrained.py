@@ -367,8 +367,8 @@ def _check_ties(model: nn.Module, values: Values) -> None:
     for name, _ in model.named_parameters():
         if name not in values:
             raise ValueError(
-                f"parallelize unties {name!r}, because parallelize_module splits tied modules "
-                "separately: leave tied modules out of its plan"
+                f"parallelize unties {name!r} or adds it: add no parameters, and leave tied "
+                "modules out of the plan, because parallelize_module splits them separately"
             )
 
 

@@ -221,9 +221,9 @@ class ReduceGradSpec(MarkerSpec):
 
     @property
     def exchange_dtype(self) -> torch.dtype | None:
-        """Dtype to send if ranks exchange rows instead of reducing.
+        """Narrower dtype to send if the planner chooses an exchange of rows, or None.
 
-        None if an exchange saves no bytes, or if the group always exchanges.
+        None if there is no choice: an exchange saves no bytes, or the group always exchanges.
         """
         always = uses_all_to_all(self.group, used_dtype(value_of(self.grad), self.reduce_dtype))
         return value_of(self.grad).dtype if self._is_narrow and not always else None

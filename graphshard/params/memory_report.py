@@ -46,7 +46,7 @@ class MemoryReport:
 
     @property
     def total(self) -> MemoryBytes:
-        """Total at the planned peak of unsharded parameters, without activations."""
+        """Sum of all parts, also those on the host; ``gathered`` counts at its planned peak."""
         parts = [part for name, part in vars(self).items() if name != "on_host"]
         return MemoryBytes(*map(sum, zip(*parts)))
 

@@ -205,7 +205,10 @@ class ParamSpec:
         return self.padded_shard_of(self.unsharded(full))
 
     def unsharded(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the unsharded tensor of ``full``, a plain tensor or a DTensor on the TP mesh."""
+        """Return this rank's tensor-parallel part of ``full``, or all of it without TP.
+
+        A DTensor is redistributed to ``tp_placements``, which may communicate.
+        """
         if isinstance(full, DTensor):  # a gradient's placements may differ: this communicates
             detached: Any = full.detach()
             return local_tensor(detached.redistribute(placements=self.tp_placements))

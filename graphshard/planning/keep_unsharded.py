@@ -43,7 +43,8 @@ def choose_kept(
     Args:
         gathered: gather of the same parameter in ``forward``, keyed by position in
             ``backward.transfers``; parameters that cannot be kept are missing.
-        limits: limits of each graph; without ``peak``, its smallest possible peak.
+        limits: limits that apply to each graph. Without ``peak``, a graph may use the smallest peak
+            that any of its schedules has.
     """
     memory = _graph_memory(forward, limits), _graph_memory(backward, limits)
     start_us = clock(backward, [], cost_model).step_us  # with user collectives

@@ -157,7 +157,7 @@ class Placer:
         return CandidateSchedule(self._score(splits, placed), sizes, splits, placed)
 
     def _free_memory(self, splits: Splits) -> FreeMemory | None:
-        """Return the memory left with the shortest-lived buckets, or None if unlimited."""
+        """Return the memory left if buckets live as briefly as possible, or None if unlimited."""
         if self._limits.peak is None and self._limits.in_flight is None:
             return None
         due = [candidate.bucket.wait for candidate in splits.gathers]

@@ -214,7 +214,7 @@ class Problem:
         return len(self.steps)
 
     def num_user_launches(self, step: int) -> int:
-        """Return the number of user collectives launched before the buckets of ``step``."""
+        """Return the number of user collectives launched before a bucket launched at ``step``."""
         return bisect_left(self.user_collectives, step, key=lambda user: user.launch)
 
     def after_user_launch(self, step: int) -> int:

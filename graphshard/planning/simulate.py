@@ -51,7 +51,7 @@ class Lane:
 
 
 class TransferCostModel(Protocol):
-    """The part of a cost model that schedules need: times of transfers, in microseconds."""
+    """The methods of a cost model that planning needs. Times are in microseconds."""
 
     def collective_us(
         self, kind: TransferKind, num_bytes: int, world: int, stride: int = 1

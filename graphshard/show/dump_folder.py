@@ -145,7 +145,7 @@ def write_page(folder: Path) -> None:
     try:
         write_whole(folder / PAGE, folder_page(folder))
     except Exception as error:  # must not fail training, whatever other JSON files contain
-        warnings.warn(f"graphshard: {PAGE} cannot be written: {error}", stacklevel=2)
+        warnings.warn(f"graphshard: {folder / PAGE} cannot be written: {error!r}", stacklevel=2)
 
 
 class DumpWriter:

@@ -109,6 +109,8 @@ class Checkpoint:
         chosen = [name for name in entries if not key or paths[name][0] == key]
         if not chosen:
             keys = sorted({str(path[0]) for path in paths.values()})
+            if not keys:
+                raise ValueError(f"{folder}: the checkpoint is empty")
             raise ValueError(f"{folder}: no key {key!r}; keys include {', '.join(keys[:20])}")
         self.tensors = {n: e for n in chosen if isinstance(e := entries[n], TensorStorageMetadata)}
         self.others = [name for name in chosen if name not in self.tensors]
@@ -126,7 +128,7 @@ class Checkpoint:
         return self._new_names[first] + short[len(first) :] if short.startswith(first) else short
 
     def nested(self, flat: Mapping[str, object]) -> object:
-        """Rebuild the value saved under the key, without the prefix, from values by flat name."""
+        """Rebuild the nested value under the key from ``flat``; its names lose the prefix."""
         with reading(self._folder):
             state: Any = unflatten_state_dict(dict(flat), self._paths)
             if self._key:
@@ -148,8 +150,8 @@ class Checkpoint:
             return torch.load(stored, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"{self._folder}: {name!r} is damaged, or holds objects other than tensors, "
-                "numbers, strings and containers, which could run code when loaded: convert "
+                f"{self._folder}: {name!r} is damaged, or holds objects that could run code when "
+                "loaded, that is, other than tensors, numbers, strings and containers: convert "
                 "another top-level key (--key model, for example), or load the checkpoint with "
                 "torch.distributed.checkpoint if you trust it"
             ) from error

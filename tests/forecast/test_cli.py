@@ -272,6 +272,7 @@ def test_scaled_config_has_heads_of_same_size() -> None:
     }
     config = find_config("qwen3_moe:" + ",".join(f"{name}={size}" for name, size in sizes.items()))
     assert scale_config(config, 1, tp=3) is config
+    # Heads and intermediate sizes are multiples of tp.
     for tp, expected in {1: (8, 128, 8, 4, 512, 256), 3: (6, 96, 6, 3, 384, 384)}.items():
         scaled = scale_config(config, 2, tp)
         assert tuple(getattr(scaled, name) for name in sizes) == expected

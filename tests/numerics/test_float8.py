@@ -153,7 +153,7 @@ def _recipes() -> list[str]:
 def _cosines() -> list[float]:
     """Return the cosine of each fp8 gradient with the float32 one, for two policies."""
     exact, _ = _gradients()
-    # Other recipes are compared with torchao. torch 2.11 lacks the rowwise products.
+    # Other recipes are compared with torchao. On CPUs, torch 2.11 has no rowwise products.
     recipe = TENSORWISE if float8_ops.float8_error("cpu", ROWWISE) else ROWWISE
     found = []
     for mp_policy in (None, BF16):

@@ -1,4 +1,7 @@
-"""torchtitan's Llama3 configurations, trained with graphshard: ``--config llama3_8b``."""
+"""torchtitan's Llama 3 configurations, changed to train with graphshard.
+
+--module graphshard.integrations.torchtitan.llama3 --config llama3_8b
+"""
 
 from __future__ import annotations
 
