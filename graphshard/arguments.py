@@ -127,7 +127,8 @@ def _fraction(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: must be a number from 0 to 1 or omitted; put MODEL before the options"
+            f"{text!r}: must be a number from 0 to 1, or omitted; if this is MODEL, put it "
+            "before the options"
         ) from None
 
 

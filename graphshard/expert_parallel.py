@@ -85,9 +85,9 @@ def _check(model: nn.Module, modules: list[Any], size: int) -> None:
     known = [name for module in modules for name, _ in module.named_parameters(recurse=False)]
     if not modules or known != _WEIGHTS * len(modules):
         raise ValueError(
-            f"ep={size}: {type(model).__name__} has no experts whose parameters are just "
-            f"the stacked {' and '.join(_WEIGHTS)}, as in Mixtral and Qwen3-MoE: leave its "
-            "experts unsplit (ep=1)"
+            f"ep={size}: cannot split the experts of {type(model).__name__}: each module of "
+            f"experts must have just two parameters, the stacked {' and '.join(_WEIGHTS)}, as in "
+            "Mixtral and Qwen3-MoE; otherwise, use ep=1"
         )
     for number in (module.num_experts for module in modules):
         if number % size:

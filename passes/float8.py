@@ -237,7 +237,7 @@ def _lower_product(node: fx.Node, emit: Call, refused: dict[str, str | None]) ->
 
 
 def _casts_to_mx(product: fx.Node, refused: dict[str, str | None]) -> bool:
-    """Return whether to cast a weight that was gathered in its own dtype."""
+    """Return whether to cast the weight of a product to mxfp8, if it was not gathered in fp8."""
     weight: Any = product.args[1]
     if product.args[-1] != MXFP8 or _mx_refusal(value_of(weight)):
         return False

@@ -113,7 +113,7 @@ def _is_backward(call: fx.Node) -> bool:
 def _inline(
     gm: fx.GraphModule, forward: fx.Node, backward: fx.Node, order: int, sizes: dict[Any, fx.Node]
 ) -> None:
-    """Replace a layer's forward and backward calls, or its only call if both are the same node.
+    """Inline a layer's forward and backward calls, or its only call if both are the same node.
 
     Args:
         order: prefix for the numbers of the layer's checkpoints.

@@ -181,7 +181,7 @@ class _Layer:
         )
 
     def is_separate(self) -> bool:
-        """Return whether tracing the layer by itself gives the same joint graph."""
+        """Return whether the layer has the same joint graph when it is traced by itself."""
         if len(self.outputs) != 1 or not _needs_gradient(self.outputs[0]):
             return False
         tensors = [n for n in self.inputs if not isinstance(_value(n), torch.SymInt)]

@@ -110,7 +110,7 @@ class _BucketWriter:
                 self._copied.append(result)
 
     def make_host_wait(self) -> None:
-        """Make the host wait for copies before their first use, usually at the graph's end."""
+        """Make the host wait for each copy that it reads before the copy's first use."""
         if not self._copied:
             return
         emit = Emitter(self._graph, self._copied[0].meta, **{PLANNED: True})

@@ -221,7 +221,7 @@ def is_buffer(source: Source) -> bool:
 
 
 def module_of_entry(source: Source, table: str) -> Source | None:
-    """Return the source of the module whose dictionary ``table`` holds a value, or None."""
+    """Return the source of the module whose ``table`` holds the value of ``source``, or None."""
     holder = source.base if isinstance(source, DictGetItemSource) else None
     return holder.base if isinstance(holder, AttrSource) and holder.member == table else None
 

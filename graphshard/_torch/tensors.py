@@ -99,7 +99,7 @@ def has_known_sizes(value: torch.Tensor) -> bool:
 
 
 def is_known(size: int | torch.SymInt | torch.SymBool) -> bool:
-    """Return whether a size or condition is a constant, or depends only on the sizes of inputs."""
+    """Return whether a size or condition is a constant, or depends only on backed symbols."""
     return isinstance(size, int) or not symbolic_shapes.free_unbacked_symbols(size)
 
 

@@ -21,7 +21,8 @@ _BUCKET_COPIES = ("aten._foreach_copy_", "aten._chunk_cat", "aten.split_with_siz
 class Counts:
     """Numbers of kernels, copies and waits in a step.
 
-    Waits and ``blocking`` are counted over the whole step, everything else only within graphs.
+    Waits, including ``blocking``, are those of the whole step; everything else is counted only
+    within graphs.
     """
 
     kernels: int  # including ``bucket_copies``

@@ -171,7 +171,7 @@ def find_hardware(name: str) -> Hardware:
             return HARDWARE[entry]
     raise ValueError(
         f"hardware {name!r}: must be one of {sorted(HARDWARE)}, or a file written by `python -m "
-        "graphshard calibrate` on that machine"
+        "graphshard calibrate` on a machine with this hardware"
     )
 
 

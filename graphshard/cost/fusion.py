@@ -343,7 +343,7 @@ class _Expression:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether users' expressions include this one instead of reading its value."""
+        """Whether kernels that use the value compute it again instead of reading it."""
         return self.is_inlined and not self.is_large
 
     @property

@@ -56,7 +56,7 @@ class Rate:
     def __post_init__(self) -> None:
         _check_positive("peak", self.peak)
         if not self.achieved:
-            raise ValueError("achieved=(): pass at least one (amount, fraction of the peak)")
+            raise ValueError("achieved=(): pass at least one (amount, fraction of the peak) pair")
         for amount, fraction in self.achieved:
             _check_positive("achieved", amount)
             _check_positive("achieved", fraction)

@@ -85,7 +85,7 @@ class Timer:
 
 
 def num_cold(num_bytes: int) -> int:
-    """Return how many operands of ``num_bytes`` fit into ``COLD_BYTES``, 1 to ``_MAX_OPERANDS``."""
+    """Return how many operands of ``num_bytes`` to rotate: 1 to ``_MAX_OPERANDS``."""
     return max(1, min(_MAX_OPERANDS, COLD_BYTES // num_bytes))
 
 

@@ -38,7 +38,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Time and memory of a training step on a cluster; ``print`` and notebooks show them.
+    """Time and memory of a training step on a cluster; ``print`` shows them.
 
     Attributes:
         model: name of the model.

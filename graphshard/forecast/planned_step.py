@@ -276,7 +276,7 @@ def _scaled_links(cluster: Cluster, *, rate: float = 1.0, latency: float = 1.0) 
 
 
 def find_bottleneck(memory: MemoryForecast, changes: Sequence[Change]) -> str:
-    """Return "memory" if the step does not fit, else the part whose speedup saves most time."""
+    """Return "memory" if the step does not fit, else the part whose speedup saves the most time."""
     if not memory.fits:
         return "memory"
     machine = [change for change in changes if change.is_machine]

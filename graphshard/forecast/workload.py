@@ -336,7 +336,7 @@ def _auto_class(config: Any) -> tuple[Any, Any]:
         return transformers.AutoModelForImageClassification, _images
     raise ValueError(
         f"{config.model_type}: must be a causal language model or an image classifier; for other "
-        "models pass FILE.py:FUNCTION, a function that returns model and inputs"
+        "models pass FILE.py:FUNCTION, a function that returns the model and its inputs"
     )
 
 

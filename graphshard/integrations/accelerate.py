@@ -103,9 +103,9 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
         kind = DistributedType.FSDP
     if kind not in _PLAIN:
         raise ValueError(
-            f"the accelerator has distributed_type={kind.value}, but graphshard shards the model "
-            f"and needs one of {', '.join(plain.value for plain in _PLAIN)}: turn the strategy off "
-            f"in Accelerator(...) or accelerate config, and {how}"
+            f"the accelerator has distributed_type={kind.value}, but graphshard shards the "
+            f"model itself and needs one of {', '.join(plain.value for plain in _PLAIN)}: turn the "
+            f"strategy off in Accelerator(...) or accelerate config, and {how}"
         )
     compiler = accelerator.state.dynamo_plugin.backend
     if compiler.value != "NO":
@@ -123,8 +123,8 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
         raise ValueError(f"the accelerator has a parallelism_config: remove it, and {how}")
     if accelerator.mixed_precision == "fp8":
         raise ValueError(
-            "the accelerator has mixed_precision='fp8': use 'bf16' and, for graphshard, "
-            "fp8=graphshard.Float8Policy()"
+            "the accelerator has mixed_precision='fp8': use 'bf16', and pass "
+            "fp8=graphshard.Float8Policy() to prepare"
         )
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}: pass the nn.Module to train")
@@ -208,8 +208,9 @@ class ShardedAccelerator(Accelerator):
             models = {owner.get(p) for group in inner.param_groups for p in group["params"]}
             if len(models) > 1:
                 raise ValueError(
-                    f"{type(inner).__name__} has parameters of a sharded model and others: to save "
-                    "or load its state, use a separate optimizer for each sharded model"
+                    f"{type(inner).__name__} has parameters of a sharded model and "
+                    "parameters outside of it: to save or load its state, use a separate optimizer "
+                    "for each sharded model"
                 )
             model = next(iter(models), None)
             if model is None:

@@ -67,7 +67,7 @@ def configure(
     Args:
         owner: LightningModule attached to a Trainer.
         model: module that ``training_step`` calls; not ``owner``, whose forward Lightning does not
-            call.
+            call in training.
         parallelize_fn: function that applies tensor parallelism before ``model`` is sharded.
         options: arguments of :func:`graphshard.backend`; the mesh defaults to the strategy's axis
             ``data_parallel``.
@@ -79,8 +79,8 @@ def configure(
     """
     if model is owner:
         raise ValueError(
-            "configure() got the LightningModule itself, whose forward Lightning does not call: "
-            "pass the module that training_step calls, such as self.net"
+            "configure() got the LightningModule itself, whose forward Lightning does not call in "
+            "training: pass the module that training_step calls, such as self.net"
         )
     if not is_sharded(model):
         strategy = owner.trainer.strategy

@@ -363,7 +363,10 @@ def _take_values(model: nn.Module, stored: Mapping[nn.Parameter, StoredTensor]) 
 
 
 def _check_ties(model: nn.Module, values: Values) -> None:
-    """Raise a ValueError if ``parallelize`` untied a parameter, leaving it without a value."""
+    """Raise a ValueError if ``parallelize`` untied or added a parameter.
+
+    Such a parameter has no value.
+    """
     for name, _ in model.named_parameters():
         if name not in values:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The marker ops: a sharded parameter and its gradient in every graph before lowering.
+"""The marker ops, which represent sharded parameters and their gradients until graphs are lowered.
 
 A parameter enters the graph as its padded local shard, which ``unshard`` gathers. In backward,
 ``reduce_grad`` turns the full gradient into a shard, averaged over the group:
@@ -14,7 +14,7 @@ gathers within a few ranks (hpZ); it is not lowered. ``offload_activation`` and
 
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
 them to functional collectives, host copies and casts. In eager parts of a model they run directly,
-by the same lowering.
+through the same lowering.
 """
 
 from __future__ import annotations

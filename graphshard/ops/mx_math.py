@@ -50,7 +50,7 @@ def grad_weight(call: Call, grad: Value, x: Value) -> Any:
 
 
 def by_rows(call: Call, x: Value) -> Blocks:
-    """Return ``x`` in blocks along its rows.
+    """Cast ``x`` to mxfp8 in blocks along its rows.
 
     Raises:
         RuntimeError: the row length is not a multiple of 32.

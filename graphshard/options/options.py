@@ -70,7 +70,7 @@ class ParamOptions:
         check_fp8(self.fp8, param_dtype=None)
 
     def host_memory(self, device_type: str) -> str | None:
-        """Return the kind of host memory for shards (``ops.host_copy``), or None for the device."""
+        """Return the kind of host memory that holds shards, or None if they stay on the device."""
         if not self.shard or not isinstance(self.offload_policy, CPUOffloadPolicy):
             return None
         pins = self.offload_policy.pin_memory and device_type != "cpu"
@@ -339,7 +339,7 @@ def check_mesh(mesh: object) -> None:
     if any(list(line) != sorted(line) for line in lines):
         raise ValueError(
             f"mesh has ranks {ranks}: pass a mesh whose ranks ascend along each axis, "
-            "as those of init_device_mesh do"
+            "as in a mesh from init_device_mesh"
         )
     names = mesh.mesh_dim_names or ()
     if split := [name for name in names if mesh.ndim == 2 and name in ("tp", "ep", "pp")]:

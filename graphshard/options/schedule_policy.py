@@ -106,8 +106,8 @@ class SchedulePolicy:
         check_bool("schedule.auto", self.auto)
         if self.auto and not self.overlap:
             raise ValueError(
-                "schedule.auto=True with overlap=False: auto compares schedules that overlap; set "
-                "schedule.overlap=True, or omit auto"
+                "schedule.auto=True with overlap=False: auto compares schedules that overlap "
+                "communication with compute; set schedule.overlap=True, or omit auto"
             )
         if not self.overlap and self.limits() != ScheduleLimits(reduce=self.reduce):
             raise ValueError(

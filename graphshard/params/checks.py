@@ -367,8 +367,9 @@ def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
         return None
     if isinstance(plain.param, DTensor):
         raise ValueError(
-            f"fp8 is not supported for a DTensor with placements {plain.param.placements}: exclude "
-            'it with overrides={glob: {"fp8": None}} or fp8.filter_fn'
+            f"fp8 is not supported for a DTensor, and the parameter is one (placements "
+            f"{plain.param.placements}): exclude it with "
+            'overrides={glob: {"fp8": None}} or fp8.filter_fn'
         )
     if _dim(plain.param, options):
         raise ValueError(

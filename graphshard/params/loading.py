@@ -51,7 +51,10 @@ class Incoming(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Receive the full tensor unless a property is read: a load hook may compute with it."""
+        """Run ``func`` on the full tensor, received now: a load hook may compute with it.
+
+        Reading a property, such as the shape, receives nothing.
+        """
         if getattr(func, "__name__", "") == "__get__":
             return super().__torch_function__(func, types, args, kwargs or {})
         args, kwargs = tree_map(
@@ -153,6 +156,6 @@ def _check_origin(saved: DeviceMesh, spec: ParamSpec, name: str, advice: str) ->
     if theirs[num_replica_axes:] != ours[num_replica_axes:]:
         raise BackendError(
             f"{name!r} has the rows of the rank at {list(theirs)} of the mesh, but this rank is at "
-            f"{list(ours)}: only one rank saved the file, or this rank loads another rank's. Load "
-            f"the file that this rank saved; if there is none, {remedy}"
+            f"{list(ours)}: either only one rank saved the file, or this rank is loading another "
+            f"rank's file. Load the file that this rank saved; if there is none, {remedy}"
         )

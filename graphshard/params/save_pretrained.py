@@ -167,8 +167,9 @@ def refuse_prompt_learning(model: object) -> None:
     for name, config in configs.items():
         if config.is_prompt_learning:
             raise ValueError(
-                f"adapter {name!r} is of type {config.peft_type}: to save it, peft runs the model "
-                "on one rank, but each rank has only shards; use a different type, such as LoRA"
+                f"adapter {name!r} is of type {config.peft_type}: to save it, peft reads its "
+                "prompt encoder on one rank, but each rank has only shards; use a different "
+                "type, such as LoRA"
             )
 
 

@@ -236,7 +236,7 @@ class ShardedParam:
         if num_elements:
             raise BackendError(
                 f"{num_elements} elements of parameter {self.fqn!r} were not initialized after "
-                "to_empty(). Writes to single rows of a DTensor (p.data[i] = x, p[1:3].fill_(x)) "
+                "to_empty(). Writes to some rows of a DTensor (p.data[i] = x, p[1:3].fill_(x)) "
                 "are lost: fill the whole parameter, as in nn.init.normal_(p) or p.data = x"
             )
         self._uninitialized = False
@@ -387,7 +387,7 @@ def owned_by(module: nn.Module, name: str) -> ShardedParam | None:
 
 
 def refresh_accessors(module: nn.Module) -> None:
-    """Update the accessors of ``module``, if any, to its current flags and accumulators."""
+    """Rebuild ``module``'s accessors, if any, for its current sync flags and accumulators."""
     refresh = getattr(type(module), "_graphshard_refresh_accessors", None)
     if refresh is not None:
         refresh(module)
@@ -536,8 +536,8 @@ class ShardedModel:
             what = "does not compile to one graph"
             after = "\n  " + "\n  ".join(lines) + "\nTORCH_LOGS=graph_breaks shows details."
         warnings.warn(
-            f"graphshard: {self.name} {what}. Training is correct, but eager parts gather their "
-            f"parameters without overlap or fp8, and keep them until backward:{after}",
+            f"graphshard: {self.name} {what}:{after}\nTraining is correct, but eager parts gather "
+            "their parameters without overlap or fp8, and keep them until backward.",
             stacklevel=2,
         )
 

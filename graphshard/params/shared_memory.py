@@ -57,9 +57,12 @@ def _bytes_of(tensor: torch.Tensor) -> range:
 
 
 def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors with overlapping byte ranges share an element."""
+    """Return whether two tensors with overlapping byte ranges share an element.
+
+    Tensors with elements of different sizes count as sharing one.
+    """
     if one.itemsize != other.itemsize:
-        return True  # assume so: elements of different sizes are hard to compare
+        return True
     # Mark the elements of one tensor in a map of the storage, and look for marks in the other.
     first = min(one.storage_offset(), other.storage_offset())
     stop = max(_bytes_of(one).stop, _bytes_of(other).stop) // one.itemsize

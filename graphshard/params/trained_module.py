@@ -17,7 +17,7 @@ def uncompiled_module(model: object) -> nn.Module:
     """Return ``model`` without the wrapper of ``torch.compile``; raise if it is not a module."""
     root = uncompiled(model)
     if not isinstance(root, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: pass the module that is trained")
+        raise ValueError(f"model is a {type(model).__name__}: pass the nn.Module that is trained")
     return root
 
 

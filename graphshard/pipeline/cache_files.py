@@ -55,7 +55,7 @@ class PlanCache:
             GRAPHS[self.key] = settings.facts()
 
     def save(self, plan: Plan) -> None:
-        """Write the plan of one graph, whose parameters have no names yet."""
+        """Write the plan of one graph; `Plan.named` adds parameter names after it is loaded."""
         self._folder().mkdir(parents=True, exist_ok=True)
         write_whole(self._path(plan.graph), plan.to_json())
 
@@ -227,8 +227,8 @@ def _circumstances() -> dict[str, str]:
 def _check(path: str, header: dict[str, Any]) -> None:
     if header.get("format") != _FORMAT:
         raise ValueError(
-            f"{path}: has format {header.get('format')}, but this graphshard reads format "
-            f"{_FORMAT}; write it again with graphshard.save_compiled"
+            f"{path}: has format {header.get('format')}, but this version of graphshard "
+            f"reads format {_FORMAT}; write it again with graphshard.save_compiled"
         )
     made, here = dict(header["made"]), _circumstances()
     changes = [f"{n} was {made.get(n)} and is {here[n]}" for n in here if made.get(n) != here[n]]

@@ -182,9 +182,9 @@ class _Chooser:
         return self.own.best is not None
 
     def excess(self, text: str) -> int:
-        """Return ``FITS``, ``MAY_FIT`` or ``NOTHING_FITS`` for a new choice on this rank.
+        """Return ``FITS``, ``MAY_FIT`` or ``NOTHING_FITS`` for this rank under a new choice.
 
-        Keeps an error in ``raised`` instead of raising it, and then returns ``FITS``.
+        An error is kept in ``raised`` instead of raised, and ``FITS`` is returned.
         """
         choice = SavingChoice.from_json(text)
         if choice.best is None:

@@ -42,7 +42,7 @@ def may_exchange(problem: Problem, members: Sequence[int]) -> bool:
 
 
 def shortest_lived(problem: Problem, members: Sequence[int], *, exchanges: bool = False) -> Bucket:
-    """Return a bucket with one buffer, launched and waited for where it takes memory shortest.
+    """Return a bucket of one buffer, whose launch and wait minimize how long it holds memory.
 
     Args:
         exchanges: whether gradients with an ``exchange_dtype`` are exchanged.

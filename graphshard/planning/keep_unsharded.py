@@ -40,11 +40,13 @@ def choose_kept(
 ) -> list[int]:
     """Return the positions in ``backward.transfers`` of the gathers to drop.
 
+    Their parameters are kept from forward to backward.
+
     Args:
         gathered: gather of the same parameter in ``forward``, keyed by position in
             ``backward.transfers``; parameters that cannot be kept are missing.
-        limits: limits that apply to each graph. Without ``peak``, a graph may use the smallest peak
-            that any of its schedules has.
+        limits: limits of each graph. If ``peak`` is None, the limit of a graph is the smallest peak
+            of all its schedules.
     """
     memory = _graph_memory(forward, limits), _graph_memory(backward, limits)
     start_us = clock(backward, [], cost_model).step_us  # with user collectives

@@ -55,7 +55,7 @@ class FreeMemory:
     def take_earliest(self, footprint: Footprint, wish: int, wait: int) -> int:
         """Reserve memory for a launch as early as the limits allow; return its step.
 
-        The launch moves from ``wait`` to earlier steps, one by one, at most to ``wish``. A launch
+        The launch moves earlier from ``wait``, one step at a time, but not past ``wish``. A launch
         at ``wait`` is always allowed.
         """
         launch = wait
@@ -68,7 +68,7 @@ class FreeMemory:
     def take_latest(self, footprint: Footprint, launch: int, wish: int) -> int:
         """Reserve memory for a wait as late as the limits allow; return its step.
 
-        The wait moves from ``launch`` to later steps, one by one, at most to ``wish``. A wait at
+        The wait moves later from ``launch``, one step at a time, but not past ``wish``. A wait at
         ``launch`` is always allowed.
         """
         wait = launch

@@ -300,12 +300,12 @@ def _placed(
     reduction_waits: Sequence[int],
     average_waits: Sequence[int] | None = None,
 ) -> list[_Placed]:
-    """Return all gathers, then all reductions, then ``splits.averages``.
+    """Place all gathers, then all reductions, then ``splits.averages``.
 
     An average is launched where its reduction is waited for.
 
     Args:
-        average_waits: by default, each average is waited for at its launch.
+        average_waits: waits of the averages (default: their launches).
     """
     gathers, reductions = splits
     placed: list[_Placed] = [

@@ -315,7 +315,7 @@ class Plan:
         return sum(bucket.num_bytes for bucket in self.buckets if bucket.kind == kind)
 
     def exchanges(self, bucket: Bucket) -> bool:
-        """Return whether a bucket's ranks exchange rows: one all-to-all for each buffer."""
+        """Return whether a bucket is reduced by exchanges: all-to-alls, then local sums."""
         # Over gloo, the transfers themselves are described as exchanged.
         sums = bool(self.problem.transfers[bucket.transfers[0]].summed_in)
         return bucket.exchanges or (bucket.kind == TransferKind.REDUCE_SCATTER and sums)

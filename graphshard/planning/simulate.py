@@ -68,7 +68,7 @@ class TransferCostModel(Protocol):
         """Return the time that each buffer after the first adds to a collective."""
 
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
-        """Return whether a group uses the interconnect between nodes instead of within one."""
+        """Return whether a group communicates over the interconnect between nodes."""
 
     def slowdown_us(self, lane_us: float) -> float:
         """Return how long a concurrent collective of ``lane_us`` delays compute."""

@@ -54,8 +54,9 @@ def compare(args: argparse.Namespace) -> int:
 
 def _load(path: Path) -> Dump:
     if path.is_dir():
-        dumps = ", ".join(map(str, dump_paths(path))) or "none found"
-        raise argparse.ArgumentTypeError(f"{path} is a folder: pass one of its dumps ({dumps})")
+        dumps = ", ".join(map(str, dump_paths(path)))
+        advice = f"pass one of its dumps: {dumps}" if dumps else "it has no dumps"
+        raise argparse.ArgumentTypeError(f"{path} is a folder: {advice}")
     try:
         return Dump.load(path)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Traces of predicted timelines for ui.perfetto.dev and chrome://tracing, and measured traces.
 
-The trace has one process with the lanes of ``simulate``. Arrows lead from the launch of a
+A predicted trace has one process with the lanes of ``simulate``. Arrows lead from the launch of a
 collective to the collective and on to the first use of its result; counters show memory.
 
     compute        [copy-in]──┐  [step 0: mm   ]         ┌─►[copy-out]─►[step 1: mm_1 ]

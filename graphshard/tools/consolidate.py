@@ -57,8 +57,8 @@ def consolidate(
     elif source.is_file():
         if target.suffix in _WRITERS:
             raise ValueError(
-                f"{target}: a file is converted to a checkpoint, which is a folder: choose a name "
-                f"without {target.suffix}"
+                f"{target}: {source} is a file, so it is converted to a checkpoint, which is a "
+                f"folder: choose a name without {target.suffix}"
             )
         state = _read(source)
         state = _under(state, key, source) if key else state

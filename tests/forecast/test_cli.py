@@ -131,7 +131,7 @@ def test_error_for_unknown_option_points_to_help_of_command(
             "parameters, optimizer state and other",
         ),
         ([LLAMA, "--batch", "1x8", "--recompute", "2"], "recompute=2.0: must be a number from 0"),
-        (["--recompute", LLAMA], "must be a number from 0 to 1 or omitted; put MODEL before"),
+        (["--recompute", LLAMA], "must be a number from 0 to 1, or omitted; if this is MODEL"),
         (
             [LLAMA, "--batch", "1x8", "--recompute", "0.5", "--largest"],
             "recompute all layers (1) or none",

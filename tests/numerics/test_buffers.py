@@ -99,5 +99,5 @@ def test_buffers_that_differ_between_ranks_raise_on_all() -> None:
 
 
 def test_sync_buffers_refuses_non_module() -> None:
-    with pytest.raises(ValueError, match="model is a list: pass the module"):
+    with pytest.raises(ValueError, match="model is a list: pass the nn"):
         graphshard.sync_buffers([])  # type: ignore[arg-type]

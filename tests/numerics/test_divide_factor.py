@@ -60,7 +60,7 @@ def test_invalid_factors_are_refused() -> None:
     for unsharded in (model, torch.compile(model)):
         with pytest.raises(ValueError, match="MLP is not sharded yet"):
             graphshard.set_gradient_divide_factor(unsharded, 1.0)
-    with pytest.raises(ValueError, match="model is a str: pass the module"):
+    with pytest.raises(ValueError, match="model is a str: pass the nn"):
         graphshard.set_gradient_divide_factor("model", 1.0)  # type: ignore[arg-type]
     graphshard.shard(model, world_mesh())
     for factor in (0, -1.0, math.inf, math.nan, True, "1"):

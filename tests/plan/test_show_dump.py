@@ -179,7 +179,7 @@ def test_diff_prints_differences(
         (["diff", "00-backward.json", "old.json"], "old.json: dump of version 0"),
         (["diff", "00-backward.json", "missing.json"], "missing.json: .*No such file"),
         (["diff", "00-backward.json"], "required: B"),
-        (["diff", "empty", "old.json"], r"empty is a folder: pass one of its dumps \(none found\)"),
+        (["diff", "empty", "old.json"], r"empty is a folder: it has no dumps"),
         (["show"], "required: FILE"),
     ],
 )

@@ -229,7 +229,7 @@ def _refuse(folder: str) -> None:
         _trainer(folder, optim="adafactor").train()
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(
-        ValueError, match="PROMPT_TUNING: to save it, peft runs the model on one rank"
+        ValueError, match="PROMPT_TUNING: to save it, peft reads its prompt encoder on one rank"
     ):
         _trainer(folder, peft.get_peft_model(small_llama(), prompts)).train()
 

@@ -173,7 +173,7 @@ def _stand_in_for_waiting(hooks: Any) -> None:
 
 
 class _Stream(torch.Stream):
-    """A stream that eager FSDP2 creates; ``no_gpu.cpp`` assigns its ID."""
+    """Stub of ``torch.cuda.Stream``, which eager FSDP2 uses; ``no_gpu.cpp`` assigns its ID."""
 
     def __new__(cls, device: object = None, priority: int = 0) -> _Stream:
         return super().__new__(cls, "cuda:0")
@@ -199,7 +199,10 @@ def _returns(value: Any) -> Callable[..., Any]:
 
 
 def _stand_in_for_dynamo(device: DeviceProperties) -> None:
-    """Replace ``DeviceInterface``, through which Dynamo and Inductor query the device's runtime."""
+    """Register a stub of ``CudaInterface``.
+
+    Dynamo and Inductor query the device's runtime through it.
+    """
     properties = types.SimpleNamespace(**asdict(device))
 
     class Interface(device_interface.CudaInterface):
