@@ -183,8 +183,8 @@ def offload_activations(gm: fx.GraphModule, context: PassContext) -> None:
 def _offloadable(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, fx.Node]:
     """Map backward's placeholders to forward's nodes, for activations that may be offloaded.
 
-    An activation may be offloaded if forward can free its memory after its last use, because no
-    other output shares it.
+    They are large, used by backward, and share their memory with no other output, so that forward
+    can free it after their last use. Inputs and gathered parameters are no activations.
     """
     # Number of outputs that share each node's memory.
     num_returned = Counter(root_of(n) for n in outputs_of(gm.graph) if isinstance(n, fx.Node))

@@ -137,7 +137,7 @@ def _before_loading(
 
 @functools.cache  # registering ``act`` again has no effect
 def before_loading_optimizers(act: Callable[[Optimizer, dict[str, Any]], None]) -> None:
-    """Call ``act(optimizer, state_dict)`` before any optimizer loads a state dict."""
+    """Make every optimizer call ``act(optimizer, state_dict)`` before it loads a state dict."""
 
     def wrap(load_state_dict: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(load_state_dict)

@@ -29,7 +29,7 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Race:
-    """Two unordered accesses to a block."""
+    """Two unordered accesses to a block, or an access to a block that may be reused too early."""
 
     block: int
     first: Access

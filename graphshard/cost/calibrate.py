@@ -26,8 +26,9 @@ def calibrate(args: argparse.Namespace) -> int:
     with _joined_ranks(device):
         hardware = measure(device, effort)
         if not dist.is_initialized() or dist.get_rank() == 0:
+            print(summary(hardware))  # first: it remains if the file cannot be written
             write_whole(args.out, hardware.to_json())
-            print(summary(hardware), f"written to {args.out}", sep="\n")
+            print(f"written to {args.out}")
     return 0
 
 

@@ -37,7 +37,7 @@ _PREDICTED_AS = {
 
 @dataclass(frozen=True)
 class CostModel:
-    """A cost model that predicts times in microseconds."""
+    """Predicted times of a graph's nodes and transfers on ``hardware``, in microseconds."""
 
     hardware: Hardware  # machine that runs the graphs
     node_cost: Callable[[fx.Node], float | None] | None = None  # overrides predicted times

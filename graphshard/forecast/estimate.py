@@ -205,7 +205,7 @@ class MemoryForecast:
 
     @property
     def low(self) -> int:
-        """Lower end of the expected interval, without the margin."""
+        """Lower end of the interval in which measured memory is expected, without the margin."""
         return int(MEMORY.low * self.allocated)
 
     @property

@@ -40,7 +40,8 @@ def saved_bytes(
     """
     if recipe.dtype == "fp8":
         raise ValueError(
-            "--formula with fp8: whether linears use fp8 depends on sizes; use bf16 or float32"
+            "--formula does not support fp8, because sizes decide whether a linear uses fp8: use "
+            "bf16 or float32"
         )
     num_samples = 2  # torch specializes graphs on a size of 1
     workload = make_workload(num_samples)

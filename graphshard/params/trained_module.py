@@ -44,8 +44,7 @@ def checked_module(
             raise ValueError(
                 f"parameter {name!r} is on {sharded.spec.mesh} only, and other ranks have "
                 "different parameters of that name: make them one DTensor before sharding, for "
-                "example with "
-                'distribute_tensor(param, mesh["ep"], [Shard(0)])'
+                'example with DTensor.from_local(param.detach(), mesh["ep"], [Shard(0)])'
             )
     return root
 

@@ -25,7 +25,7 @@ def mark_uninitialized(tensor: torch.Tensor) -> bool:
 
 
 def num_uninitialized(tensor: torch.Tensor) -> int:
-    """Count the reserved NaNs in a contiguous tensor; waits for its device."""
+    """Return the number of reserved NaNs in a contiguous tensor, after waiting for its device."""
     half_words = _half_words(tensor)
     return 0 if half_words is None else int((half_words == _HALF_WORD).all(1).sum())
 

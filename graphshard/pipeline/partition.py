@@ -33,7 +33,8 @@ class CutGraphs(NamedTuple):
 class Partitioner(CustomPartitionerFn):
     """Custom partitioner: the joint passes, torch's min-cut, and the passes on both graphs.
 
-    Verifies that forward saves nothing that depends on parameters alone, except kept parameters.
+    Verifies that forward saves no values computed from parameters alone, except those of kept
+    parameters and secondary shards.
     """
 
     def __init__(self, settings: CompileSettings, writer: DumpWriter) -> None:

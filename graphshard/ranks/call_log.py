@@ -2,16 +2,16 @@
 
 Each rank compiles by itself, and a guard that fails on one rank's data may give that rank a
 different graph. Graphs with different collectives hang or mix up data. Each rank therefore numbers
-its calls of compiled graphs and logs their plans, and ranks compare calls through the group's
+its calls to compiled graphs and logs their plans, and ranks compare calls through the group's
 store:
 
     a rank      runs a graph or an eager gather for the first time, changes the grad mode (gloo
-                only), or has made no call for seconds (the first rank also posts periodically)
-                ─► posts "call 7 runs plan P"
+                only), or has made no call for a few seconds (the first rank also posts
+                periodically) ─► posts "call 7 runs plan P"
     the others  compare with their own call 7, past or future ─► agree, or post an error
     a rank      waits for a peer that is blocked in a collective, which the waiting rank would
                 only reach later (``watcher``) ─► posts an error
-    an error    ends all ranks: a waiting rank raises, and a collective that blocks a rank is
+    an error    stops all ranks: a waiting rank raises, and a collective that blocks a rank is
                 aborted
 
 No comparison depends on timing, because ranks may reach a compile minutes apart. A call that no

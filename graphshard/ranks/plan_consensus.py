@@ -244,10 +244,10 @@ def _with_group_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def _with_inputs_of(plans: Sequence[Plan], own_plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first rank's plans with the graph inputs of this rank's ``own_plans``.
+    """Return the first rank's ``plans`` with the numbers of graph inputs from ``own_plans``.
 
-    The input of a parameter that is not sent is -1. The groups of the user's collectives also come
-    from ``own_plans``.
+    A parameter that no plan transfers gets the number -1. The groups of the user's collectives also
+    come from ``own_plans``.
     """
     # Graphs that differ only in parameters that are not sent share plans.
     own, theirs = (
