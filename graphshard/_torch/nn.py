@@ -24,6 +24,9 @@ __all__ = ["apply_to_tensors", "unflatten_state_dict"]
 
 FLAT_WEIGHTS = "_flat_weights"  # attribute of ``nn.RNNBase``: a second list of its parameters
 COMPILED_PREFIX = "_orig_mod."  # prefix of parameter names in a module from ``torch.compile``
+# Prefix of parameter names, but not of state dict keys, in a module of ``checkpoint_wrapper``
+# (torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py).
+CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -13,22 +13,19 @@ plain file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -36,6 +33,10 @@ from torch.optim import Optimizer
 from ..dynamo_backend import Backend, shard
 from ..params.grad_sync import no_sync
 from ..params.sharded_param import sharded_model_of, sharded_param_of
+from ..params.state_dict import optimizer_by_name, optimizer_by_number, parameter_names
+from ..params.trained_module import is_first_rank
+
+_STATE = ("optim", "state")  # keys of the optimizers' state in a checkpoint
 
 # The backend of each module that an integration has compiled.
 _backends: WeakKeyDictionary[nn.Module, Backend] = WeakKeyDictionary()
@@ -120,14 +121,11 @@ def save_sharded(
     Args:
         weights: whether to also save the model's parameters and buffers.
     """
-    fresh = [optimizer for optimizer in optimizers if not optimizer.state]
     state = _state(model, optimizers, weights)
-    # torch creates missing state by a step with zero gradients: remove it, as training continues.
-    for optimizer in fresh:
-        optimizer.state.clear()
-    if fresh:
-        used = [optimizer for optimizer in optimizers if optimizer not in fresh]
-        state["optim"]["state"] = get_optimizer_state_dict(model, used)["state"] if used else {}
+    # If an earlier checkpoint is overwritten and that is interrupted, it must not look complete. No
+    # rank writes before the first one has planned.
+    if is_first_rank(None):
+        (folder / ".metadata").unlink(missing_ok=True)
     dcp.save(state, checkpoint_id=folder)
 
 
@@ -148,51 +146,90 @@ def load_sharded(
             "without its optimizer (save_only_model), or the save was interrupted. To start from "
             "saved weights only, load them into the model before it is sharded"
         )
-    with _unused(model, optimizers):
-        state = _state(model, optimizers, weights)
-        if optimizers:
-            _keep_saved(state["optim"]["state"], folder)
-        dcp.load(state, checkpoint_id=folder)
-        if weights:
-            set_model_state_dict(model, state["model"])
-        if optimizers:
-            # Not strict: a parameter that has not had a gradient has no saved state.
-            options = StateDictOptions(strict=False)
-            set_optimizer_state_dict(model, optimizers, state["optim"], options=options)
-
-
-@contextmanager
-def _unused(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Hide gradients, and clear the optimizers' state, which is restored only after an error."""
-    # torch creates state to load into only for an optimizer without state and gradients.
-    gradients = {param: param.grad for param in model.parameters()}
-    states = [dict(optimizer.state) for optimizer in optimizers]
-    for param in gradients:
-        param.grad = None
+    state = _state(model, optimizers, weights)
+    if optimizers:
+        state["optim"]["state"] = _saved_state(folder, model, optimizers)
+    dcp.load(state, checkpoint_id=folder)
+    if weights:
+        set_model_state_dict(model, state["model"])
     for optimizer in optimizers:
-        optimizer.state.clear()
-    try:
-        yield
-    except BaseException:
-        for optimizer, state in zip(optimizers, states):
-            optimizer.state.clear()
-            optimizer.state.update(state)
-        raise
-    finally:
-        for param, gradient in gradients.items():
-            param.grad = gradient
-
-
-def _keep_saved(state: dict[str, Any], folder: Path) -> None:
-    """Remove the entries of parameters whose state ``folder`` lacks."""
-    paths = dcp.FileSystemReader(folder).read_metadata().planner_data.values()
-    saved = {path[2] for path in paths if path[:2] == ("optim", "state")}
-    for name in state.keys() - saved:
-        del state[name]
+        optimizer.load_state_dict(optimizer_by_number(model, optimizer, state["optim"]))
 
 
 def _state(model: nn.Module, optimizers: Sequence[Optimizer], weights: bool) -> dict[str, Any]:
+    # Not ``get_optimizer_state_dict``: it steps optimizers without state, leaves out parameters
+    # that are frozen now, and mixes up empty param groups.
     state: dict[str, Any] = {"model": get_model_state_dict(model)} if weights else {}
     if optimizers:  # a frozen model, such as a teacher, has no optimizer
-        state["optim"] = get_optimizer_state_dict(model, optimizers)
+        by_name = [optimizer_by_name(model, optimizer) for optimizer in optimizers]
+        state["optim"] = {
+            "state": {name: values for one in by_name for name, values in one["state"].items()},
+            "param_groups": [group for one in by_name for group in one["param_groups"]],
+        }
     return state
+
+
+def _saved_state(
+    folder: Path, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> dict[str, dict[str, Any]]:
+    """Return tensors to load the optimizer state of ``folder`` into, keyed by parameter name."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    paths = {key: path[2:] for key, path in metadata.planner_data.items() if path[:2] == _STATE}
+    saved = {name for name, *_ in paths.values()}
+    params = {}
+    made: dict[str, Any] = {}
+    for optimizer in optimizers:
+        flat_params = [param for group in optimizer.param_groups for param in group["params"]]
+        names = itertools.chain(*parameter_names(model, optimizer))
+        own = {name: param for name, param in zip(names, flat_params) if name in saved}
+        made |= _made_by_step(model, optimizer, list(own.values()))
+        params |= own
+    state = {name: made.get(name, {}) for name in params}
+    for key, (name, *keys, last) in paths.items():
+        if name in params and name not in made:
+            values = functools.reduce(lambda values, k: values.setdefault(k, {}), keys, state[name])
+            values[last] = _uninitialized(metadata.state_dict_metadata[key], params[name])
+    return state
+
+
+def _made_by_step(
+    model: nn.Module, optimizer: Optimizer, params: Sequence[nn.Parameter]
+) -> dict[str, Any]:
+    """Return the state that an optimizer makes in a step with zero gradients, or {} if it raises.
+
+    Keyed by parameter name. The optimizer and its parameters stay as they are.
+    """
+    state, groups = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
+    everything = [param for group in groups for param in group["params"]]
+    gradients = [param.grad for param in everything]
+    optimizer.state.clear()
+    for param in everything:
+        param.grad = None
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = 0 * group["lr"]
+    try:
+        optimizer.step()
+        made: dict[str, Any] = optimizer_by_name(model, optimizer)["state"]
+    except Exception:  # such as a schedule-free optimizer outside of training
+        made = {}
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, before in zip(optimizer.param_groups, groups):
+            group.clear()
+            group.update(before)
+        for param, gradient in zip(everything, gradients):
+            param.grad = gradient
+    return made
+
+
+def _uninitialized(metadata: object, param: nn.Parameter) -> torch.Tensor | None:
+    if not isinstance(metadata, TensorStorageMetadata):
+        return None  # replaced by the saved object
+    dtype = metadata.properties.dtype
+    if param.ndim and metadata.size == param.shape:
+        return torch.empty_like(param, dtype=dtype)
+    return torch.empty(metadata.size, dtype=dtype, device="cpu")

@@ -141,12 +141,13 @@ def load_full_state_dict(
             f"{type(root).__name__} is not sharded: call graphshard.shard(model, mesh) first, or "
             "use its load_state_dict"
         )
-    names = [] if optim is None else _parameter_names(root, optim)
+    names = [] if optim is None else parameter_names(root, optim)
     _check_same_order(root, groups)
     incoming = _announce(state_dict, None if optim is None else optim_state_dict, names, groups)
     result = root.load_state_dict(_incoming_model(root, incoming), strict)
     if optim is not None:
-        optim.load_state_dict(_received_optimizer(optim, names, incoming))
+        received = _received_optimizer(optim, names, incoming)
+        optim.load_state_dict(optimizer_by_number(root, optim, received))
     return result
 
 
@@ -173,7 +174,7 @@ def _plain_versions(state_dict: Mapping[str, object]) -> dict[str, Any]:
     return {_plain_module_name(name): v for name, v in versions_of(state_dict).items()}
 
 
-def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[str]]:
+def parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[str]]:
     """Return the parameter names of each param group; tied ones have their first name."""
     names = {param: plain_name(name) for name, param in root.named_parameters()}
     groups = [group["params"] for group in optim.param_groups]
@@ -184,6 +185,34 @@ def _parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list
             "model's optimizer, created after any load_state_dict(assign=True)"
         )
     return [[names[param] for param in group] for group in groups]
+
+
+def optimizer_by_name(root: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state dict of ``optim``, keyed by parameter names instead of numbers."""
+    names, state = parameter_names(root, optim), optim.state_dict()
+    flat_names = [name for group in names for name in group]
+    groups = [{**group, "params": params} for group, params in zip(state["param_groups"], names)]
+    by_name = {flat_names[number]: values for number, values in state["state"].items()}
+    return {"state": by_name, "param_groups": groups}
+
+
+def optimizer_by_number(
+    root: nn.Module, optim: torch.optim.Optimizer, by_name: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a state dict for ``optim`` to load, from one that is keyed by parameter names.
+
+    A param group takes its options from the group in ``by_name`` that has its first parameter, and
+    keeps its own if there is none. Entries of parameters that ``optim`` lacks are left out.
+    """
+    names = parameter_names(root, optim)
+    options = {name: g for g in by_name["param_groups"] for name in g["params"]}
+    numbers = {name: number for number, name in enumerate(n for group in names for n in group)}
+    groups = [
+        {**options.get(next(iter(group), None), own), "params": [numbers[n] for n in group]}
+        for own, group in zip(optim.param_groups, names)
+    ]
+    state = {numbers[n]: values for n, values in by_name["state"].items() if n in numbers}
+    return {"state": state, "param_groups": groups}
 
 
 def _select(
@@ -237,14 +266,9 @@ def _on_first_host(value: object, is_first: bool) -> object:
 def _gathered_optimizer(
     root: nn.Module, optim: torch.optim.Optimizer, is_first: bool
 ) -> dict[str, Any]:
-    names, state = _parameter_names(root, optim), optim.state_dict()
-    flat_names = [name for group in names for name in group]
-    by_name = {flat_names[number]: values for number, values in state["state"].items()}
-    full = {name: _gathered(by_name[name], is_first) for name in sorted(by_name)}
-    if not is_first:
-        return {}
-    groups = [{**group, "params": params} for group, params in zip(state["param_groups"], names)]
-    return {"state": {name: full[name] for name in by_name}, "param_groups": groups}
+    own = optimizer_by_name(root, optim)
+    full = {name: _gathered(own["state"][name], is_first) for name in sorted(own["state"])}
+    return {**own, "state": {name: full[name] for name in own["state"]}} if is_first else {}
 
 
 # --- load from the first rank --------------------------------------------------------------------
@@ -351,23 +375,19 @@ def _incoming_model(root: nn.Module, incoming: _States) -> StateDict:
 def _received_optimizer(
     optim: torch.optim.Optimizer, names: list[list[str]], incoming: _States
 ) -> dict[str, Any]:
-    """Return the state dict for ``optim`` to load, keyed by parameter numbers."""
-    saved_options = {name: g for g in incoming.optim["param_groups"] for name in g["params"]}
-    params = [param for group in optim.param_groups for param in group["params"]]
-    numbers = {name: number for number, name in enumerate(n for group in names for n in group)}
-    groups = [
-        {**(saved_options[group[0]] if group else own), "params": [numbers[n] for n in group]}
-        for own, group in zip(optim.param_groups, names)
-    ]
+    """Receive the state of ``optim``; return its state dict, keyed by parameter names."""
+    flat_params = [param for group in optim.param_groups for param in group["params"]]
+    params = dict(zip([name for group in names for name in group], flat_params))
     state = {}
     for name, values in incoming.optim["state"].items():
-        param = params[numbers[name]]
-        present = optim.state.get(param, {})
-        state[numbers[name]] = {
-            key: _received(value, param, present.get(key)) if isinstance(value, Incoming) else value
+        present = optim.state.get(params[name], {})
+        state[name] = {
+            key: _received(value, params[name], present.get(key))
+            if isinstance(value, Incoming)
+            else value
             for key, value in values.items()
         }
-    return {"state": state, "param_groups": groups}
+    return {**incoming.optim, "state": state}
 
 
 def _received(incoming: Incoming, param: nn.Parameter, present: object) -> torch.Tensor:

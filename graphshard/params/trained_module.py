@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch.nn import COMPILED_PREFIX, uncompiled
+from .._torch.nn import CHECKPOINT_PREFIX, COMPILED_PREFIX, uncompiled
 from .mesh import MeshGroups
 from .sharded_param import sharded_param_of
 
@@ -63,5 +63,8 @@ def is_first_rank(groups: MeshGroups | None) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter name, or a prefix ending in ".", without prefixes of ``torch.compile``."""
-    return name.replace(COMPILED_PREFIX, "")
+    """Return a parameter name, or a prefix ending in ".", without the prefixes of wrappers.
+
+    These are ``torch.compile`` and ``checkpoint_wrapper``.
+    """
+    return name.replace(COMPILED_PREFIX, "").replace(CHECKPOINT_PREFIX, "")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -102,6 +103,19 @@ def test_8_bit_optimizer_states_are_gathered_and_loaded() -> None:
         assert (loaded - saved).abs().max() <= 0.01 * saved.abs().max()
     _step_on_one_batch(models, optims)
     assert (whole(models[1].weight) - models[0].weight).abs().max() < 1e-4
+
+
+@on_ranks(2)
+def test_states_of_checkpoint_wrapper_have_plain_names() -> None:
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 4)))
+    graphshard.shard(model, world_mesh())
+    optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(2, 3)).sum().backward()
+    optim.step()
+    state, optim_state = graphshard.full_state_dict(model, optim)
+    if dist.get_rank() == 0:
+        assert set(state) == set(optim_state["state"]) == {"0.weight", "0.bias"}
+    graphshard.load_full_state_dict(model, state, optim, optim_state)
 
 
 def _save(kind: Trainable, shape: tuple[int, ...], options: State, folder: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -148,3 +150,71 @@ def test_state_remains_if_folder_lacks_a_parameter(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="Missing key"):
         load_sharded(tmp_path, model, [optimizer])
     _assert_equal(optimizer.state_dict(), before)
+
+
+class _Refusing(torch.optim.Adam):
+    """Adam that, like schedule-free optimizers, steps only after ``train()``."""
+
+    trains = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.trains:
+            raise RuntimeError("call train() first")
+        return super().step(closure)
+
+    def train(self) -> None:
+        self.trains = True
+
+
+def _empty_first_group(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": []}, {"params": [*model.parameters()]}], 0.1)
+
+
+# Optimizers that ``torch.distributed.checkpoint.state_dict`` cannot load.
+RESUMED: dict[str, tuple[Callable[[torch.nn.Module], torch.optim.Optimizer], bool]] = {
+    "empty first group": (_empty_first_group, False),
+    "frozen at load": (_adam, True),
+    "refuses to step": (lambda model: _Refusing(model.parameters(), 0.1), False),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+@on_ranks(2)
+def test_resumed_optimizer_has_saved_state(tmp_path: Path, case: str) -> None:
+    make, is_frozen = RESUMED[case]
+    model, other = (graphshard.shard(Even(), world_mesh()) for _ in range(2))
+    optimizer, loaded = make(model), make(other)
+    if isinstance(optimizer, _Refusing):
+        optimizer.train()
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 2)
+    optimizer.step()
+    save_sharded(tmp_path, model, [optimizer])
+    other.up.requires_grad_(not is_frozen)
+    load_sharded(tmp_path, other, [loaded])
+    _assert_equal(loaded.state_dict(), optimizer.state_dict())
+
+
+@on_ranks(2)
+def test_optimizers_without_state_resume(tmp_path: Path) -> None:
+    model = graphshard.shard(Even(), world_mesh())
+    parts = model.up, model.down
+    optimizers = [torch.optim.SGD(part.parameters(), lr) for part, lr in zip(parts, (0.1, 0.2))]
+    save_sharded(tmp_path, model, optimizers)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = 1.0
+    load_sharded(tmp_path, model, optimizers)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.1, 0.2]
+
+
+@on_ranks(2)
+def test_interrupted_overwrite_is_no_checkpoint(tmp_path: Path) -> None:
+    model = graphshard.shard(Even(), world_mesh())
+    save_sharded(tmp_path, model, [])
+    with (
+        mock.patch.object(FileSystemWriter, "write_data", side_effect=OSError("disk full")),
+        pytest.raises(CheckpointException),
+    ):
+        save_sharded(tmp_path, model, [])
+    with pytest.raises(ValueError, match="is not a checkpoint"):
+        load_sharded(tmp_path, model, [])
