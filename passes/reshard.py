@@ -63,23 +63,26 @@ def bypass_sync_nodes(gm: fx.GraphModule, context: PassContext) -> None:
 
 
 def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
-    """Make backward's gathers independent of sizes, if a rank may have an activation budget."""
-    # The partitioner chooses by size what to recompute, and ranks may have batches of different
-    # sizes. If only one rank recomputed ``y``, that rank alone would gather the bias in backward:
+    """Make backward's gathers independent of sizes, which may differ between ranks."""
+    # The partitioner chooses by size what to recompute. If only one rank recomputed ``h``, that
+    # rank alone would gather the table in backward:
     #
-    #     y = addmm(unshard(bias), x, w); z = gelu(y)
-    #     saved before   x, or y                    saved after   x, unshard(bias), or y
-    if not (context.ranks_differ or has_activation_budget()):
-        return
+    #     h = unshard(table)[ids]; z = gelu(h)
+    #     saved before   ids, or h                  saved after   h
     sources, backward = _sources(gm.graph), _backward(gm.graph)
     needed = {marker for node in backward for marker in _read(node, sources)}
     markers = {node for node in sources if node.target is unshard}
-    # Keep all vectors, even those that backward itself needs: its needs may also depend on sizes.
     vectors = {marker for marker in markers if value_of(marker).dim() < 2}
-    for marker in vectors:
-        change(marker, regather_group=None)
-    # If backward would gather a parameter only to recompute, such as an embedding's, save the
-    # results of all its users instead.
+    # With an activation budget, sizes also decide whether products are recomputed, which read a
+    # bias. Keep all vectors, even those that backward itself needs: its needs may depend on sizes.
+    #
+    #     y = addmm(unshard(bias), x, w); z = gelu(y)
+    #     saved before   x, or y                    saved after   x, unshard(bias), or y
+    if context.ranks_differ or has_activation_budget():
+        for marker in vectors:
+            change(marker, regather_group=None)
+    # If backward would gather a parameter only to recompute, such as a table, save the results of
+    # all its users instead.
     for node in gm.graph.nodes:
         forward = node.op == "call_function" and node not in sources and node not in backward
         reads = _read(node, sources) & (markers - vectors - needed)

@@ -70,6 +70,24 @@ def test_gradient_may_be_expanded_on_one_rank() -> None:
         twins.zero_grad()
 
 
+class Table(nn.Module):
+    """Model whose rows ``table[ids]`` torch's partitioner recomputes only if there are many ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(1000, 64)), nn.Linear(64, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(nn.functional.gelu(self.table[ids])).square().mean()
+
+
+@on_ranks(2)
+def test_batch_size_does_not_decide_what_backward_gathers() -> None:
+    twins = Twins(Table())
+    twins.backward([torch.arange(400), torch.arange(100)])
+    twins.check()
+
+
 class Lists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
