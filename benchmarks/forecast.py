@@ -52,13 +52,13 @@ from torch.utils.checkpoint import (
 )
 
 from graphshard.forecast.cluster import cluster
-from graphshard.forecast.estimate import error_interval
 from graphshard.forecast.forecast import Forecast
 from graphshard.forecast.plan import forecast
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.trace import Inputs
 from graphshard.forecast.workload import Workload
 
+from .forecast_report import covers, error_interval
 from .llama import LLAMA3, Llama, LlamaSizes, parallelize
 
 GIB = 1 << 30
@@ -208,7 +208,7 @@ def time_row(published: Published, found: Forecast) -> list[Any]:
 def interval(ratios: Sequence[float]) -> str:
     errors = error_interval(ratios)
     others = [error_interval([*ratios[:i], *ratios[i + 1 :]]) for i in range(len(ratios))]
-    covered = sum(error.covers(ratio) for error, ratio in zip(others, ratios))
+    covered = sum(map(covers, others, ratios))
     off = statistics.median(abs(e.likely / ratio - 1) for e, ratio in zip(others, ratios))
     return (
         f"Without rows that were not compiled: steps took {errors.low:.2f} to {errors.high:.2f} "

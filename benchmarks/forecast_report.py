@@ -7,12 +7,16 @@ prediction intervals fitted to the errors.
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks import common
-from graphshard.forecast.estimate import ErrorInterval, error_interval
+from graphshard.forecast.estimate import ErrorInterval
 
+COVERAGE = 0.9
+"""Fraction of measurements that an interval covers."""
 TIME_WITHIN, MEMORY_WITHIN = 0.15, 0.05
 DIFFERENT = 1.1
 """Ratio of two step times above which the strategies count as different."""
@@ -142,9 +146,22 @@ def orders(rows: Sequence[Row]) -> tuple[int, int]:
     return right, pairs
 
 
+def error_interval(ratios: Iterable[float]) -> ErrorInterval:
+    """Return the narrowest interval, by ``high / low``, that covers ``COVERAGE`` of ``ratios``."""
+    ordered = sorted(ratios)
+    num_covered = math.ceil(COVERAGE * len(ordered))
+    intervals = zip(ordered, ordered[num_covered - 1 :])
+    low, high = min(intervals, key=lambda ends: ends[1] / ends[0])
+    return ErrorInterval(low, statistics.median(ordered), high)
+
+
+def covers(errors: ErrorInterval, ratio: float) -> bool:
+    return errors.low <= ratio <= errors.high
+
+
 def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> str:
     errors = error_interval(map(ratio_of, rows))
-    covered = sum(errors.covers(ratio_of(row)) for row in rows)
+    covered = sum(covers(errors, ratio_of(row)) for row in rows)
     text = (
         f"Interval of {what}: {errors.low:.2f} to {errors.high:.2f} times the modelled one, "
         f"{errors.likely:.2f} in the median, which covers {covered} of {len(rows)}"
@@ -156,5 +173,5 @@ def _interval(what: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) 
 
 
 def _without(model: str, rows: Sequence[Row], ratio_of: Callable[[Row], float]) -> int:
-    others: ErrorInterval = error_interval(ratio_of(row) for row in rows if row.model != model)
-    return sum(others.covers(ratio_of(row)) for row in rows if row.model == model)
+    others = error_interval(ratio_of(row) for row in rows if row.model != model)
+    return sum(covers(others, ratio_of(row)) for row in rows if row.model == model)

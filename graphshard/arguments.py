@@ -7,6 +7,7 @@ Modules that run a command import Dynamo, which takes seconds. This module does 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,8 @@ MODEL is one of
   FAMILY:key=value,..  a transformers configuration: llama:hidden_size=8192,num_hidden_layers=80
   NAME                 a public model: {", ".join(PUBLIC_MODELS)}
 
---search and --largest change the batch size or the model, so they do not take FILE.py:FUNCTION.
+--search, --largest and --formula vary the batch size or the model, so they do not take
+FILE.py:FUNCTION.
 
 --tp splits configurations with graphshard.tensor_parallel.parallelize, much as torchtitan does:
 attention and feed-forward by the configuration's base_model_tp_plan, embedding and head along the
@@ -45,11 +47,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--device", default="H100", metavar="GPU", help="name, or file from calibrate (%(default)s)"
     )
     add("--gpus", type=int, default=8, help="total number of GPUs (%(default)s)")
-    add("--nodes", type=int, help="number of nodes (as few as the device's usual node size allows)")
+    add("--nodes", type=int, help="number of nodes (as few as allow equal nodes of the usual size)")
     add(
         "--batch",
-        default="1x4096",
-        help="samples x tokens, or samples, per GPU or, with --tp, per group of GPUs (%(default)s)",
+        help="samples x tokens, or samples, per GPU or, with --tp, per group of GPUs (1x4096; "
+        "FILE.py:FUNCTION sets its own)",
     )
     add(
         "--tp",
@@ -69,11 +71,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="number of neighboring GPUs that experts are split over; each has its own batch "
         "(%(default)s)",
     )
+    # No default where --search or --largest chooses, to notice that the user has chosen as well.
     add(
         "--strategy",
-        default="zero3",
         help="zero3, zero2, hsdp:N (shards over N ranks), hpz:N (backward gathers from N ranks) or "
-        "ddp (%(default)s)",
+        "ddp (zero3)",
     )
     add("--optimizer", default="adamw", help="adamw, adam, momentum or sgd (%(default)s)")
     add(
@@ -86,7 +88,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         type=_fraction,
         nargs="?",
         const=1.0,
-        default=0.0,
         metavar="FRACTION",
         help="recompute the first FRACTION of the layers in backward (without FRACTION: all)",
     )
@@ -96,8 +97,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         default="ring",
         help="how gradients are reduced: SchedulePolicy(reduce=...) (%(default)s)",
     )
-    add("--offload", action="store_true", help="keep shards, gradients and optimizer on the host")
-    add("--accumulate", type=int, default=1, help="microbatches in a step (%(default)s)")
+    offload = "keep shards, gradients and optimizer on the host"
+    add("--offload", action="store_true", default=None, help=offload)
+    add("--accumulate", type=int, help="microbatches in a step (1)")
     add("--budget", metavar="72GB", help="GPU memory that the schedule may use")
     add("--memory", metavar="80GB", help="memory of each GPU, if the device table lacks the GPU")
     add("--link", metavar="100Gb/s,5us", help="bandwidth per GPU and latency between nodes")
@@ -117,8 +119,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the size of what forward saves for backward as a formula in samples and tokens",
     )
-    add("--html", type=Path, metavar="OUT", help="write an HTML page to this file")
-    add("--json", type=Path, metavar="OUT", help="write all numbers to this JSON file")
+    add("--html", type=_file, metavar="OUT", help="write an HTML page to this file")
+    add(
+        "--json",
+        type=_file,
+        metavar="OUT",
+        help="write the forecast and, with --search, all recipes to this JSON file",
+    )
     add("--verbose", action="store_true", help="print tracebacks of errors")
 
 
@@ -189,9 +196,19 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         "--rank", type=int, default=0, help="rank whose step is checked (%(default)s)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=600, metavar="SECONDS", help="time limit (%(default)s)"
+        "--timeout", type=_seconds, default=600, metavar="SECONDS", help="time limit (%(default)s)"
     )
     parser.add_argument("--verbose", action="store_true", help="print tracebacks of errors")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a positive number of seconds")
+    return seconds
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
@@ -207,7 +224,8 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         help="default: %(default)s",
     )
     add("--device", choices=list(SIZES), help="default: cuda if there is a GPU, else cpu")
-    add("--html", type=Path, metavar="FILE", help="write the page of graphshard's run to this file")
+    page = "write the page of graphshard's run to this file"
+    add("--html", type=_file, metavar="FILE", help=page)
 
 
 def _at_least(least: int) -> Callable[[str], int]:

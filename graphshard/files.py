@@ -21,7 +21,7 @@ def write_whole(path: Path, text: str) -> None:
             folder.
     """
     with whole(path) as scratch:
-        scratch.write_text(text)
+        scratch.write_text(text, encoding="utf-8")
 
 
 def write_output(option: str, path: Path, text: str) -> None:

@@ -38,4 +38,4 @@ def test_demo_prints_comparison_and_writes_page(tmp_path: Path) -> None:
 def test_unwritable_page_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["demo", "--html", "nowhere/demo.html"])
-    assert "folder nowhere does not exist" in capsys.readouterr().err
+    assert "'nowhere/demo.html': must be a file in a folder that" in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""Atomic writes: a file is complete or absent, and no scratch file is left."""
+"""Atomic writes: a file is complete or absent, and no scratch file is left. Text is UTF-8."""
 
 from __future__ import annotations
 
+import ast
 import multiprocessing
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -9,6 +10,22 @@ from pathlib import Path
 import pytest
 
 from graphshard.files import whole, write_whole
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_text_files_do_not_depend_on_locale() -> None:
+    found = []
+    for path in [*(ROOT / "graphshard").rglob("*.py"), *(ROOT / "passes").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            is_binary = any(getattr(arg, "value", None) in ("rb", "wb") for arg in node.args)
+            is_text = name in ("read_text", "write_text", "open") and not is_binary
+            if is_text and "encoding" not in [keyword.arg for keyword in node.keywords]:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not found
 
 
 def test_write_whole_replaces_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ..files import write_whole
+from ..files import write_output
 from .hardware import Hardware
 from .measure import Effort, measure
 
@@ -27,7 +27,7 @@ def calibrate(args: argparse.Namespace) -> int:
         hardware = measure(device, effort)
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(summary(hardware))  # first: it remains if the file cannot be written
-            write_whole(args.out, hardware.to_json())
+            write_output("--out", args.out, hardware.to_json())
             print(f"written to {args.out}")
     return 0
 

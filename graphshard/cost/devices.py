@@ -13,7 +13,8 @@ from typing import Any
 from ..kinds import TransferKind
 from .hardware import ALL_TO_ALL, COLLECTIVE_KINDS, HOST_MEMORY, Hardware, Interconnect, Rate
 
-TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("devices.toml").read_text())
+_TABLE_FILE = Path(__file__).with_name("devices.toml")
+TABLE: dict[str, Any] = tomllib.loads(_TABLE_FILE.read_text(encoding="utf-8"))
 
 _MiB = float(1 << 20)
 _COLLECTIVES = TABLE["collectives"]

@@ -188,7 +188,7 @@ class Hardware:
     @classmethod
     def load(cls, path: Path) -> Hardware:
         """Read a file that ``calibrate`` wrote; raise a ValueError or OSError if that fails."""
-        return cls.from_json(path.read_text(), str(path))
+        return cls.from_json(path.read_text(encoding="utf-8"), str(path))
 
 
 def _check_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:

@@ -28,6 +28,10 @@ class Cluster:
     def num_nodes(self) -> int:
         return -(-self.num_gpus // self.hardware.ranks_per_node)
 
+    @property
+    def has_fp8(self) -> bool:
+        return "float8" in self.hardware.flops
+
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} node{'s' * (self.num_nodes > 1)}"
         return f"{self.num_gpus} x {self.hardware.name} in {nodes}"
@@ -47,7 +51,8 @@ def cluster(
         device: name in the device table (``graphshard/cost/devices.toml``), path of a file written
             by ``python -m graphshard calibrate``, or a ``Hardware``.
         gpus: total number of GPUs.
-        nodes: number of nodes (default: as few as the device's usual node size allows).
+        nodes: number of nodes, which divides ``gpus`` (default: the smallest that does, with nodes
+            no larger than the device's usual ones).
         link: network bandwidth between nodes, per GPU and direction, and optionally the latency of
             one hop between nodes, as in "100Gb/s,5us" or "100Gb/s" (default: the device's).
         memory_gb: memory of one GPU in GB (1e9 bytes; default: the device's).
@@ -60,6 +65,8 @@ def cluster(
     hardware = load_hardware(device) if isinstance(device, str) else device
     if not (isinstance(gpus, int) and gpus > 0):
         raise ValueError(f"gpus={gpus!r}: must be a positive integer")
+    if nodes is None and gpus > (most := hardware.ranks_per_node) and gpus % most:
+        nodes = next(number for number in range(gpus // most + 1, gpus + 1) if gpus % number == 0)
     if nodes is not None:
         if not (isinstance(nodes, int) and nodes > 0 and gpus % nodes == 0):
             raise ValueError(f"nodes={nodes!r}: must be a positive integer that divides {gpus=}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from .._torch.tensors import quiet_fake_tensors
@@ -13,6 +15,7 @@ from ..failures import describe_failure, format_failure
 from ..files import write_output
 from ..progress import show_line
 from ..scripts import load_named_function
+from ..show.page import Json, page
 from .cluster import Cluster, cluster
 from .formula import formula_text, saved_bytes
 from .largest import largest
@@ -47,23 +50,16 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    batch, recipe, machine = BatchShape.parse(args.batch), _recipe(args), _cluster(args)
-    _check_chosen(args)
-    modes = [name for name in ("search", "largest", "formula") if getattr(args, name)]
-    if modes and recipe.ep > 1:
-        raise ValueError(f"--ep cannot be combined with --{modes[0]}: drop one of the two")
+    _check_options(args)
+    batch = BatchShape.parse("1x4096" if args.batch is None else args.batch)
+    recipe, machine = _recipe(args), _cluster(args)
     if args.largest:
         return _print_largest(args, batch, recipe, machine)
-    if modes and is_function(args.model):
-        raise ValueError(
-            f"--{modes[0]}: cannot vary the batch size of {args.model}: pass a config, not a "
-            "function"
-        )
 
     def make_workload(size: int) -> Workload:
         return _with_plan(args, find_workload(args.model, batch._replace(size=size)))
 
-    tables, traced, saved = [], None, ""
+    tables, found, traced = [], {}, None
     if args.search:
         dtypes = None if args.dtype is None else (args.dtype,)
         result = search(
@@ -77,41 +73,73 @@ def _plan(args: argparse.Namespace) -> int:
         )
         show_line("")
         print(f"{result}\n")
+        tables, found = [result.table()], result.as_dict()
         if not result.front():
+            title = f"graphshard plan --search: {args.model} on {machine}"
+            _write(args, {"fits": False, **found}, lambda: page(title, [], tables=tables))
             return 1
         best = result.best
-        batch, recipe = batch._replace(size=best.microbatch), best.recipe
-        tables, traced = [result.table()], best.traced
-    workload = make_workload(batch.size)
+        batch, recipe, traced = batch._replace(size=best.microbatch), best.recipe, best.traced
+    shown = forecast(make_workload(batch.size), recipe, machine, show_line, traced)
+    no_formula = ""
     if args.formula:
-        saved = formula_text(saved_bytes(make_workload, recipe, machine, show_line))
-    shown = forecast(workload, recipe, machine, show_line, traced)
-    shown = dataclasses.replace(shown, saved=saved)
-    if args.json is not None:
-        write_output("--json", args.json, shown.to_json())
-    if args.html is not None:
-        write_output("--html", args.html, forecast_page(shown, tables))
+        try:
+            formula = formula_text(saved_bytes(make_workload, recipe, machine, show_line))
+            shown = dataclasses.replace(shown, saved=formula)
+        except ValueError as error:  # the forecast, and a search of minutes, are valid without it
+            no_formula = f"note   {error}"
     show_line("")
     print(shown)
+    if no_formula:
+        print(no_formula, file=sys.stderr)
+    numbers = {**shown.as_dict(), "batch": None if is_function(args.model) else str(batch), **found}
+    _write(args, numbers, lambda: forecast_page(shown, tables))
     return 0 if shown.fits else 1
 
 
-def _check_chosen(args: argparse.Namespace) -> None:
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise a ValueError if options cannot be combined with each other or with the model."""
     chosen = {
         "search": ("strategy", "recompute", "accumulate", "offload"),
         "largest": ("strategy",),
+        "formula": (),
     }
-    for mode, names in chosen.items():
-        for name in names if getattr(args, mode) else ():
-            if getattr(args, name) != getattr(Recipe(), name):
+    modes = [mode for mode in chosen if getattr(args, mode)]
+    for mode in modes:
+        for name in chosen[mode]:
+            if getattr(args, name) is not None:
                 raise ValueError(f"--{mode} chooses --{name} itself: drop one of the two")
+        if args.ep > 1:
+            raise ValueError(f"--ep cannot be combined with --{mode}: drop one of the two")
+        if is_function(args.model):
+            raise ValueError(
+                f"--{mode} varies the batch or the model: pass a config instead of {args.model}"
+            )
+        if args.largest and mode != "largest":
+            raise ValueError(f"--largest cannot be combined with --{mode}: drop one of the two")
+    if args.largest and args.json is not None:
+        raise ValueError("--largest cannot write --json: drop one of the two options")
+    if args.formula and args.dtype == "fp8":
+        raise ValueError("--formula cannot be combined with --dtype fp8: drop one of the two")
+    if is_function(args.model) and args.batch is not None:
+        raise ValueError(f"--batch {args.batch}: the inputs of {args.model} set the batch: drop it")
+    is_split = args.search if args.tp is None else args.tp > 1
+    if args.tp_plan is not None and not is_split:
+        raise ValueError(
+            f"--tp-plan {args.tp_plan}: needs --tp of at least 2, or --search without --tp"
+        )
+
+
+def _write(args: argparse.Namespace, numbers: Json, make_page: Callable[[], str]) -> None:
+    if args.json is not None:
+        write_output("--json", args.json, json.dumps(numbers, indent=1))
+    if args.html is not None:
+        write_output("--html", args.html, make_page())
 
 
 def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:
     if args.tp_plan is None:
         return workload
-    if args.tp is None and not args.search:
-        raise ValueError(f"--tp-plan {args.tp_plan}: set --tp or --search as well")
     parallelize = load_named_function("--tp-plan", args.tp_plan)
     return dataclasses.replace(workload, parallelize=parallelize)
 
@@ -119,13 +147,6 @@ def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:
 def _print_largest(
     args: argparse.Namespace, batch: BatchShape, recipe: Recipe, machine: Cluster
 ) -> int:
-    if is_function(args.model):
-        raise ValueError(f"--largest: cannot scale {args.model}: pass a config, not a function")
-    if args.json is not None:
-        raise ValueError("--largest cannot write --json: drop one of the two options")
-    for option in ("search", "formula"):
-        if getattr(args, option):
-            raise ValueError(f"--largest cannot be combined with --{option}: drop one of the two")
     config = find_config(args.model)
 
     def make_workload(factor: float, size: int) -> Workload:
@@ -134,28 +155,19 @@ def _print_largest(
         return _with_plan(args, config_workload(sized, name, batch._replace(size=size)))
 
     result = largest(make_workload, recipe, machine, batch.size, show_line)
-    title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
-    if args.html is not None:
-        write_output("--html", args.html, result.page(title))
     show_line("")
     print(result)
+    if args.html is not None:
+        title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
+        write_output("--html", args.html, result.page(title))
     return 0 if result.fits else 1
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
-    budget = None if args.budget is None else gigabytes("--budget", args.budget)
-    return Recipe(
-        args.strategy,
-        args.dtype or "bf16",
-        args.optimizer,
-        args.recompute,
-        args.accumulate,
-        budget,
-        args.offload,
-        1 if args.tp is None else args.tp,
-        args.reduce,
-        args.ep,
-    )
+    given = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(Recipe)}
+    if args.budget is not None:
+        given["budget_gb"] = gigabytes("--budget", args.budget)
+    return Recipe(**{name: value for name, value in given.items() if value is not None})
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:

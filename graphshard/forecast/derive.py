@@ -80,7 +80,9 @@ class ShallowCopies(NamedTuple):
         """
         first, rest = self._periods(depth)
         rows = [self._deepened(row, first) for row in self.steps]
-        return dataclasses.replace(self._deepened(rows, rest), notes=(self._note(),))
+        of_copies = [note for row in self.steps for step in row for note in step.notes]
+        notes = dict.fromkeys([*of_copies, self._note()])
+        return dataclasses.replace(self._deepened(rows, rest), notes=tuple(notes))
 
     def _periods(self, depth: Depth) -> list[int]:
         period = self.layers.period
@@ -111,7 +113,8 @@ def trace_step(
         return trace_copies(workload, depth, recipe, cluster, progress).at_depth(depth)
     except NotPeriodicError as error:
         step = _trace(workload, depth, recipe, cluster, progress)
-        return dataclasses.replace(step, notes=(f"all layers were traced, since {error}",))
+        notes = (*step.notes, f"all layers were traced, since {error}")
+        return dataclasses.replace(step, notes=notes)
 
 
 def trace_copies(
@@ -164,6 +167,8 @@ def _trace(
 ) -> TracedStep:
     if recipe.offload and cluster.hardware.device_type == "cpu":
         raise ValueError("offload=True on a CPU: shards are in host memory already; omit offload")
+    if recipe.dtype == "fp8" and not cluster.has_fp8:
+        raise ValueError(f'dtype="fp8": {cluster.hardware.name} has no fp8; use bf16')
     if workload.tokens % recipe.ep:
         raise ValueError(
             f"ep={recipe.ep}: does not divide the {workload.tokens} {workload.unit} of a "

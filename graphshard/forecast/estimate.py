@@ -8,10 +8,8 @@ activations saved by other graphs.
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,8 +30,6 @@ from ..show.dump import Dump
 from .recipe import OPTIMIZERS, Recipe
 from .trace import HeldMemory
 
-COVERAGE = 0.9  # fraction of past measurements that an interval covers
-
 # Device memory in use outside of tensors, by device type.
 OUTSIDE_BYTES = {
     # CUDA context and kernels. Hugging Face's page "Model memory anatomy" measures 1.3 GB on a
@@ -53,6 +49,8 @@ ADDING = 3  # reads and writes per element to add one gradient to another on the
 class ErrorInterval:
     """Prediction interval for the ratio of measured to modelled values.
 
+    ``benchmarks.forecast_report`` fits it to nine of ten past measurements.
+
     Attributes:
         low: lower end of the interval.
         likely: median of past ratios.
@@ -62,18 +60,6 @@ class ErrorInterval:
     low: float
     likely: float
     high: float
-
-    def covers(self, ratio: float) -> bool:
-        return self.low <= ratio <= self.high
-
-
-def error_interval(ratios: Iterable[float]) -> ErrorInterval:
-    """Return the narrowest interval, by ``high / low``, that covers ``COVERAGE`` of ``ratios``."""
-    ordered = sorted(ratios)
-    num_covered = math.ceil(COVERAGE * len(ordered))
-    intervals = zip(ordered, ordered[num_covered - 1 :])
-    low, high = min(intervals, key=lambda ends: ends[1] / ends[0])
-    return ErrorInterval(low, statistics.median(ordered), high)
 
 
 # Ratios of measured to modelled step times, by the source of the machine's rates.
@@ -167,8 +153,8 @@ class MemoryForecast:
         parameters: parameter shards, including padding.
         gradients: reduced gradient shards, including those of earlier microbatches.
         optimizer: optimizer state.
-        activations: activations, inputs, outputs, temporary values, and parameters while they are
-            kept unsharded for backward.
+        activations: activations, inputs, outputs and temporary values.
+        kept: parameters while they are kept unsharded for backward.
         gathered: other unsharded parameters and their communication buffers.
         reducing: full gradients and their communication buffers.
         buffers: buffers of the model.
@@ -182,6 +168,7 @@ class MemoryForecast:
     gradients: int
     optimizer: int
     activations: int
+    kept: int
     gathered: int
     reducing: int
     buffers: int
@@ -224,11 +211,14 @@ class PlannedGraph:
 
     Attributes:
         input_bytes: size of the graph's input shards, which ``problem`` counts as live.
+        kept_bytes: size of the parameters kept unsharded for backward at each point in time, which
+            ``problem`` counts as live; empty if there are none.
     """
 
     problem: Problem
     buckets: tuple[Bucket, ...]
     input_bytes: int
+    kept_bytes: tuple[int, ...] = ()
 
 
 def peak_of_step(
@@ -243,7 +233,7 @@ def peak_of_step(
     for graph, others in zip(graphs, other_graph_bytes(graphs)):
         gradients = others.held_gradients(outside, accumulate=accumulate)
         around = dataclasses.replace(outside, gradients=gradients)
-        candidates.append(_peak_of_graph(graph, around, others.saved))
+        candidates.append(_peak_of_graph(graph, around, others))
     peak = max(candidates, key=lambda memory: memory.allocated)
     margin = OUTSIDE_BYTES[device_type] + int(FRAGMENTATION * peak.allocated)
     return dataclasses.replace(peak, margin=margin)
@@ -259,6 +249,7 @@ def outside_of_graphs(held: HeldMemory, recipe: Recipe, device_bytes: int) -> Me
         gradients=int(held.trained),
         optimizer=int(optimizer_bytes),
         activations=0,
+        kept=0,
         gathered=0,
         reducing=0,
         buffers=int(held.buffers),
@@ -277,6 +268,7 @@ class OtherGraphBytes(NamedTuple):
     """Memory that other graphs of a step hold while one graph runs, in bytes."""
 
     saved: int  # activations saved by earlier forward graphs
+    kept: int  # parameters kept unsharded by earlier forward graphs
     gradients: int  # gradients reduced by earlier backward graphs
 
     def held_gradients(self, outside: MemoryForecast, *, accumulate: int) -> int:
@@ -289,15 +281,16 @@ def other_graph_bytes(graphs: Sequence[PlannedGraph]) -> list[OtherGraphBytes]:
     """Return, for each graph, the memory that the other graphs hold while it runs."""
     # A model with graph breaks has several pairs of a forward and a backward graph, in forward
     # order. The backward graphs run in reverse order.
-    saved, own, others = 0, 0, list[OtherGraphBytes]()
+    saved, kept, own, own_kept, others = 0, 0, 0, 0, list[OtherGraphBytes]()
     for position, graph in enumerate(graphs):
         if graph.problem.graph != GraphKind.BACKWARD:
-            others.append(OtherGraphBytes(saved, 0))
-            own = graph.problem.fixed_boundary_bytes[-1] - graph.input_bytes
+            others.append(OtherGraphBytes(saved, kept, 0))
+            own_kept = graph.kept_bytes[-1] if graph.kept_bytes else 0
+            own = graph.problem.fixed_boundary_bytes[-1] - graph.input_bytes - own_kept
         else:
             later = graphs[position + 1 :]
-            others.append(OtherGraphBytes(saved, sum(map(_reduced_bytes, later))))
-            saved += own
+            others.append(OtherGraphBytes(saved, kept, sum(map(_reduced_bytes, later))))
+            saved, kept = saved + own, kept + own_kept
     return others
 
 
@@ -307,14 +300,15 @@ def _reduced_bytes(graph: PlannedGraph) -> int:
 
 
 def _peak_of_graph(
-    graph: PlannedGraph, outside: MemoryForecast, saved_bytes: int
+    graph: PlannedGraph, outside: MemoryForecast, others: OtherGraphBytes
 ) -> MemoryForecast:
     kinds = bytes_by_kind(graph)
     alive = list(map(sum, zip(*kinds.values())))
     peak = max(range(len(alive)), key=alive.__getitem__)
     at_peak = {name: num_bytes[peak] for name, num_bytes in kinds.items()}
     at_peak["gradients"] += outside.gradients
-    at_peak["activations"] += saved_bytes
+    at_peak["activations"] += others.saved
+    at_peak["kept"] += others.kept
     return dataclasses.replace(outside, when=str(graph.problem.graph), **at_peak)
 
 
@@ -322,6 +316,7 @@ def bytes_by_kind(graph: PlannedGraph) -> dict[str, list[int]]:
     """Return a graph's live bytes at each point in time, by kind, without its input shards."""
     problem = graph.problem
     other = fixed_by_point(problem)
+    kept = list(graph.kept_bytes) or [0] * len(other)
     nothing = with_fixed_bytes(problem, [0] * len(other))
     gathers = [bucket for bucket in graph.buckets if bucket.kind.is_fetch]
     reductions = [bucket for bucket in graph.buckets if not bucket.kind.is_fetch]
@@ -338,7 +333,8 @@ def bytes_by_kind(graph: PlannedGraph) -> dict[str, list[int]]:
     )
     gradients = list(map(min, reduced, reducing))
     return {
-        "activations": [alive - graph.input_bytes for alive in other],
+        "activations": [alive - part - graph.input_bytes for alive, part in zip(other, kept)],
+        "kept": kept,
         "gathered": alive_by_point(nothing, gathers),
         "reducing": list(map(operator.sub, reducing, gradients)),
         "gradients": gradients,

@@ -23,10 +23,10 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Exposed:
-    """A collective or host copy that compute waits for.
+    """A collective or host copy, or a collective of the model itself, that compute waits for.
 
     Attributes:
-        what: graph, kind and contents of the bucket.
+        what: graph, kind and contents of the bucket; or graph, operator and number of calls.
         us: exposed time in one microbatch, in microseconds.
         why: reason for the exposure.
     """
@@ -80,6 +80,12 @@ class Forecast:
     saved: str = ""
 
     @property
+    def microbatch(self) -> int:
+        """Tokens, or samples, in a microbatch of a rank, or of ``recipe.tp`` ranks."""
+        recipe = self.recipe
+        return self.tokens * recipe.tp // (recipe.accumulate * self.cluster.num_gpus)
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens, or samples, per second over all ranks."""
         return self.tokens / self.time.step_us * 1e6
@@ -123,9 +129,13 @@ class Forecast:
 
         Times are in microseconds and sizes in bytes, unless the key names another unit.
         """
+        return json.dumps(self.as_dict(), indent=1)
+
+    def as_dict(self) -> dict[str, object]:
+        # The contents of ``to_json``.
         time = _with_properties(self.time, "step_us", "modelled_us", "low_us", "high_us")
         memory = _with_properties(self.memory, "allocated", "total", "low", "high", "fits")
-        raw = {
+        return {
             "model": self.model,
             "num_params": self.num_params,
             "device": self.cluster.hardware.name,
@@ -134,6 +144,7 @@ class Forecast:
             "recipe": dataclasses.asdict(self.recipe),
             self.unit: self.tokens,
             f"{self.unit}_per_s": self.tokens_per_s,
+            f"{self.unit}_per_microbatch": self.microbatch,
             "mfu": self.mfu,
             "time": {**time, "not_modelled_us": self.time.unmodelled_us},
             "host_bytes": self.host_bytes,
@@ -143,9 +154,9 @@ class Forecast:
             "changes": [dataclasses.asdict(change) for change in self.changes],
             "padding": self.padding,
             "notes": list(self.notes),
+            "saved": self.saved,
             "code": self.code(),
         }
-        return json.dumps(raw, indent=1)
 
     def __str__(self) -> str:
         return forecast_text(self)
@@ -217,7 +228,7 @@ def summary_rows(forecast: Forecast) -> Iterator[tuple[str, str]]:
     )
     if memory.activations:
         # With flash attention, activations are proportional to batch size and sequence length.
-        tokens = forecast.tokens * recipe.tp // (recipe.accumulate * forecast.cluster.num_gpus)
+        tokens = forecast.microbatch
         yield (
             "activations",
             f"{memory.activations / tokens / 1e3:,.1f} KB x {tokens:,} {forecast.unit} of a "

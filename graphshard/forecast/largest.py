@@ -46,8 +46,8 @@ class LargestFit:
 
     def row(self) -> list[str | float]:
         # The columns of ``HEADERS``.
-        billions, step_ms, gigabytes = self.num_params / 1e9, self.step_us / 1e3, self.memory_bytes
-        return [self.grown, self.strategy, self.what, billions, step_ms, gigabytes / GB]
+        sizes = (self.num_params / 1e9, self.step_us / 1e3, self.memory_bytes / GB)
+        return [self.grown, self.strategy, self.what, *sizes]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -154,4 +155,16 @@ def _exposed(dumps: Sequence[Dump]) -> list[Exposed]:
         for i, (bucket, us) in enumerate(zip(dump.plan.buckets, dump.timeline.exposed_us))
         if is_notable(us)
     ]
+    exposed += itertools.chain.from_iterable(map(_user_exposed, dumps))
     return sorted(exposed, key=lambda one: -one.us)[:_MAX_EXPOSED]
+
+
+def _user_exposed(dump: Dump) -> Iterator[Exposed]:
+    # One row for each operator: a split model calls it several times in every layer.
+    us_by_op: dict[str, list[float]] = {}
+    for user, us in zip(dump.plan.problem.user_collectives, dump.timeline.user_exposed_us):
+        us_by_op.setdefault(user.op, []).append(us)
+    for op, times_us in us_by_op.items():
+        if is_notable(sum(times_us)):
+            what = f"{dump.plan.graph} user {op} ({len(times_us)})"
+            yield Exposed(what, sum(times_us), "called by the model: not scheduled by graphshard")

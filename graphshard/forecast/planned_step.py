@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -88,17 +89,19 @@ def plan_step(
         for graph in traced.graphs
     ]
     limits = _limits(graphs, recipe, outside)
+    before_keeping = [fixed_by_point(graph.problem) for graph in graphs]
     # The partitioner pass that runs in real training also decides with ``choose_kept``.
     for i, (forward, backward) in enumerate(pairwise(tuple(graphs))):
         if (forward.kind, backward.kind) == (GraphKind.FORWARD, GraphKind.BACKWARD):
             pair = _keep_for_backward(forward, backward, cost_model, limits, keep_all)
             graphs[i : i + 2] = pair
     dumps, planned = [], []
-    for graph in graphs:
+    for graph, fixed in zip(graphs, before_keeping):
         collectives = find_schedule(graph.problem, cost_model, limits, refine=refine)
         buckets = add_host_copies(graph.problem, collectives, cost_model, limits)
         dumps.append(Dump(Plan(graph.params, graph.problem, buckets), hardware, limits))
-        planned.append(PlannedGraph(graph.problem, buckets, graph.input_bytes))
+        kept = tuple(map(operator.sub, fixed_by_point(graph.problem), fixed))
+        planned.append(PlannedGraph(graph.problem, buckets, graph.input_bytes, kept))
     memory = peak_of_step(
         planned, outside, accumulate=recipe.accumulate, device_type=hardware.device_type
     )

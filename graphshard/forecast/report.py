@@ -57,7 +57,7 @@ def _graph(forecast: Forecast, number: int, name: str, graph: PlannedGraph) -> J
     constant = {
         "parameters": outside.parameters,
         "optimizer": outside.optimizer + outside.buffers,
-        "held for other graphs": others.saved + gradients,
+        "held for other graphs": others.saved + others.kept + gradients,
     }
     areas = {name: [num_bytes] * graph.problem.num_steps for name, num_bytes in constant.items()}
     areas |= bytes_by_step(graph)

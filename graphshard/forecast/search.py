@@ -72,6 +72,15 @@ class PlannedRecipe:
             self.memory_bytes / GB,
         ]
 
+    def as_dict(self) -> Json:
+        return {
+            "recipe": dataclasses.asdict(self.recipe),
+            "samples_per_microbatch": self.microbatch,
+            "step_us": self.step_us,
+            "memory_bytes": self.memory_bytes,
+            "fits": self.fits,
+        }
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -90,9 +99,15 @@ class SearchResult:
         return pareto_front([c for c in self.candidates if c.fits])
 
     def table(self) -> Json:
-        fitting = (candidate.row() for candidate in self.candidates if candidate.fits)
-        rows = [[*names, f"{ms:.1f}", f"{gigabytes:.1f}"] for *names, ms, gigabytes in fitting]
-        return table_data("recipes that fit", HEADERS, rows)
+        """Return the table of the candidates that fit or, if none fits, of all."""
+        fitting = [candidate for candidate in self.candidates if candidate.fits]
+        cells = (candidate.row() for candidate in fitting or self.candidates)
+        rows = [[*names, f"{ms:.1f}", f"{gigabytes:.1f}"] for *names, ms, gigabytes in cells]
+        return table_data("recipes that fit" if fitting else "no recipe fits", HEADERS, rows)
+
+    def as_dict(self) -> Json:
+        candidates = [candidate.as_dict() for candidate in self.candidates]
+        return {"candidates": candidates, "refused": list(self.refused)}
 
     def __str__(self) -> str:
         front = self.front()
@@ -164,7 +179,7 @@ def search(
 
 
 def _dtypes(recipe: Recipe, cluster: Cluster, refused: list[str]) -> list[str]:
-    if "float8" not in cluster.hardware.flops:
+    if not cluster.has_fp8:
         refused.append(f"fp8: {cluster.hardware.name} has no fp8 matrix products")
         return ["bf16"]
     if recipe.tp > 1:

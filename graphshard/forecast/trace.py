@@ -35,6 +35,7 @@ from ..fake_mesh import Ranks, fake_mesh, sharding_options
 from ..kinds import GraphKind
 from ..ops.nodes import WHOLE_SHARD
 from ..params.memory_report import memory_report
+from ..params.sharded_param import sharded_model_of
 from ..passes.build_problem import saved_bytes, shard_bytes
 from ..pipeline.compile import CompiledGraph, trace_only
 from ..pipeline.run_passes import read_problems
@@ -122,8 +123,8 @@ def trace(
         symbols: symbols that replace sizes of the inputs, keyed by size; each size is at least 2.
 
     Raises:
-        UntraceableError: shapes or control flow depend on values of tensors, or there is no
-            backward graph.
+        UntraceableError: shapes or control flow depend on values of tensors, there is no backward
+            graph, or code outside of graphs reads a parameter or runs a graph several times.
         ValueError: the model has no loss or no trainable parameter; or, if ``ranks`` splits the
             model, ``parallelize`` is None or splits no parameter.
         RuntimeError: this process already has a process group.
@@ -154,14 +155,21 @@ def trace(
             tracing = _TracingBackend(options, reader)
             _mark_dynamic(inputs, symbols)
             dynamic = None if symbols else False
-            _run(torch.compile(model, backend=tracing, dynamic=dynamic), inputs)
+            _run(model, torch.compile(model, backend=tracing, dynamic=dynamic), inputs)
             held = _held(model)
     if not any(graph.kind == GraphKind.BACKWARD for graph in reader.graphs):
         raise UntraceableError(
             "no backward graph was compiled: the model needs trainable parameters, and a forward "
             "that Dynamo compiles, without torch.compiler.disable"
         )
-    return TracedStep(tuple(reader.graphs), held, reader.saved)
+    breaks = _breaks(model)
+    if (most_runs := tracing.most_runs()) > 1:
+        raise UntraceableError(
+            f"a graph runs {most_runs} times in a step, but a forecast would count it once "
+            f"({'; '.join(breaks) or 'forward calls it repeatedly'}): {_ONE_GRAPH}"
+        )
+    notes = tuple(f"{text}; eager parts are not counted" for text in breaks)
+    return TracedStep(tuple(reader.graphs), held, reader.saved, notes)
 
 
 def _mark_dynamic(inputs: Inputs, sizes: Container[int]) -> None:
@@ -203,7 +211,7 @@ def _split(model: nn.Module, axis: str, mesh: DeviceMesh, parallelize: Paralleli
         )
 
 
-def _run(compiled: Callable[..., object], inputs: Inputs) -> None:
+def _run(model: nn.Module, compiled: Callable[..., object], inputs: Inputs) -> None:
     try:
         loss_of(call_model(compiled, inputs)).backward()
     except Exception as error:
@@ -212,9 +220,20 @@ def _run(compiled: Callable[..., object], inputs: Inputs) -> None:
                 f"the model reads tensor values, which a forecast does not have ({reason}): keep "
                 "the computation in tensors, or make all shapes depend only on input shapes"
             ) from error
+        sharded = sharded_model_of(model)
+        if sharded is not None and sharded.reads_eagerly:
+            # Gathered parameters have a class of their own, which fake tensors do not survive.
+            raise UntraceableError(
+                "code outside of graphs reads a parameter, which a forecast cannot trace "
+                f"({'; '.join(_breaks(model))}): {_ONE_GRAPH}"
+            ) from error
         raise
 
 
+_ONE_GRAPH = (
+    "change the model so that Dynamo compiles it to one graph; TORCH_LOGS=graph_breaks shows what "
+    "prevents that"
+)
 _DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape")
 
 
@@ -225,6 +244,15 @@ def _data_dependence(error: BaseException | None) -> str | None:
             return str(error).strip().splitlines()[0][:120]
         error = error.__cause__ or error.__context__
     return None
+
+
+def _breaks(model: nn.Module) -> list[str]:
+    """Describe the graph breaks of a step or, if their places are unknown, its eager modules."""
+    sharded = sharded_model_of(model)
+    assert sharded is not None
+    classes = ", ".join(sharded.eager_classes) or (sharded.name if sharded.reads_eagerly else "")
+    eager = [f"forward of {classes} runs outside of a graph"] if classes else []
+    return [f"{where}: a graph break" for where in sharded.breaks] or eager
 
 
 def _held(model: nn.Module) -> HeldMemory:
@@ -246,6 +274,9 @@ class _TracingBackend(Backend):
     def __init__(self, options: Mapping[str, Any], reader: _GraphReader) -> None:
         super().__init__(backend(**options).options)
         self._reader = reader
+
+    def most_runs(self) -> int:
+        return max((meter.num_runs for meter in self._meters), default=0)
 
     @override
     def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._torch.tensors import tree_leaves
 from ..expert_parallel import parallelize_balanced
-from ..scripts import Inputs, load_function, unpack
+from ..scripts import Inputs, load_named_function, unpack
 from ..tensor_parallel import Parallelize, parallelize
 from .public_models import PUBLIC_MODELS, config_folder, is_hub_name
 
@@ -41,6 +41,10 @@ class BatchShape(NamedTuple):
                 '"1x8192", or samples as in "64"'
             )
         return cls(*map(int, parts))
+
+    def __str__(self) -> str:
+        # Parsed by ``parse``.
+        return "x".join(str(number) for number in self if number is not None)
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,7 @@ def find_workload(model: str, batch: BatchShape) -> Workload:
         ValueError: there is no such model, or it cannot be built.
     """
     if is_function(model):
-        script, _, function = model.rpartition(":")
-        return _script_workload(script, function)
+        return _script_workload(model)
     return config_workload(find_config(model), model, batch)
 
 
@@ -92,16 +95,17 @@ def _unknown(model: str) -> str:
     )
 
 
-def _script_workload(script: str, function: str) -> Workload:
-    call = load_function(script, function)
+def _script_workload(name: str) -> Workload:
+    call = load_named_function("MODEL", name)
 
     def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
-        model, inputs, _ = unpack(function, call())
+        model, inputs, _ = unpack(name, call())
         return model, inputs
 
     with torch.device("meta"):
-        tokens, unit = count_tokens(make(None)[1])
-    return Workload(f"{script}:{function}", make, tokens, unit)
+        _, inputs, options = unpack(name, call())
+    note = f"--dtype and --strategy replace the options that {name} returns ({', '.join(options)})"
+    return Workload(name, make, *count_tokens(inputs), notes=(note,) if options else ())
 
 
 def module_workload(

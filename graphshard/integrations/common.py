@@ -176,7 +176,7 @@ def _saved_state(
     metadata = dcp.FileSystemReader(folder).read_metadata()
     paths = {key: path[2:] for key, path in metadata.planner_data.items() if path[:2] == _STATE}
     saved = {name for name, *_ in paths.values()}
-    params = {}
+    params: dict[str, nn.Parameter] = {}
     made: dict[str, Any] = {}
     for optimizer in optimizers:
         flat_params = [param for group in optimizer.param_groups for param in group["params"]]

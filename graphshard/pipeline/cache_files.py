@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import warnings
 import zipfile
@@ -61,7 +62,7 @@ class PlanCache:
 
     def load(self, kind: GraphKind) -> Plan | None:
         path = self._path(kind)
-        return Plan.from_json(path.read_text()) if path.exists() else None
+        return Plan.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def save_code(self, code: Mapping[str, str]) -> None:
         write_whole(self._code_path(), json.dumps(code))
@@ -69,7 +70,9 @@ class PlanCache:
     def load_code(self) -> dict[str, str]:
         """Return code keyed by file name, or {} if this graph was compiled without a dump."""
         path = self._code_path()
-        code: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+        if not path.exists():
+            return {}
+        code: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
         return code
 
     @contextlib.contextmanager
@@ -250,7 +253,8 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
     maps = Path("/proc/self/maps")
     if maps.exists():
-        paths = {Path(line.split(maxsplit=5)[-1].rstrip()) for line in maps.open() if "/" in line}
+        lines = os.fsdecode(maps.read_bytes()).split("\n")
+        paths = {Path(line.split(maxsplit=5)[-1].rstrip()) for line in lines if "/" in line}
         # A file that was removed or replaced since it was mapped is shown as "... (deleted)".
         yield from sorted(p for p in paths if p.is_relative_to(folder) and p.exists())
 

@@ -70,7 +70,8 @@ class Transfer:
         kind: all_gather, reduce_scatter, all_reduce or all_reduce_max; one of ``HOST_COPIES`` for
             an activation.
         num_bytes: size of the full tensor in its wire dtype, including padding.
-        dtype: wire dtype.
+        dtype: wire dtype, from the marker (``collective_input`` in ops/marker_specs.py). A bucket
+            sends its buffers in the dtypes that ``buffer_dtype`` in ops/collectives.py returns.
         shard_bytes: size of this rank's shard in its stored dtype, or of the full tensor for an
             all-reduce; 0 for an activation.
         casts: whether the wire dtype differs from the tensor's dtype.

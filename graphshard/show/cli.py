@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from ..files import write_output
@@ -16,11 +17,28 @@ def show(args: argparse.Namespace) -> int:
     """Run the command ``show`` and return its exit status."""
     if args.html is not None:
         return _write_page(args)
-    dumps = [_load(path) for argument in args.files for path in _files(argument)]
+    dumps = [dump for argument in args.files for dump in _dumps(argument)]
     folders = [argument for argument in args.files if argument.is_dir()]
     tried = [saving_table(choice) for folder in folders for choice in saving_choices(folder)]
     print("\n\n\n".join([summary(dumps, all_buckets=args.all), *tried]))
     return 0
+
+
+def _dumps(path: Path) -> list[Dump]:
+    """Return the dump in a file, or the dumps in a folder; name those that cannot be read."""
+    dumps = []
+    for file in _files(path):
+        try:
+            dumps.append(_load(file))
+        except argparse.ArgumentTypeError as error:
+            if not path.is_dir():
+                raise
+            print(f"not shown: {error}", file=sys.stderr)
+    if not dumps:
+        raise argparse.ArgumentTypeError(
+            f"{path}: no dump in this folder can be read; compile again to write new ones"
+        )
+    return dumps
 
 
 def _write_page(args: argparse.Namespace) -> int:

@@ -56,6 +56,10 @@ class Totals:
     user_collectives_us: float = 0.0  # busy time of the lane of user collectives
     user_exposed_us: float = 0.0  # time that compute spends waiting for user collectives
 
+    @property
+    def all_exposed_us(self) -> float:
+        return self.exposed_us + self.user_exposed_us
+
 
 @dataclass(frozen=True)
 class Dump:
@@ -212,7 +216,7 @@ class Dump:
             ValueError: the file cannot be read or is not a dump of this version.
         """
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: {error}") from error
         return cls.from_json(text, str(path))

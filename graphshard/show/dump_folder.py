@@ -14,8 +14,9 @@ Files of passes that do not run are left out:
     index.html                                                  the page of all graphs
 
 All but ``joint`` and ``saving`` also exist for ``backward``; an inference graph has only
-``NN-inference`` files. Files from an earlier run are overwritten: each backend needs its own
-folder. The page also shows measurements from profiles in the folder.
+``NN-inference`` files. Each backend needs its own folder: at its first compile, it deletes all
+files with such names, which are from an earlier run. The page also shows measurements from profiles
+in the folder, which are kept.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ from .table import saving_rows, saving_table, saving_title, table
 from .trace import MEASURED, GraphRun, Trace, measured_runs, trace, with_predictions
 
 PAGE = "index.html"
+# Names of all files that dumps consist of.
+_OURS = re.compile(
+    rf"{re.escape(PAGE)}|\d+-({'|'.join(GraphKind)}|saving)(\.json|\.trace\.json|\.txt)"
+    r"|\d+-[\w-]+\.(before|after)\.py"
+)
 
 
 def dump_paths(folder: Path) -> list[Path]:
@@ -87,7 +93,7 @@ def saving_choices(folder: Path) -> list[SavingChoice]:
     choices: dict[SavingChoice, None] = {}
     for path in sorted(folder.glob("*-saving.json")):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            choice = SavingChoice.from_json(path.read_text())
+            choice = SavingChoice.from_json(path.read_text(encoding="utf-8"))
             if saving_rows(choice):  # skip files that graphshard did not write
                 choices.setdefault(choice)
     return list(choices)
@@ -131,13 +137,22 @@ def _measured_graph(by_rank: Mapping[int, Sequence[GraphRun]]) -> Json:
 
 def _profiles(folder: Path) -> Iterator[Trace]:
     """Yield the traces that ``profile`` wrote to ``folder``, oldest first."""
-    ours = re.compile(rf"\d+-({'|'.join(GraphKind)}|saving)(\.trace)?\.json")
-    paths = [path for path in folder.glob("*.json") if not ours.fullmatch(path.name)]
+    paths = [path for path in folder.glob("*.json") if not _OURS.fullmatch(path.name)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
-        text = path.read_text(errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
         if f'"{MEASURED}: ' in text:  # avoids parsing other, possibly large files
             with contextlib.suppress(ValueError):  # the file may be incomplete
                 yield json.loads(text)
+
+
+def delete_dumps(folder: Path) -> None:
+    """Delete the dumps and the page in ``folder``; warn if that fails."""
+    try:
+        for path in folder.iterdir():
+            if _OURS.fullmatch(path.name):
+                path.unlink(missing_ok=True)  # the first rank of another mesh may delete it, too
+    except OSError as error:  # must not fail training
+        warnings.warn(f"graphshard: old dump cannot be deleted: {error}", stacklevel=2)
 
 
 def write_page(folder: Path) -> None:
@@ -204,8 +219,9 @@ class DumpWriter:
 
     def _write(self, folder: Path, name: str, text: str) -> None:
         try:
-            (folder / f"{self._number:02}-{name}").write_text(text)
-        except OSError as error:  # only one rank writes; it must not fail in the middle of training
+            write_whole(folder / f"{self._number:02}-{name}", text)
+        # Only one rank writes; it must not fail in the middle of training.
+        except (OSError, ValueError) as error:
             warnings.warn(f"graphshard: dump cannot be written: {error}", stacklevel=2)
 
 
@@ -258,7 +274,8 @@ def profile(
             yield profiler
         if rank == 0 or all_ranks:
             dumps = [Dump.load(dump_path) for dump_path in dump_paths(folder)]
-            path.write_text(json.dumps(with_predictions(_measured_trace(profiler), dumps)))
+            merged = with_predictions(_measured_trace(profiler), dumps)
+            path.write_text(json.dumps(merged), encoding="utf-8")
     finally:
         if all_ranks and dist.is_initialized():
             dist.barrier()  # the page shows the traces of all ranks
@@ -270,5 +287,5 @@ def _measured_trace(profiler: torch.profiler.profile) -> Trace:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "measured.json")
         profiler.export_chrome_trace(str(path))
-        trace: Trace = json.loads(path.read_text())
+        trace: Trace = json.loads(path.read_text(encoding="utf-8"))
     return trace

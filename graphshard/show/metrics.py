@@ -12,8 +12,9 @@ from .dump import Dump
 def metrics(dumps: Sequence[Dump]) -> dict[str, float]:
     """Return metrics of the training graphs in ``dumps``; each graph counts once.
 
-    Times are predicted, in microseconds. Sizes are in bytes: the largest planned live memory of a
-    graph, and for each kind of transfer the total size of its full buffers, as in the tables.
+    Times are predicted, in microseconds; exposed time includes waits for collectives that the model
+    itself calls. Sizes are in bytes: the largest planned live memory of a graph, and for each kind
+    of transfer the total size of its full buffers, as in the tables.
     """
     training = [dump for dump in dumps if dump.plan.graph != GraphKind.INFERENCE]
     totals = [dump.totals for dump in training]
@@ -21,7 +22,7 @@ def metrics(dumps: Sequence[Dump]) -> dict[str, float]:
     for bucket in (bucket for dump in training for bucket in dump.plan.buckets):
         num_bytes[bucket.kind] += bucket.num_bytes
     total_us = sum(one.total_us for one in totals)
-    exposed_us = sum(one.exposed_us for one in totals)
+    exposed_us = sum(one.all_exposed_us for one in totals)
     return {
         "predicted_us": total_us,
         "predicted_compute_us": sum(one.compute_us for one in totals),

@@ -61,7 +61,8 @@ def page(
     # Escape "<", so that names are never interpreted as HTML.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"title": html.escape(title), "data": text}
-    return re.sub("<!--(title|data)-->", lambda match: parts[match[1]], TEMPLATE.read_text())
+    template = TEMPLATE.read_text(encoding="utf-8")
+    return re.sub("<!--(title|data)-->", lambda match: parts[match[1]], template)
 
 
 def table_data(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Json:
@@ -150,6 +151,7 @@ def graph_data(dump: Dump, name: str, source: str = "", measured: Json | None = 
         "ranks": dump.worlds,
         "predicted": {
             **dataclasses.asdict(dump.totals),
+            "exposed_us": dump.totals.all_exposed_us,
             "host_copies_us": sum(dump.timeline.busy_us(lane) for lane in HOST_COPIES),
         },
         "optimizer_us": _rounded(dump.optimizer_us()),

@@ -189,7 +189,7 @@ def _exposed_table(dump: Dump) -> str:
         if is_notable(exposed_us[i])
     ]
     if not rows:
-        return "predicted: no communication is exposed"
+        return "predicted: no bucket is exposed"
     return f"most exposed (predicted)\n{_tabulate(rows)}"
 
 

@@ -13,13 +13,16 @@ renamed once complete. No code from a checkpoint is run; errors for damaged file
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..files import whole
 from .checkpoint import Checkpoint, reading, require, without_prefix
@@ -42,8 +45,8 @@ def consolidate(
 
     Raises:
         ValueError: ``source`` does not exist, is damaged or lacks ``key``; ``target`` exists, has
-            an unsupported suffix or cannot hold the content; no name has the prefix, or removing it
-            makes two names equal.
+            an unsupported suffix, cannot hold the content or cannot be written; its disk has too
+            little space; no name has the prefix, or removing it makes two names equal.
     """
     source, target = Path(source), Path(target)
     if target.exists():
@@ -52,7 +55,8 @@ def consolidate(
         if target.suffix not in _WRITERS:
             raise ValueError(f"{target}: must end in one of {', '.join(_WRITERS)}")
         checkpoint = Checkpoint(source, key, strip_prefix)
-        with _new(target) as scratch:
+        needed = 2 * _num_bytes(checkpoint.tensors)  # in scratch files, and in the target
+        with _new(target, source, needed) as scratch:
             _WRITERS[target.suffix](checkpoint, scratch)
     elif source.is_file():
         if target.suffix in _WRITERS:
@@ -64,7 +68,10 @@ def consolidate(
         state = _under(state, key, source) if key else state
         new_names = without_prefix(state, strip_prefix, source)
         state = {new_names[name]: value for name, value in state.items()}
-        with _new(target) as scratch, reading(source):  # ``dcp.save`` reads the mapped tensors
+        with reading(source):  # an untrusted state dict may contain itself
+            needed = _num_bytes(state)
+        # ``dcp.save`` reads the mapped tensors.
+        with _new(target, source, needed) as scratch, reading(source):
             dcp.save(state, checkpoint_id=scratch, no_dist=True)
     else:
         raise ValueError(
@@ -73,9 +80,36 @@ def consolidate(
         )
 
 
-def _new(target: Path) -> AbstractContextManager[Path]:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return whole(target)
+@contextlib.contextmanager
+def _new(target: Path, source: Path, needed: int) -> Iterator[Path]:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Writing to a mapped file on a full disk would end the process.
+        free = shutil.disk_usage(target.parent).free
+        require(
+            needed <= free,
+            f"{target}: writing the tensors of {source} takes {needed / 1e9:.1f} GB of disk space, "
+            f"but {free / 1e9:.1f} GB are free: make room, or choose another disk",
+        )
+        with whole(target) as scratch:
+            yield scratch
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"{target}: cannot be written from {source}: {reason}: choose a writable folder on a "
+            "disk with room"
+        ) from error
+
+
+def _num_bytes(value: object) -> int:
+    """Return the size of all tensors in a checkpoint, or in a nested state dict."""
+    if isinstance(value, TensorStorageMetadata):
+        return math.prod(value.size) * value.properties.dtype.itemsize
+    if isinstance(value, Mapping):
+        return sum(map(_num_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_num_bytes, value))
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
 def _write_pt(checkpoint: Checkpoint, path: Path) -> None:

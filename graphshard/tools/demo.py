@@ -56,10 +56,6 @@ def _settings(args: argparse.Namespace) -> Settings:
             f"{args.ranks or 1} rank(s) on --device cuda: PyTorch sees {gpus} GPU(s), and each "
             "rank needs one; --device cpu runs any number of ranks"
         )
-    if args.html and not args.html.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"--html {args.html}: the folder {args.html.parent} does not exist; create it first"
-        )
     return Settings(
         device=device,
         num_ranks=args.ranks or (gpus if device == "cuda" else 2),

@@ -472,6 +472,8 @@ def test_script_that_hangs_is_stopped(script: str, capsys: pytest.CaptureFixture
         (["a.py:f", "--world", "6", "--tp", "4"], "x tp must divide the world size"),
         (["a.py:f", "--tp-plan", "a.py:g"], "--tp-plan a.py:g: needs --tp of at least 2"),
         (["a.py:f", "--rank", "8"], "--rank 8: must be from 0 to 7"),
+        (["a.py:f", "--timeout", "nan"], "'nan': must be a positive number of seconds"),
+        (["a.py:f", "--timeout", "inf"], "'inf': must be a positive number of seconds"),
     ],
 )
 def test_bad_arguments_are_refused(

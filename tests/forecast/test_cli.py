@@ -11,7 +11,8 @@ import pytest
 from graphshard.__main__ import main
 from graphshard.forecast import command
 from graphshard.forecast.largest import LargestResult
-from graphshard.forecast.search import SearchResult
+from graphshard.forecast.recipe import Recipe
+from graphshard.forecast.search import PlannedRecipe, SearchResult
 from graphshard.forecast.workload import find_config, scale_config
 
 
@@ -38,7 +39,8 @@ def test_text_json_and_page_have_same_numbers(
     assert f"{found['time']['step_us'] / 1e3:,.1f} ms" in out
     assert "3 and 4 layers were traced" in out
     assert found["memory"]["fits"] and found["tokens"] == 16 * 2 * 32
-    kinds = ("parameters", "gradients", "optimizer", "activations", "gathered", "reducing")
+    assert (found["batch"], found["tokens_per_microbatch"]) == ("2x32", 2 * 32)
+    kinds = ("parameters", "gradients", "optimizer", "activations", "kept", "gathered", "reducing")
     memory = found["memory"]
     assert memory["allocated"] == sum(memory[kind] for kind in kinds) + memory["buffers"]
     assert {"link", "latency", "compute", "memory bandwidth"} >= {found["binds"]}
@@ -62,7 +64,7 @@ def test_plan_accepts_model_from_script_and_hardware_from_file(
         "import torch\n"
         "def make():\n"
         "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))\n"
-        "    return model, (torch.zeros(4, 8),)\n"
+        "    return model, (torch.zeros(4, 8),), {'mp_policy': None}\n"
         "def broken():\n"
         "    raise RuntimeError('no such data')\n"
         "def uneven():\n"
@@ -74,7 +76,11 @@ def test_plan_accepts_model_from_script_and_hardware_from_file(
     device.write_text(HARDWARE["cpu"].to_json())
     arguments = [f"{script}:make", "--gpus", "2", "--device", str(device), "--dtype", "float32"]
     assert _plan(*arguments, "--memory", "8GB") == 0
-    assert "8 samples" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "8 samples" in out
+    assert f"replace the options that {script}:make returns (mp_policy)" in out
+    assert _plan(*arguments, "--batch", "1x4096") == 2
+    assert f"--batch 1x4096: the inputs of {script}:make set the batch" in capsys.readouterr().err
     assert _plan(*arguments, "--memory", "0.4GB") == 1  # less than any process needs
     assert "DOES NOT FIT" in capsys.readouterr().out
     assert _plan(f"{script}:broken") == 2
@@ -154,6 +160,11 @@ def test_error_for_unknown_option_points_to_help_of_command(
         (["gpt2", "--batch", "1x8", "--tp", "2"], "gpt2 has no base_model_tp_plan: pass a"),
         ([LLAMA, "--tp", "2", "--dtype", "fp8"], "split parameters cannot use fp8"),
         (
+            [LLAMA, "--batch", "1x8", "--device", "A100-40GB", "--dtype", "fp8"],
+            'dtype="fp8": A100-40GB has no fp8; use bf16',
+        ),
+        ([LLAMA, "--json", "nowhere/plan.json"], "must be a file in a folder that exists"),
+        (
             [LLAMA, "--batch", "1x8", "--tp", "4", "--largest"],
             "tp=4: does not divide num_key_value",
         ),
@@ -164,8 +175,9 @@ def test_error_for_unknown_option_points_to_help_of_command(
         ),
         (
             [LLAMA, "--batch", "1x8", "--tp-plan", "a.py:f"],
-            "--tp-plan a.py:f: set --tp or --search",
+            "--tp-plan a.py:f: needs --tp of at least 2, or --search",
         ),
+        ([LLAMA, "--tp", "1", "--tp-plan", "a.py:f"], "needs --tp of at least 2, or --search"),
     ],
 )
 def test_errors_are_one_sentence(
@@ -183,8 +195,9 @@ def test_errors_are_one_sentence(
 def test_search_finds_fastest_recipe_that_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, options = tmp_path / "search.html", ["--gpus", "8", "--batch", "1x32", "--search"]
-    assert _plan(LLAMA, *options, "--device", "A100-40GB", "--html", str(page)) == 0
+    page, numbers = tmp_path / "search.html", tmp_path / "search.json"
+    options = ["--gpus", "8", "--batch", "1x32", "--search", "--device", "A100-40GB"]
+    assert _plan(LLAMA, *options, "--html", str(page), "--json", str(numbers)) == 0
     out = capsys.readouterr().out
     assert "Not planned: fp8: A100-40GB has no fp8 matrix products" in out
     assert "Not planned: tensor parallelism: tp=4: does not divide num_key_value_heads=2" in out
@@ -198,6 +211,10 @@ def test_search_finds_fastest_recipe_that_fits(
     # With tp=2, a pair of GPUs shares two samples, which fit as one microbatch.
     microbatches = {tp: {row[-3] for row in rows if row[1] == tp} for tp in split}
     assert microbatches == {"1": {"1 of 1"}, "2": {"1 of 2"}}
+    found = json.loads(numbers.read_text())
+    fitting = [c["step_us"] / 1e3 for c in found["candidates"] if c["fits"]]
+    assert [f"{step_ms:.1f}" for step_ms in fitting] == [row[-2] for row in rows]
+    assert found["candidates"][0]["recipe"] == found["recipe"] and found["refused"]
 
 
 def test_search_keeps_given_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,12 +244,49 @@ def test_exit_status_is_1_if_nothing_fits(
     assert says in capsys.readouterr().out
 
 
+def test_search_writes_files_if_nothing_fits(tmp_path: Path) -> None:
+    page, numbers = tmp_path / "search.html", tmp_path / "search.json"
+    candidate = PlannedRecipe(Recipe("zero2"), 4, step_us=2e3, memory_bytes=3 * 10**9, fits=False)
+    result = SearchResult((candidate,), ("fp8: a reason",), 1)
+    with mock.patch.object(command, "search", return_value=result):
+        files = ["--json", str(numbers), "--html", str(page)]
+        assert _plan("gpt2", "--search", *files) == 1
+    found = json.loads(numbers.read_text())
+    assert found["fits"] is False and found["refused"] == ["fp8: a reason"]
+    (one,) = found["candidates"]
+    assert one["recipe"]["strategy"] == "zero2" and one["samples_per_microbatch"] == 4
+    assert (one["step_us"], one["memory_bytes"], one["fits"]) == (2e3, 3e9, False)
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[0])
+    (table,) = data["tables"]
+    assert [(row[0], row[-1]) for row in table["rows"]] == [("zero2", "3.0")]
+
+
+def test_forecast_is_printed_before_files_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    shown = mock.MagicMock(as_dict=dict)
+    shown.__str__.return_value = "the forecast"
+
+    def forecast(*_: object) -> Any:
+        folder.rmdir()
+        return shown
+
+    with mock.patch.object(command, "forecast", forecast), pytest.raises(SystemExit):
+        _plan(LLAMA, "--json", str(folder / "plan.json"))
+    out, err = capsys.readouterr()
+    assert "the forecast" in out and "cannot write --json" in err
+
+
 @pytest.mark.parametrize(
     "options",
     [
         ("--search", "--accumulate", "4"),
         ("--search", "--offload"),
+        ("--search", "--strategy", "zero3"),
         ("--largest", "--strategy", "zero2"),
+        ("--largest", "--strategy", "zero3"),
     ],
 )
 def test_settings_that_are_searched_are_refused(

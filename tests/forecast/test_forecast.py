@@ -150,6 +150,13 @@ def test_cluster_sets_bandwidth_and_latency_of_its_network() -> None:
     assert cluster(mine, 8, memory_gb=3).memory_bytes == 3e9
 
 
+@pytest.mark.parametrize(("gpus", "nodes"), [(4, 1), (8, 1), (12, 2), (9, 3), (20, 4), (11, 11)])
+def test_nodes_have_equal_sizes_by_default(gpus: int, nodes: int) -> None:
+    found = cluster("H100", gpus)  # up to 8 in a node
+    assert found.num_nodes == nodes
+    assert nodes == 1 or found == cluster("H100", gpus, nodes)
+
+
 @pytest.mark.parametrize("device", TABLE["gpus"])
 @pytest.mark.parametrize("gpus", [1, 4, 32])
 def test_link_of_device_is_the_default(device: str, gpus: int) -> None:
@@ -238,6 +245,8 @@ def test_invalid_recipes_and_batches_are_refused() -> None:
     assert BatchShape.parse("2x8192") == BatchShape(2, 8192) and BatchShape.parse(
         "64"
     ) == BatchShape(64)
+    for text in ("2x8192", "64"):
+        assert str(BatchShape.parse(text)) == text
     for text in ("2x", "0x5", "1x2x3", "many"):
         with pytest.raises(ValueError, match="samples x tokens"):
             BatchShape.parse(text)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import sympy
 import torch
 
 from graphshard.__main__ import main
+from graphshard.forecast import command
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.derive import trace_step
 from graphshard.forecast.formula import SAMPLES, TOKENS, formula_text, saved_bytes
@@ -54,17 +56,18 @@ def test_formula_text_starts_with_highest_degree() -> None:
     assert formula_text(formula) == text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dtype", "fp8"], "depends on sizes; use bf16"),
-        (["--batch", "1"], "inputs are not tokens"),
-    ],
-    ids=["fp8", "images"],
-)
-def test_formula_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = f"{_LLAMA}=1" if "--dtype" in arguments else "vit:hidden_size=32,num_hidden_layers=1"
-    assert main(["plan", model, "--batch", "1x32", *arguments, "--formula"]) == 2
-    assert message in capsys.readouterr().err
+def test_formula_is_refused_with_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{_LLAMA}=1", "--dtype", "fp8", "--formula"]) == 2
+    assert "--formula cannot be combined with --dtype fp8" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="use bf16 or float32"):  # as --search may choose it
+        saved_bytes(_of_llama, Recipe(dtype="fp8"), cluster("H100", gpus=2))
+
+
+def test_forecast_is_shown_if_there_is_no_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = mock.MagicMock(as_dict=dict, fits=True)
+    shown.__str__.return_value = "the forecast"
+    model = "vit:hidden_size=32,num_hidden_layers=1"
+    with mock.patch.object(command, "forecast", return_value=shown):
+        assert main(["plan", model, "--batch", "1", "--formula"]) == 0
+    out, err = capsys.readouterr()
+    assert "the forecast" in out and "inputs are not tokens: omit --formula" in err

@@ -72,6 +72,16 @@ def test_tokens_of_shared_batch_are_counted_once() -> None:
     assert 'graphshard.backend(mesh["replicate", "shard"], ' in shown.code()
 
 
+def test_collectives_of_split_model_are_listed_as_exposed() -> None:
+    workload = module_workload(nn.Identity(), (torch.zeros(64),))
+    shown = forecast(workload, RECIPE, cluster("H100", 8), traced=_trace(RECIPE))
+    for dump in shown.dumps:
+        users = dump.plan.problem.user_collectives
+        (row,) = [one for one in shown.exposed if one.what.startswith(f"{dump.plan.graph} user")]
+        assert row.what == f"{dump.plan.graph} user all_reduce ({len(users)})"
+        assert row.us == pytest.approx(dump.totals.user_exposed_us) and row.us > 0
+
+
 def test_llama_is_split_by_plan_in_its_config() -> None:
     workload = find_workload(f"qwen3:{SIZES},vocab_size=96,num_hidden_layers=1", BatchShape(1, 8))
     step = trace(

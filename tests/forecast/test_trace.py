@@ -27,6 +27,7 @@ from graphshard.forecast.derive import (
     trace_all_depths,
     trace_step,
 )
+from graphshard.forecast.estimate import bytes_by_kind
 from graphshard.forecast.largest import _Grower
 from graphshard.forecast.planned_step import KEPT, find_changes, plan_step
 from graphshard.forecast.recipe import Recipe
@@ -34,6 +35,7 @@ from graphshard.forecast.search import RESERVED, search
 from graphshard.forecast.trace import TracedStep, UntraceableError, trace
 from graphshard.forecast.workload import Workload, recompute_layers, recomputed_layers
 from graphshard.kinds import HOST_COPIES, TransferKind
+from graphshard.planning.live_bytes import fixed_by_point
 
 HARDWARE = find_hardware("H100")
 
@@ -172,6 +174,15 @@ def test_single_rank_holds_its_parameters_during_backward() -> None:
     assert backward.problem.fixed_boundary_bytes[-1] == backward.input_bytes + traced.held.trained
 
 
+def test_activations_exclude_parameters_kept_unsharded() -> None:
+    traced = trace_stack(3, Recipe())
+    planned = plan_step(traced, Recipe(), cluster("H100", 8), keep_all=True)
+    for graph, before in zip(planned.graphs, traced.graphs, strict=True):
+        kinds = bytes_by_kind(graph)
+        fixed = [alive - graph.input_bytes for alive in fixed_by_point(before.problem)]
+        assert kinds["activations"] == fixed and max(kinds["kept"]) > 0
+
+
 def test_different_layers_are_not_extrapolated() -> None:
     def uneven(num_layers: int) -> TracedStep:
         model = Stack(num_layers)
@@ -266,6 +277,53 @@ def test_models_that_read_tensor_values_are_refused() -> None:
 
     with pytest.raises(UntraceableError, match="reads tensor values"):
         graphshard.plan(Chooses(1), (_ids(),), graphshard.cluster("H100", 8))
+
+
+class Broken(Stack):
+    def forward(self, ids: Tensor) -> Tensor:
+        loss = super().forward(ids)
+        torch._dynamo.graph_break()
+        return loss * 2
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(64) for _ in range(3))
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class EagerEmbedding(Stack):
+    @torch.compiler.disable
+    def look_up(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.embed.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.look_up(ids)).square().mean()
+
+
+def test_graph_breaks_are_noted() -> None:
+    workload = Workload("broken", lambda n: (Broken(n or 9), (_ids(),)), 64, num_layers=9)
+    broken, traced = trace_step(workload, Recipe(), cluster("H100", 8)).notes
+    line = Broken.forward.__code__.co_firstlineno + 2
+    assert broken.startswith(f"{__file__}:{line}: ")
+    assert broken.endswith(": a graph break; eager parts are not counted")
+    assert traced.startswith("3 and 4 layers were traced")
+
+
+def test_graph_that_runs_several_times_is_refused() -> None:
+    with pytest.raises(UntraceableError, match=r"a graph runs \d times .*\(forward of Blocks runs"):
+        graphshard.plan(Blocks(), (torch.zeros(4, 64),), graphshard.cluster("H100", 8))
+
+
+def test_parameters_read_outside_of_graphs_are_refused() -> None:
+    with pytest.raises(UntraceableError, match=r"reads a parameter, .*forward of Embedding"):
+        graphshard.plan(EagerEmbedding(1), (_ids(),), graphshard.cluster("H100", 8))
 
 
 def test_plan_keeps_budget_and_omits_changes_that_exceed_it() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
+from graphshard import progress
 
 LOGGER = logging.getLogger("graphshard")
 
@@ -34,6 +36,18 @@ def test_progress_line_is_shown_and_cleared(mesh: DeviceMesh) -> None:
     assert first == last == ""
     for text in ("sharding Sequential over 8 ranks", "tracing", "backward: planned 24 parameters"):
         assert any(line.startswith(f"graphshard: {text}") for line in lines), lines
+
+
+def test_progress_line_is_as_wide_as_the_terminal_of_stderr(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = {77: 20, 1: 50}  # by file descriptor
+    size_of = os.terminal_size
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: size_of((columns[fd], 24)))
+    with contextlib.redirect_stderr(_Terminal()) as terminal:
+        terminal.fileno = lambda: 77  # type: ignore[method-assign]
+        progress.show_line("x" * 100)
+    assert terminal.getvalue() == "\r\033[K" + "x" * 19
 
 
 def test_other_ranks_and_configured_loggers_get_no_progress_line(

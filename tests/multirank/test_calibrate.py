@@ -134,6 +134,23 @@ def test_bad_arguments_are_refused(
     assert says in capsys.readouterr().err
 
 
+def test_rates_are_printed_before_file_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "removed"
+    folder.mkdir()
+
+    def measure(*_: object) -> Hardware:
+        folder.rmdir()
+        return BASE
+
+    arguments = ["calibrate", "--device", "cpu", "--out", str(folder / "machine.json")]
+    with mock.patch("graphshard.cost.calibrate.measure", measure), pytest.raises(SystemExit):
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert "Tflop/s: float32" in out and "cannot write --out" in err
+
+
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_measured_sizes_are_increasing(device: str, quick: bool) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -169,6 +171,7 @@ def test_impossible_conversions_are_refused(
         ((tmp_path / "missing", tmp_path / "x.pt"), "does not exist; pass"),
         ((empty, tmp_path / "x.pt"), "not a checkpoint"),
         ((text, tmp_path / "x"), "cannot be read: "),
+        ((folder, text / "x.pt"), f"{text / 'x.pt'}: cannot be written from {folder}: FileExists"),
         ((tensors, tmp_path / "x"), "holds a list, not a state dict"),
         ((numbers, tmp_path / "x", "--strip-prefix", "net"), "no name starts with 'net.'"),
         (
@@ -188,6 +191,26 @@ def test_impossible_conversions_are_refused(
         "tensors.pt",
         "text.pt",
     ]
+
+
+def test_full_disk_is_found_before_writing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 8 bytes of tensors; a file also needs scratch space.
+    state = {"w": torch.ones(1), "more": [{"v": torch.ones(1)}]}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    torch.save(state, tmp_path / "saved.pt")
+    for source, target, needed in (("saved", "x.pt", 16), ("saved.pt", "x", 8)):
+        disk = shutil.disk_usage(tmp_path)
+        with (
+            mock.patch("shutil.disk_usage", return_value=disk._replace(free=needed - 1)),
+            pytest.raises(SystemExit),
+        ):
+            _run(tmp_path / source, tmp_path / target)
+        said = f"{target}: writing the tensors of {tmp_path / source} takes 0.0 GB of disk space"
+        assert said in capsys.readouterr().err
+        with mock.patch("shutil.disk_usage", return_value=disk._replace(free=needed)):
+            assert _run(tmp_path / source, tmp_path / target) == 0
 
 
 def test_lists_under_key_stay_lists(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from graphshard.kinds import HOST_COPIES, GraphKind, TransferKind
 from graphshard.ops.markers import KIND_OF_MARKER
 from graphshard.pipeline import verify
 from graphshard.planning import buckets
+from graphshard.show.page import TEMPLATE
 from graphshard.show.trace import _KERNEL_NAMES
 
 
@@ -15,6 +16,7 @@ from graphshard.show.trace import _KERNEL_NAMES
 def test_every_kind_is_in_every_table(kind: TransferKind) -> None:
     assert kind in _KERNEL_NAMES
     assert kind in buckets._CHAIN
+    assert f" {kind}: [" in TEMPLATE.read_text()  # KINDS
     assert CostModel(HARDWARE["H100"]).collective_us(kind, 1 << 20, world=8) > 0
 
 

@@ -110,6 +110,20 @@ def test_page_that_cannot_be_written_is_only_a_warning(tmp_path: Path) -> None:
         DumpWriter(tmp_path).write_plan(by_hand())
 
 
+def test_code_that_cannot_be_encoded_is_only_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="dump cannot be written: .*surrogates not allowed"):
+        DumpWriter(tmp_path).write_all({"forward.before.py": "\ud800"})
+
+
+def test_reader_of_a_dump_never_sees_a_part_of_it(tmp_path: Path) -> None:
+    path, shown = tmp_path / "00-backward.json", by_hand()
+    DumpWriter(tmp_path).write_plan(shown)
+    with path.open() as old:
+        DumpWriter(tmp_path).write_plan(dataclasses.replace(shown, compiled="1/0"))
+        assert Dump.from_json(old.read()) == shown
+    assert Dump.load(path).compiled == "1/0"
+
+
 def test_dumps_of_folder_are_in_order(tmp_path: Path) -> None:
     shown = by_hand()
     forward = dataclasses.replace(
@@ -151,6 +165,21 @@ def test_show_prints_tables(two: tuple[Path, Path], capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == f"{tables[0]}\n\n\n{tables[1]}\n"
     assert main(["show", str(two[0].parent)]) == 0
     assert capsys.readouterr().out == f"{tables[0]}\n\n\n{tables[1]}\n"
+
+
+def test_show_skips_files_of_folder_that_are_not_dumps(
+    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = [table(Dump.load(path)) for path in two]
+    two[1].write_text(two[1].read_text()[:99])
+    assert main(["show", str(two[0].parent)]) == 0
+    seen = capsys.readouterr()
+    assert seen.out == f"{tables[0]}\n"
+    assert seen.err.startswith(f"not shown: {two[1]}: ") and len(seen.err.splitlines()) == 1
+    two[0].write_text("")
+    with pytest.raises(SystemExit):
+        main(["show", str(two[0].parent)])
+    assert "no dump in this folder can be read" in capsys.readouterr().err
 
 
 def test_diff_prints_differences(

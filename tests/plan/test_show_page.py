@@ -55,6 +55,7 @@ def test_the_numbers_of_the_page_are_those_of_the_dump(shown: Dump) -> None:
     data, plan = graph_data(shown, ""), shown.plan
     assert json.loads(json.dumps(data, allow_nan=False))
     totals = dataclasses.asdict(shown.totals)
+    totals["exposed_us"] += totals["user_exposed_us"]
     assert data["predicted"] == {**totals, "host_copies_us": data["predicted"]["host_copies_us"]}
     assert [b["exposed_us"] for b in data["buckets"]] == pytest.approx(
         shown.timeline.exposed_us, abs=1e-3

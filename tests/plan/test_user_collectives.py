@@ -16,6 +16,7 @@ from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import COMMUNICATION, COMPUTE, USER
 from graphshard.show import Dump
+from graphshard.show.metrics import metrics
 from graphshard.show.page import graph_data
 from graphshard.show.table import table
 from graphshard.show.trace import THREADS, trace
@@ -99,6 +100,20 @@ def test_tables_have_a_row_for_user_collectives() -> None:
     assert ["user", "all_reduce", "1", "0.000", "0.023", "0.000"] in rows
     assert "+ 0.000 user collectives" in table(_shown())
     assert "user" not in table(by_hand())
+
+
+def test_exposed_time_includes_waits_for_user_collectives() -> None:
+    graph = _shown().plan.problem
+    (user,) = graph.user_collectives
+    large = dataclasses.replace(user, num_bytes=10_000)
+    graph = dataclasses.replace(graph, user_collectives=(large,))
+    shown = dataclasses.replace(_shown(), plan=dataclasses.replace(_shown().plan, problem=graph))
+    totals, page, found = shown.totals, graph_data(shown, "")["predicted"], metrics([shown])
+    assert totals.user_exposed_us > 0
+    assert page["total_us"] == pytest.approx(page["compute_us"] + page["exposed_us"])
+    exposed_us = totals.total_us - totals.compute_us
+    assert found["predicted_exposed_us"] == pytest.approx(exposed_us)
+    assert found["predicted_exposure"] == pytest.approx(exposed_us / totals.total_us)
 
 
 def test_traces_and_pages_have_a_lane_for_user_collectives() -> None:

@@ -28,7 +28,7 @@ def build() -> Path:
     Raises:
         RuntimeError: there is no C++ compiler, or compilation fails.
     """
-    text = f"{SOURCE.read_text()}\n{torch.__version__}\n{torch_library()}"
+    text = f"{SOURCE.read_text(encoding='utf-8')}\n{torch.__version__}\n{torch_library()}"
     name = f"no_gpu_{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     library = Path(cache_dir()) / "graphshard" / name
     if not library.exists():

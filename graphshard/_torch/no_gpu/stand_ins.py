@@ -351,7 +351,7 @@ def _stand_in_for_running(hooks: Any) -> None:
 
     def recorded(self: GraphLowering) -> Any:
         module: Any = compile_to_module(self)
-        hooks.graph_made(Path(module.__file__).read_text())
+        hooks.graph_made(Path(module.__file__).read_text(encoding="utf-8"))
         call = module.call
         module.call = lambda arguments: hooks.graph_runs(call, arguments)
         return module
