@@ -40,9 +40,14 @@ from ._torch.dynamo import (
     on_lookup,
     sources,
 )
-from ._torch.frames import CompiledCall, CompileRequest, compile_request, compiled_call
-from ._torch.inductor import mode_options
-from ._torch.nn import uncompiled
+from ._torch.frames import (
+    CompiledCall,
+    CompileRequest,
+    compile_request,
+    compiled_call,
+    is_in_compiled_autograd,
+)
+from ._torch.inductor import mode_options, take_region_budget
 from .errors import BackendError
 from .options.float8_policy import Float8Policy
 from .options.options import Options, hashable, mesh_for
@@ -61,21 +66,23 @@ from .params.graph_params import (
     check_reads,
     find_root,
     record_graph_breaks,
-    refusing_stale_forwards,
     sync_params,
     trace_parameters,
+    with_backward_hook,
 )
 from .params.mixed_precision import advise, check_cast_boundaries
+from .params.module_class import adopt
 from .params.plain_params import noted_ignored
 from .params.shard import shard_module
 from .params.sharded_param import ShardedParam, sharded_param_of
+from .params.trained_module import uncompiled_module
 from .pipeline.compile import CompiledGraph, compile_traced
 from .pipeline.meter import Interval, Meter, measured_metrics
 from .pipeline.settings import CompileSettings
 from .pipeline.traced_graph import Runnable, TracedGraph
 from .planning.plan import Plan
 from .ranks.plan_consensus import PlanConsensus
-from .show.dump_folder import DumpWriter
+from .show.dump_folder import DumpWriter, delete_dumps
 from .show.metrics import metrics
 from .show.table import summary
 
@@ -96,7 +103,7 @@ class Backend:
         self.forward_check = ForwardCheck(options)
         on_compile_start(_shard_before_trace)
         trace_parameters()
-        trace_tables_by_attribute(_is_read_full)
+        trace_tables_by_attribute(_is_read_full, adopt)
         watch_idle(self)
 
     def __call__(
@@ -146,9 +153,12 @@ class Backend:
             inductor_options=inductor_options,
         )
         device = specs[0].groups.device if specs else traced.device_of_inputs()
+        schedule = self.options.schedule
+        if (budget := take_region_budget(gm)) is not None:
+            schedule = dataclasses.replace(schedule, activation_memory_budget=budget)
         settings = CompileSettings(
             self.options.compiler,
-            self.options.schedule,
+            schedule,
             device=device,
             regathered=self.options.with_own_reshard(fqns),
         )
@@ -156,7 +166,7 @@ class Backend:
         is_cast = any(spec.dtype is not None for spec in specs)
         meter = Meter(device, waits=any(plan.buckets for plan in compiled.plans))
         run = meter.metered(compiled.run)
-        run = refusing_stale_forwards(run) if sharded else run
+        run = with_backward_hook(run) if sharded else run
         run = freed_on_reset(on_graph_error(run, advise) if is_cast else run)
         self._graphs.append(dataclasses.replace(compiled, run=run))
         self._meters.append(meter)
@@ -302,7 +312,10 @@ class Backend:
         if groups:
             first_rank = min(dist.get_process_group_ranks(process_group(groups[0])))
         folder = self.options.dump if rank == first_rank else None
-        return DumpWriter(folder, next(self._compile_numbers))
+        number = next(self._compile_numbers)
+        if folder is not None and number == 0:
+            delete_dumps(folder)  # the page must not mix them with this run's
+        return DumpWriter(folder, number)
 
     def _shard_plain_inputs(
         self, trace: Trace, gm: fx.GraphModule, inputs: Sequence[Any], call: CompiledCall
@@ -387,7 +400,7 @@ def backend(
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
         dump: folder in which the mesh's first rank writes the plan, trace, table and FX code of
             every compiled graph, and a page that shows them all, ``index.html``; created if
-            missing. Each backend needs its own folder.
+            missing. Each backend needs its own folder: it deletes the dumps of an earlier run.
         sync_module_states: whether to broadcast the first rank's parameters and buffers before
             sharding.
 
@@ -425,9 +438,7 @@ def shard(
     """
     arguments = dict(locals())
     arguments.pop("model")
-    root = uncompiled(model)
-    if not isinstance(root, nn.Module):
-        raise BackendError(f"model is a {type(root).__name__}: pass the nn.Module to shard")
+    root = uncompiled_module(model)
     options = Options.from_arguments(arguments)
     mesh, ignored = mesh_for(options, root.parameters()), options.ignored_params
     shard_module(root, mesh, options, ignored, in_use=False, allow_meta=True)
@@ -457,6 +468,12 @@ def _shard_before_trace(_: object) -> None:
     if is_capturing():
         return
     call = compiled_call()
+    if is_in_compiled_autograd() and _backend_of(call) is not None:
+        raise BackendError(
+            "graphshard does not support compiled autograd: set "
+            "torch._dynamo.config.compiled_autograd=False, or call backward() outside of the "
+            "compiled function"
+        )
     root = call.root()
     if root is not None and (its_backend := _backend_of(call)) is not None:
         its_backend.shard_compiled(root, call)

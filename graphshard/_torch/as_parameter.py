@@ -253,11 +253,15 @@ def _fake_parameter(marker: fx.Node, requires_grad: bool) -> torch.Tensor:
     return fake
 
 
-def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
+def trace_tables_by_attribute(
+    is_ours: Callable[[DTensor], bool], adopt: Callable[[nn.Module, str], bool]
+) -> None:
     """Make Dynamo trace DTensors in a module's ``_parameters`` as reads of the module's attributes.
 
     Args:
         is_ours: function that returns whether a DTensor is traced this way.
+        adopt: function of a module and a parameter name that gives the module this attribute, and
+            returns False if it has it already.
     """
 
     # ``_parameters`` holds DTensors, and ``parameters()``, ``named_parameters()`` and
@@ -268,6 +272,8 @@ def trace_tables_by_attribute(is_ours: Callable[[DTensor], bool]) -> None:
             return builder.wrap_tensor(value)
         module: Any = Trace().value(owner)
         name = next(name for name, param in module._parameters.items() if param is value)
+        if adopt(module, name):
+            raise Trace().retrace(f"graphshard shares {name} with another module")
         return VariableTracker.build(tx, module, owner).var_getattr(tx, name)
 
     _wrap_with(wrap, DTensor)

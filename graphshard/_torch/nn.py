@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
@@ -50,6 +51,11 @@ def replace_parameters(module: nn.Module, change: Callable[[nn.Parameter], torch
     Uses ``nn.Module._apply``, as ``to_empty`` does.
     """
     module._apply(lambda t: change(t) if isinstance(t, nn.Parameter) else t)
+
+
+def move_plain_tensors(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers of ``module`` and its submodules, except DTensors."""
+    module._apply(lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -5,8 +5,8 @@ add entries. ``tests/graph/test_patches.py`` compares both with torch after a tr
 Neither lists these temporary or conditional changes:
 
 - ``distributed.py`` replaces ``wait_tensor`` while the waits of a running graph are timed.
-- During compilation, or while a checkpoint is loaded, ``mock.patch.object`` replaces a function
-  (``cpp_kernels.py``, ``integrations/pretrained.py``).
+- During compilation, or while a checkpoint is loaded or a group created, ``mock.patch.object``
+  replaces a function (``cpp_kernels.py``, ``integrations/pretrained.py``, ``distributed.py``).
 - ``no_gpu/stand_ins.py`` simulates a GPU in the process that ``graphshard.check`` starts.
 - With expert parallelism in torchtitan, ``dynamo.capture_scalar_outputs`` sets Dynamo's option.
 """

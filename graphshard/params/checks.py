@@ -277,7 +277,13 @@ def _instead_of_subclass(param: nn.Parameter) -> str:
 def _override_error(
     root: nn.Module, plain_params: Sequence[PlainParam], options: Options
 ) -> str | None:
-    fqns = [fqn for plain in plain_params for fqn in plain.fqns]
+    new = {plain.param for plain in plain_params}
+    # With the parameters of an earlier sharding: options are for the whole model.
+    fqns = [
+        name
+        for name, param in root.named_parameters(remove_duplicate=False)
+        if param in new or sharded_param_of(param) is not None
+    ]
     callable_modules = [name for name, module in root.named_modules() if has_forward(module)]
     for glob, arguments in options.overrides.items():
         policy = arguments.get("mp_policy")
@@ -394,7 +400,8 @@ def _fp8_error(
     recipes = {
         plain.spec.float8_recipe: plain for plain in plain_params if plain.spec.float8_recipe
     }
-    if not recipes and any(plain.param.dim() == 2 for plain in plain_params):
+    is_sharded = any(map(sharded_param_of, root.parameters()))  # and may have fp8 parameters
+    if not recipes and not is_sharded and any(plain.param.dim() == 2 for plain in plain_params):
         return (
             "fp8 selects no parameter: all matrices are excluded by overrides, nn.Embedding or "
             "fp8.filter_fn, which by default rejects output heads and sizes that are not multiples "

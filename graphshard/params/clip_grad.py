@@ -77,7 +77,7 @@ def _largest(grads: list[Any], foreach: bool | None) -> torch.Tensor:
 
 def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
     grads = [param.grad for param in params if param.grad is not None]
-    if norm_type == math.inf and grads and isinstance(grads[0], DTensor):
+    if norm_type == math.inf and isinstance(grads[0], DTensor):
         norm: Any = _largest(grads, foreach)
     else:
         norm = get_total_norm(grads, norm_type, foreach=foreach)

@@ -32,7 +32,7 @@ from ..ops.bucket_copy import add_accumulated
 from ..ops.marker_specs import used_dtype
 from .mesh import eager_gather, eager_reduction
 from .param_spec import reader
-from .sharded_param import ShardedParam, is_unattached, owned_by, sharded_model_of
+from .sharded_param import ShardedModel, ShardedParam, is_unattached, owned_by, sharded_model_of
 
 
 class _Read(NamedTuple):
@@ -43,7 +43,9 @@ class _Read(NamedTuple):
     version: int  # version of the shard: after a change, it is gathered again
 
 
-def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
+def full_parameters(
+    model: ShardedModel, module: nn.Module, names: Sequence[str]
+) -> dict[str, torch.Tensor] | None:
     """Return a module's full parameters by name, or None outside of any forward of the model.
 
     They are differentiable unless frozen. This is a collective if the call in progress has not
@@ -53,9 +55,8 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
         BackendError: a full parameter was changed in place, or a shard was lost, replaced or not
             initialized.
     """
-    model = sharded_model_of(module)
     scope = call_scope(lambda called: sharded_model_of(called) is model)
-    if scope is None or model is None:
+    if scope is None:
         return None
     if any(is_unattached(parameters_of(module).get(name)) for name in names):
         cast(NoticesReplacement, module)._graphshard_on_replacement()
@@ -160,6 +161,8 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         first = ctx.sharded_params[0]
         first.model.trains_eagerly = True
+        for sharded_param in ctx.sharded_params:
+            sharded_param.sync_requires_grad()
         with eager_reduction(first.spec.groups, first.fqn):
             # The gradient of nn.Embedding(sparse=True) is sparse.
             dense = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
@@ -172,12 +175,12 @@ def _gradients_of_shards(
     """Reduce or accumulate full gradients; return None for shards that get no gradient now."""
     to_reduce = []
     for i, (sharded_param, grad) in enumerate(zip(ctx.sharded_params, grads)):
-        if not ctx.needs_input_grad[i + 1]:
+        if not (ctx.needs_input_grad[i + 1] and sharded_param.dtensor.requires_grad):
             continue
         if ctx.destinations[i] != UNSYNCED:
             to_reduce.append(i)
         elif grad is not None:
-            sharded_param.accumulator(UNSYNCED).add(grad)
+            sharded_param.accumulate(UNSYNCED, grad)
     used = _used_on_any_rank(
         [ctx.sharded_params[i] for i in to_reduce], [grads[i] for i in to_reduce]
     )
@@ -200,8 +203,7 @@ def _reduce(
         dtype = sharded_param.accumulator(UNSYNCED).stand_in.dtype
         grad = add_accumulated(grad, [key], [0], dtype)
     if destination == PARTIAL:
-        sharded_param.accumulator(PARTIAL).add(spec.reduce_to_partial(grad))
-        sharded_param.drop_taken()
+        sharded_param.accumulate(PARTIAL, spec.reduce_to_partial(grad))
         return None
     return spec.reduce(grad, sharded_param.shard.dtype, sharded_param.accumulator_key(PARTIAL))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from weakref import WeakSet
 
 from torch import nn
 
@@ -13,18 +14,24 @@ from .sharded_param import refresh_accessors, sharded_model_of, sharded_param_of
 from .trained_module import uncompiled_module
 
 # Flags of a module: whether to reduce its gradients; whether to average them over replicas.
-SYNCS, ALL_REDUCES = "_graphshard_syncs", "_graphshard_all_reduces"
+SYNCS, ALL_REDUCES = "syncs", "all_reduces"
+
+# Modules whose flag is False. Not an attribute, which a copy made in ``no_sync`` would keep.
+_without: dict[str, WeakSet[nn.Module]] = {SYNCS: WeakSet(), ALL_REDUCES: WeakSet()}
 
 
 def module_flag(module: nn.Module, name: str) -> bool:
     """Return the flag ``SYNCS`` or ``ALL_REDUCES`` of ``module``, True by default."""
-    return module.__dict__.get(name, True)
+    return module not in _without[name]
 
 
 def set_flags(flags: Mapping[nn.Module, bool], name: str) -> None:
     """Set the flag ``SYNCS`` or ``ALL_REDUCES`` of modules, and refresh their accessors."""
     for module, flag in flags.items():
-        module.__dict__[name] = flag
+        if flag:
+            _without[name].discard(module)
+        else:
+            _without[name].add(module)
     for module in flags:
         refresh_accessors(module)
 

@@ -6,14 +6,16 @@ changes the copy in place (the change would be lost) or reads a parameter withou
 Backward gathers again from the shard that forward saved, and raises if the shard has changed since.
 Autograd does not notice such a change: an in-place op on a DTensor increments only the version of
 the DTensor, not the one that its local tensor shares with the shard. Each run of a graph therefore
-records the versions of the DTensors whose shards it saves.
+records the versions of the DTensors whose shards it saves. Autograd also ignores ``requires_grad``
+of DTensors, so backward first copies it to their shards.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -30,7 +32,7 @@ from .._torch.autograd import (
     saves_unpacked,
     version_of,
 )
-from .._torch.dynamo import Source, Trace, sources
+from .._torch.dynamo import Source, Trace, run_with_callees_as_python, sources
 from .._torch.frames import CompiledCall
 from .._torch.tensors import storage_of, traced_storage, traced_value
 from ..errors import BackendError
@@ -172,45 +174,53 @@ _VERSIONS = "graphshard_versions"
 _hook: list[RemovableHandle] = []
 
 
-class _Saved(NamedTuple):
+@dataclass
+class _Hooked:
+    """A graph whose backward has our hook."""
+
     node_type: type  # class of the graph's autograd nodes
-    shards: list[int]  # positions among the graph's inputs
+    saved: list[int] | None = None  # positions of the shards that it saves among its inputs
 
 
-def refusing_stale_forwards(compiled: Callable[..., _R]) -> Callable[..., _R]:
-    """Wrap a compiled graph so that backward raises if it gathers a parameter that has changed.
+def with_backward_hook(compiled: Callable[..., _R]) -> Callable[..., _R]:
+    """Wrap a compiled graph so that its backward notices changes made since the forward.
 
-    Forwards that run under saved-tensor hooks are not checked.
+    Backward follows changes of ``requires_grad``. It raises if it gathers a parameter that has
+    changed, unless the forward ran under saved-tensor hooks.
     """
-    saved: _Saved | None = None
+    hooked: _Hooked | None = None
 
     def run(*args: object) -> _R:
-        nonlocal saved
+        nonlocal hooked
         outputs = compiled(*args)
-        # Saved-tensor hooks pack a copy, or recompute with the parameters as they are in backward.
-        if not isinstance(outputs, Sequence) or not saves_unpacked():
+        if not isinstance(outputs, Sequence):
             return outputs
-        saved = saved or _find_saved(outputs, args)
-        if saved is not None and saved.shards:
-            _record_versions(outputs, args, saved)
+        hooked = hooked or _hook_backward(outputs, args)
+        # Saved-tensor hooks pack a copy, or recompute with the parameters as they are in backward.
+        if hooked is not None and hooked.saved != [] and saves_unpacked():
+            _record_versions(outputs, args, hooked)
         return outputs
 
     return run
 
 
-def _find_saved(outputs: Sequence[object], args: Sequence[object]) -> _Saved | None:
-    """Hook the backward of a graph, and find the inputs that are shards saved for it.
-
-    Return None if the graph does not train. The hook raises if the parameter of a saved shard has
-    changed. Once a graph saves a shard, every optimizer step increments the versions of the
-    DTensors that have gradients.
-    """
+def _hook_backward(outputs: Sequence[object], args: Sequence[object]) -> _Hooked | None:
+    """Hook the backward of a graph; return None if the graph does not train."""
     # A graph may return its inputs, whose nodes belong to other graphs.
     nodes = set(compiled_nodes(outputs)).difference(compiled_nodes(args))
     if not nodes:
         return None
     node = nodes.pop()
-    before_backward(node, _raise_if_stale)
+    before_backward(node, _before_backward)
+    return _Hooked(type(node))
+
+
+def _find_saved(node: Any, args: Sequence[object]) -> list[int]:
+    """Return the positions of the inputs that are shards saved by ``node``.
+
+    Once a graph saves a shard, every optimizer step increments the versions of the DTensors that
+    have gradients.
+    """
     # Compared by storage: on a single rank, the gathered parameter is a view of its shard.
     # Parameters that are kept unsharded are not saved as shards, and keep their values.
     kept = {storage_of(tensor) for tensor in saved_tensors(node)}
@@ -221,14 +231,25 @@ def _find_saved(outputs: Sequence[object], args: Sequence[object]) -> _Saved | N
     ]
     if shards and not _hook:
         _hook.append(register_optimizer_step_post_hook(_count_step))
-    return _Saved(type(node), shards)
+    return shards
 
 
-def _record_versions(outputs: Sequence[object], args: Sequence[object], saved: _Saved) -> None:
+def _record_versions(outputs: Sequence[object], args: Sequence[object], hooked: _Hooked) -> None:
     for node in compiled_nodes(outputs):
-        if type(node) is saved.node_type and not hasattr(node, _VERSIONS):
-            params = [sharded_param_of(args[i]) for i in saved.shards]
+        if type(node) is hooked.node_type and not hasattr(node, _VERSIONS):
+            if hooked.saved is None:
+                hooked.saved = _find_saved(node, args)
+            params = [sharded_param_of(args[i]) for i in hooked.saved]
             setattr(node, _VERSIONS, [(p, version_of(p.dtensor)) for p in params if p is not None])
+
+
+@run_with_callees_as_python
+def _before_backward(node: Any) -> None:
+    _raise_if_stale(node)
+    for accumulation, _ in node.next_functions:
+        sharded_param = sharded_param_of(getattr(accumulation, "variable", None))
+        if sharded_param is not None:
+            sharded_param.sync_requires_grad()
 
 
 def _raise_if_stale(node: Any) -> None:

@@ -22,7 +22,7 @@ from .._torch.frames import call_arguments, compiled_call
 from .._torch.nn import apply_to_tensors, has_forward
 from ..errors import BackendError
 from ..options.options import Options
-from .sharded_param import sharded_param_of
+from .sharded_param import sharded_model_of, sharded_param_of
 
 _T = TypeVar("_T")
 
@@ -77,6 +77,8 @@ def check_cast_boundaries(
         will_cast: whether to skip ``root`` itself, because its inputs are cast later.
     """
     for module, policy in find_cast_boundaries(root, options)[will_cast:]:  # root's is first
+        if sharded_model_of(module) is not None:
+            continue  # its casts, or those of its earlier policy, have been registered
         begun, runs = call_arguments(module), in_use and module is root
         dtype = _input_dtype(policy)
         casts_inputs = _needs_cast(begun, dtype) if begun else dtype is not None

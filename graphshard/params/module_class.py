@@ -38,7 +38,7 @@ from .eager import full_parameters
 from .grad_sync import ALL_REDUCES, SYNCS, module_flag, set_flags
 from .loading import prepare_loaded
 from .param_spec import ParamSpec, TensorParallel, reader
-from .pickling import Reduced, copyable_only
+from .pickling import Reduced, copy_gradients, copyable_only
 from .save_pretrained import METHOD, has_save_pretrained, save_in_full
 from .sharded_param import (
     ShardedModel,
@@ -92,9 +92,8 @@ class ShardedModule(NoticesReplacement):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Reduced:
         what = f"a module {type(self).__name__}"
-        params = parameters_of(self).values()
-        gradients = [p.grad for p in params if p is not None and p.grad is not None]
-        return copyable_only(what, cast(Reduced, super().__reduce_ex__(protocol)), gradients)
+        reduced = cast(Reduced, super().__reduce_ex__(protocol))
+        return copyable_only(what, reduced, _gradients(self))
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -153,6 +152,22 @@ def install(
         sharded_param.add_owner(module, name)
     _set_class(module, plain_class(module), [*previous, *sharded_params], previous)
     join_model(module, model)
+
+
+def adopt(module: nn.Module, name: str) -> bool:
+    """Make ``module`` an owner of the sharded parameter that was assigned to it, as to a tied head.
+
+    Return False if it has an accessor for ``name`` already.
+    """
+    if had_sharded(module, name):
+        return False
+    dtensor = parameters_of(module)[name]
+    sharded_param = sharded_param_of(dtensor)
+    assert sharded_param is not None and isinstance(dtensor, DTensor)
+    if not sharded_param.is_attached():  # a copy of a parameter
+        sharded_param.attach(dtensor)
+    install(module, {name: sharded_param}, sharded_param.model)
+    return True
 
 
 def _set_class(
@@ -214,9 +229,30 @@ def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type
         namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
     if has_save_pretrained(cls):  # on the class, so that copies of a model have it
         namespace[METHOD] = save_in_full(getattr(cls, METHOD))
+    if (own := getattr(cls, "__deepcopy__", None)) is not None:  # of a parametrized module
+        namespace["__deepcopy__"] = _attaching_copies(own)
     # Bypass __new__ of a custom metaclass, which might register the class or need arguments.
     make = ABCMeta.__new__ if isinstance(cls, ABCMeta) else type.__new__
     return cast(type[ShardedModule], make(type(cls), cls.__name__, (ShardedModule, cls), namespace))
+
+
+def _attaching_copies(deepcopy: Callable[[Any, dict[int, Any]], Any]) -> Callable[..., Any]:
+    """Wrap a class's ``__deepcopy__``, which may bypass ``__reduce_ex__`` and ``__setstate__``."""
+
+    @functools.wraps(deepcopy)
+    def copy(self: ShardedModule, memo: dict[int, Any]) -> Any:
+        copy_gradients(_gradients(self), memo)
+        copied = deepcopy(self, memo)
+        if isinstance(copied, ShardedModule):
+            copied._graphshard_on_replacement()
+        return copied
+
+    return copy
+
+
+def _gradients(module: nn.Module) -> list[torch.Tensor]:
+    params = parameters_of(module).values()
+    return [p.grad for p in params if p is not None and p.grad is not None]
 
 
 # --- accessors -----------------------------------------------------------------------------------
@@ -262,7 +298,7 @@ def _eager_value(module: ShardedModule, name: str) -> torch.Tensor | None:
     # have registered them in different orders.
     readings = sorted(type(module)._graphshard_readings)
     names = [name for name in readings if parameters.get(name) is not None]
-    full = full_parameters(module, names)
+    full = full_parameters(model, module, names)
     if full is None:  # outside of any forward
         return param
     if not model.warned and compiled_call().backend is not None:

@@ -50,15 +50,19 @@ class _Recipe:
         self.what, self.make, self.gradients = what, make, gradients
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Recipe:
-        # Copy gradients before deepcopy reaches the state: ``Tensor.__deepcopy__`` fails on a
-        # DTensor whose local tensor is only part of a storage, such as a gradient that is a slice
-        # of a reduction buffer.
-        for grad in self.gradients:
-            memo.setdefault(id(grad), grad.detach().clone())
+        copy_gradients(self.gradients, memo)
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_pickling(self.what)
+
+
+def copy_gradients(gradients: Sequence[torch.Tensor], memo: dict[int, Any]) -> None:
+    """Copy gradients before deepcopy reaches the state that has them."""
+    # ``Tensor.__deepcopy__`` fails on a DTensor whose local tensor is only part of a storage, such
+    # as a gradient that is a slice of a reduction buffer.
+    for grad in gradients:
+        memo.setdefault(id(grad), grad.detach().clone())
 
 
 def _make(recipe: _Recipe) -> object:

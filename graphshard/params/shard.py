@@ -134,7 +134,7 @@ def shard_module(
         if any(plain.spec.host_memory is not None for plain in plain_params):
             move_buffers(root, groups.device)
         if syncs:
-            for _, buffer in sorted(root.named_buffers()):
+            for _, buffer in sorted(_new_buffers(root).items()):
                 broadcast_from_first_rank(buffer, groups)
         sharded_params = _shard_parameters(by_name, model, used, syncs=syncs)
         _install(root, plain_params, sharded_params, model)
@@ -201,7 +201,7 @@ def _raise_if_used_unequal(
     root: nn.Module, plain_params: Sequence[PlainParam], groups: MeshGroups
 ) -> None:
     # A running forward may have used the values, so making them equal now would be too late.
-    tensors = {plain.fqn: plain.param for plain in plain_params} | dict(root.named_buffers())
+    tensors = {plain.fqn: plain.param for plain in plain_params} | _new_buffers(root)
     own = {plain.fqn: plain.spec.groups for plain in plain_params}
     unequal = [n for n in sorted(tensors) if _is_unequal(tensors[n], own.get(n, groups))]
     rank = dist.get_rank(process_group(groups.all_ranks))
@@ -213,6 +213,13 @@ def _raise_if_used_unequal(
             "equal: call graphshard.shard(model, ...) before the first step, or use the same seed "
             "on all ranks"
         )
+
+
+def _new_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers of modules that are not sharded yet: later, each rank updates its own."""
+    sharded = (module for module in root.modules() if sharded_model_of(module) is not None)
+    old = {id(buffer) for module in sharded for buffer in module.buffers(recurse=False)}
+    return {name: buffer for name, buffer in root.named_buffers() if id(buffer) not in old}
 
 
 def _is_unequal(tensor: torch.Tensor, groups: MeshGroups) -> bool:

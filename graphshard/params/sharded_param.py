@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import warnings
 import weakref
 from dataclasses import dataclass, field
@@ -73,6 +74,8 @@ _WHY_NOT_COMPILED = (
 # reach only one of several models, and must also reduce the totals of the others, in the same order
 # on all ranks.
 _accumulating: weakref.WeakKeyDictionary[ShardedModel, None] = weakref.WeakKeyDictionary()
+
+_numbers = itertools.count()
 
 
 def shard_attribute(name: str) -> str:
@@ -119,6 +122,7 @@ class ShardedParam:
         self._local: torch.Tensor | None = None
         self._uninitialized = False
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # and parameter names
+        self._number = next(_numbers)
         model.sharded_params.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
@@ -166,9 +170,7 @@ class ShardedParam:
 
     def is_attached_to(self, dtensor: DTensor) -> bool:
         """Return whether ``dtensor`` is attached and still has the storage it was attached with."""
-        return (
-            self.is_attached() and self.dtensor is dtensor and local_tensor(dtensor) is self._local
-        )
+        return local_tensor(dtensor) is self._local and self.dtensor is dtensor
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         """Make ``module`` an owner: give it the DTensor as parameter ``name``, and the shard."""
@@ -223,9 +225,15 @@ class ShardedParam:
             )
         if self._uninitialized:
             self._check_initialized()
-        if self.dtensor.requires_grad == self.shard.requires_grad:
+        return self.sync_requires_grad()
+
+    def sync_requires_grad(self) -> bool:
+        """Copy the DTensor's ``requires_grad`` to its leaves; return False if it differed."""
+        required = self.dtensor.requires_grad
+        if required == self.shard.requires_grad:
             return True
-        self.shard.requires_grad_(self.dtensor.requires_grad)
+        for leaf in (self.shard, *self.stand_ins()):
+            leaf.requires_grad_(required)
         if self.model.accumulates:
             self.refresh_accessors()
         return False
@@ -297,7 +305,9 @@ class ShardedParam:
             keys = {name: self.accumulator_key(name) for name in ACCUMULATOR_NAMES}
             pending = {name: key for name, key in keys.items() if key is not None}
         if destination is not None:
-            pending[destination] = self.accumulator(destination).stand_in
+            stand_in = pending[destination] = self.accumulator(destination).stand_in
+            if not stand_in.requires_grad:  # the shard is not in sync yet
+                stand_in.requires_grad_()
         return pending
 
     def accumulator(self, name: str) -> Accumulator:
@@ -317,8 +327,15 @@ class ShardedParam:
             accumulator.add(known.total)
         return accumulator
 
+    def accumulate(self, name: str, grad: torch.Tensor) -> None:
+        """Add a gradient that eager code has computed to accumulator ``name``."""
+        self.accumulator(name).add(grad)
+        self._on_accumulated(name, grad)
+
     @run_with_callees_as_python
     def _on_accumulated(self, name: str, _: torch.Tensor) -> None:
+        # Since the forward, another backward may have reduced all totals.
+        _accumulating.setdefault(self.model)
         if name == PARTIAL and UNSYNCED in self._accumulators:
             # The full gradients that were reduced to this shard may include the unsynced total.
             self._accumulators[UNSYNCED].drop_taken()
@@ -414,8 +431,8 @@ def _on_shard_gradient(shard: torch.Tensor) -> None:
     sharded_param.model.raise_if_changed()
     sharded_param.model.warn_of_breaks()
     sharded_param.accumulate_grad(grad)
+    sharded_param.drop_taken()
     if _accumulating:
-        sharded_param.drop_taken()
         on_backward_success(_reduce_all_leftovers)
 
 
@@ -488,7 +505,8 @@ class ShardedModel:
     def reduce_leftovers(self) -> None:
         """Reduce accumulated gradients of parameters without a gradient in the last backward."""
         reducible = [p for p in self.sharded_params if p.is_owned() and p.grad_destination is None]
-        reducible.sort(key=lambda sharded_param: sharded_param.fqn)
+        # Untied weights share an FQN.
+        reducible.sort(key=lambda sharded_param: (sharded_param.fqn, sharded_param._number))
         if not reducible:
             return
         with eager_reduction(reducible[0].spec.groups, reducible[0].fqn):

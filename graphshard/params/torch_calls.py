@@ -30,6 +30,7 @@ def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
     sharded_param = sharded_param_of(value)
     if sharded_param is None:
         return None
+    sharded_param.sync_requires_grad()
     if accumulates:  # backward(), which returns no gradients
         return [sharded_param.shard, *sharded_param.stand_ins()]
     if sharded_param.model.accumulates:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +14,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import graphshard
 from graphshard.kinds import TransferKind
 from graphshard.pipeline import run_passes
+from graphshard.pipeline.settings import baked_in
 from graphshard.planning.plan import Plan
+from graphshard.show.dump_folder import PAGE
 from tests.graph.conftest import WORLD_SIZE
 from tests.models import GPT, MLP
 from tests.plan.dumps import fqns_of
@@ -172,6 +176,10 @@ def test_metrics_match_plans(mesh: DeviceMesh) -> None:
 
 
 def test_failed_compilation_keeps_its_number_and_dumps(mesh: DeviceMesh, tmp_path: Path) -> None:
+    stale = ["07-backward.json", "07-saving.txt", "07-keep-forward.before.py", PAGE]
+    kept = ["03-notes.json", "step.json", "step.trace.json"]  # profiles, and the user's own files
+    for name in (*stale, *kept):
+        (tmp_path / name).write_text("of an earlier run")
     model = MLP()
     backend = graphshard.backend(mesh, compiler="aot_eager", dump=tmp_path)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -192,6 +200,9 @@ def test_failed_compilation_keeps_its_number_and_dumps(mesh: DeviceMesh, tmp_pat
     with torch.no_grad():
         compiled(torch.ones(5, 7))
     assert (tmp_path / "01-inference.json").exists()
+    assert not any((tmp_path / name).exists() for name in stale if name != PAGE)
+    assert "of an earlier run" not in (tmp_path / PAGE).read_text()
+    assert all((tmp_path / name).exists() for name in kept)
 
 
 _calls: list[str] = []
@@ -226,3 +237,44 @@ def test_operator_without_tensors_runs(mesh: DeviceMesh, compiler: str) -> None:
     with torch.no_grad():
         model(torch.ones(5, 7))
     assert _calls == ["forward"] * 2
+
+
+@pytest.fixture
+def default_precision() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+_CUDA, _CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+PRECISIONS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "legacy": (lambda: torch.set_float32_matmul_precision("high"), True),
+    "cuda": (lambda: setattr(_CUDA, "fp32_precision", "tf32"), True),
+    "cpu": (lambda: setattr(_CPU, "fp32_precision", "bf16"), False),
+}
+
+
+@pytest.mark.parametrize(("change", "tf32"), PRECISIONS.values(), ids=PRECISIONS)
+def test_precision_of_products_may_be_set_by_either_api(
+    mesh: DeviceMesh, default_precision: None, change: Callable[[], Any], tf32: bool
+) -> None:
+    def modes() -> str:
+        return baked_in([], [], torch.device("cpu"), {})
+
+    before = modes()
+    change()
+    assert modes() != before
+    schedule = graphshard.SchedulePolicy(hardware="H100")
+    assert schedule.cost_model(torch.device("cuda")).tf32 == tf32
+    torch.compile(MLP(), backend=_backend(mesh))(torch.ones(5, 7)).backward()
+
+
+def test_compiled_autograd_is_refused(mesh: DeviceMesh) -> None:
+    model = MLP()
+
+    def step(x: torch.Tensor) -> None:
+        model(x).backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        with pytest.raises(ValueError, match=r"^graphshard does not support compiled autograd"):
+            torch.compile(step, backend=_backend(mesh))(torch.ones(5, 7))
+        torch.compile(MLP(), backend=_backend(mesh))(torch.ones(5, 7)).backward()

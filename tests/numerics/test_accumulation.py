@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -306,6 +307,16 @@ def test_require_backward_grad_sync_works_as_in_ddp() -> None:
         twins.backward(micros[1])
         twins.check()
         twins.zero_grad()
+
+
+@on_ranks(2)
+def test_copy_made_in_no_sync_reduces() -> None:
+    twins = Twins(MLP())
+    twins.train(MLP.batch, steps=1)
+    with graphshard.no_sync(twins.model):
+        copied = copy.deepcopy(twins.model)
+    assert copied.require_backward_grad_sync
+    Twins(copied, twins.reference).train(MLP.batch, steps=1)
 
 
 def test_non_module_and_non_bool_are_refused() -> None:

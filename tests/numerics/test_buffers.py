@@ -101,3 +101,14 @@ def test_buffers_that_differ_between_ranks_raise_on_all() -> None:
 def test_sync_buffers_refuses_non_module() -> None:
     with pytest.raises(ValueError, match="model is a list: pass the nn"):
         graphshard.sync_buffers([])  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_second_sharding_keeps_statistics_of_each_rank() -> None:
+    model, rank = graphshard.shard(ConvNet(), world_mesh()), dist.get_rank()
+    model.later = nn.BatchNorm2d(5)
+    for norm in (model.norm1, model.later):
+        norm.running_mean.fill_(rank)
+    graphshard.shard(model, world_mesh())
+    assert bool((model.norm1.running_mean == rank).all())
+    assert bool((model.later.running_mean == 0).all())

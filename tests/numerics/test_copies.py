@@ -160,6 +160,24 @@ def test_copy_of_model_with_gradients_trains_identically(what: str) -> None:
     assert not torch.equal(whole(model.up.weight), whole(twin.up.weight))
 
 
+class _WeightNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(7, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.normed(x).square().mean()
+
+
+@on_ranks(2)
+def test_copy_of_parametrized_module_trains() -> None:
+    twins = Twins(_WeightNormed())
+    twins.backward(draw(MLP.batch, 0))
+    copied = AveragedModel(twins.model).module
+    assert_same(copied, twins.reference)
+    Twins(copied, twins.reference).train(MLP.batch, steps=2)
+
+
 # Weight averages and optimizers created before the first step.
 
 

@@ -312,6 +312,17 @@ def test_invalid_fp8_policies_and_models_raise() -> None:
     )
 
 
+@NEEDS_FP8
+@on_ranks(2)
+def test_fp8_need_not_select_parameters_of_a_later_module() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    options = {"fp8": graphshard.Float8Policy()}
+    graphshard.shard(model, world_mesh(), **options)
+    model.append(nn.Linear(32, 3))
+    graphshard.shard(model, world_mesh(), **options)
+    assert isinstance(model[1].weight, DTensor)
+
+
 @on_ranks(2)
 def test_fp8_all_gather_of_torchao_raises() -> None:
     model = _convert(_model(), enable_fsdp_float8_all_gather=True)

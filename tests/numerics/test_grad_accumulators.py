@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +19,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parameter import Parameter
 
 import graphshard
+from graphshard.params.sharded_param import sharded_model_of
 from tests import ranks
 from tests.fallible import Fallible, fails_in
 from tests.models import MLP
-from tests.numerics.compare import Twins, compile_sharded, draw, whole, world_mesh
+from tests.numerics.compare import (
+    Twins,
+    assert_same,
+    compile_sharded,
+    draw,
+    whole,
+    world_mesh,
+)
 from tests.ranks import on_ranks
 
 
@@ -206,6 +217,37 @@ def test_backward_of_reduced_and_unreduced_forwards_adds_both(eager: bool) -> No
         twins.check()
 
 
+def _late(shape: tuple[int, ...], eager: bool) -> None:
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    twins, other = Twins(MLP(), mesh=mesh), Twins(MLP(), mesh=mesh)
+    batches, rank = [draw(MLP.batch, step) for step in range(6)], dist.get_rank()
+    for one in (twins, other):
+        one.compiled(batches[0][rank]).backward()
+        _plain(one, batches[0])
+    called = twins.model if eager else twins.compiled
+    setters = (graphshard.set_requires_gradient_sync, graphshard.set_requires_all_reduce)
+    skip = setters[mesh.ndim - 1]
+    skip(twins.model, False)
+    late = [called(batches[step][rank]) for step in (1, 2)]
+    skip(twins.model, True)
+    other.compiled(batches[0][rank]).backward()
+    late.pop().backward()
+    called(batches[3][rank]).backward()
+    late.pop().backward()
+    for batch in batches[4:]:
+        called(batch[rank]).backward()
+    for batch in batches[1:]:
+        _plain(twins, batch)
+    assert_same(twins.model, twins.reference)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_late_unreduced_backward_is_added_once(shape: tuple[int, ...], eager: bool) -> None:
+    ranks.run(math.prod(shape), _late, shape, eager)
+
+
 class _Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -230,6 +272,38 @@ def _dropped_block() -> list[bool]:
 
 def test_block_skipped_by_last_microbatch_is_reduced() -> None:
     assert all(map(all, ranks.run(2, _dropped_block)))
+
+
+class _Untied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.first, self.second = (nn.Linear(7, 7) for _ in range(3))
+        self.second.weight = self.first.weight
+
+    def forward(self, batch: tuple[Tensor, bool]) -> Tensor:
+        x, uses_all = batch
+        x = torch.tanh(self.always(x))
+        return (self.second(torch.tanh(self.first(x))) if uses_all else x).square().mean()
+
+
+@on_ranks(2)
+def test_totals_of_untied_weights_are_reduced_in_one_order() -> None:
+    twins, rank = Twins(_Untied()), dist.get_rank()
+    xs = draw(MLP.batch, 0)
+    twins.backward([(x, True) for x in xs])
+    twins.zero_grad()
+    for model in (twins.model, twins.reference):
+        weight = model.get_parameter("first.weight").detach()
+        model.get_submodule("second").weight = Parameter(weight.clone())
+    with graphshard.no_sync(twins.model):
+        twins.backward([(x, True) for x in xs])
+    known = sharded_model_of(twins.model)
+    assert known is not None
+    # Ranks may hold them in any order: a set's depends on memory addresses.
+    held: Any = sorted(known.sharded_params, key=attrgetter("_number"), reverse=bool(rank))
+    known.sharded_params = held
+    twins.backward([(x, False) for x in xs])
+    twins.check()
 
 
 class _Integers(nn.Module):

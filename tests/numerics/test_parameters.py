@@ -247,6 +247,44 @@ def test_requires_grad_changes_between_steps() -> None:
     assert seen[:4] == [1, 2, 3, 4] and seen[4:] == [4] * 4, seen
 
 
+@pytest.mark.parametrize("eager", [False, True])
+@on_ranks(2)
+def test_backward_follows_requires_grad(eager: bool) -> None:
+    twins = Twins(MLP())
+    twins.train(MLP.batch, steps=1)
+    batches, rank = [draw(MLP.batch, step) for step in range(4)], torch.distributed.get_rank()
+    ours = twins.model if eager else twins.compiled
+    for model, call in (
+        (twins.model, lambda xs: ours(xs[rank])),
+        (twins.reference, lambda xs: torch.stack([*map(twins.plain, xs)]).mean()),
+    ):
+        # As a GAN trains its generator between the discriminator's forward and backward.
+        loss, again = call(batches[0]), call(batches[0])
+        model.requires_grad_(False)
+        inputs = [x.clone().requires_grad_() for x in batches[1]]
+        of_inputs = call(inputs)
+        model.requires_grad_(True)
+        loss.backward()
+        of_inputs.backward()
+        assert inputs[rank].grad is not None
+        model.requires_grad_(False)
+        call(batches[1])
+        model.requires_grad_(True)
+        again.backward(inputs=[model.up.weight])
+        loss = call(batches[2])
+        model.up.requires_grad_(False)
+        loss.backward()
+        with graphshard.no_sync(model):
+            loss = call(batches[3])
+        model.mid.requires_grad_(False)
+        loss.backward()
+        model.requires_grad_(True)
+        with graphshard.no_sync(model):
+            call(batches[1]).backward()
+        call(batches[0]).backward()
+    twins.check()
+
+
 @on_ranks(2)
 def test_unfrozen_parameters_are_trained() -> None:
     twins = Twins(Frozen())

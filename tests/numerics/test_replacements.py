@@ -60,6 +60,34 @@ def test_parameter_replaced_before_first_step_is_trained(compiled: bool) -> None
     twins.train(MLP.batch)
 
 
+class _Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids)).square().mean()
+
+    @staticmethod
+    def batch(rng: torch.Generator) -> Tensor:
+        return torch.randint(9, (3, 5), generator=rng)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("function", [None, _function])
+@on_ranks(2)
+def test_new_module_can_be_tied_to_sharded_parameter(function: Any, bias: bool) -> None:
+    twins = Twins(_Embedded(), function=function)
+    twins.train(_Embedded.batch, steps=1)
+    head = nn.Linear(6, 9, bias=bias)
+    for model in (twins.model, twins.reference):
+        assert isinstance(model, _Embedded)
+        model.head = copy.deepcopy(head)
+        model.head.weight = model.embed.weight
+    twins.train(_Embedded.batch, steps=2)
+    assert twins.model.head.weight is twins.model.embed.weight
+
+
 def _plain(gain: Any) -> Tensor:
     return gain.full_tensor()
 

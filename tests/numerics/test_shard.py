@@ -267,9 +267,17 @@ def test_optimizer_survives_loading() -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overrides": {"down.*": {"reshard_after_forward": False}}},
+        {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float32)},
+    ],
+)
 @on_ranks(2)
-def test_replaced_module_is_sharded_at_next_step() -> None:
-    twins = Twins(*_sharded(MLP()))
+def test_replaced_module_is_sharded_at_next_step(options: dict[str, Any]) -> None:
+    twins = Twins(MLP(), **options)
     twins.train(MLP.batch, steps=1)
     new = nn.Linear(7, 13)
     twins.reference.up = copy.deepcopy(new)
