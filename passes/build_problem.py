@@ -252,7 +252,7 @@ def _alive_bytes(
     holders: dict[fx.Node, set[fx.Node]] = {}  # nodes whose memory holds each value
     last_use: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        results = _results_of(node)
+        results = results_of(node)
         read = set().union(*(holders[used] for used in node.all_input_nodes if not results))
         is_marker = markers.is_marker(node)
         used = _needed_until(node, written) if is_marker else position.get(node, end)
@@ -274,7 +274,7 @@ def _alive_bytes(
     owners = [n for n, own in holders.items() if n in own and n.op != "output"]
     at, before = [], []
     for node in owners:
-        results = _results_of(node)
+        results = results_of(node)
         begin = position.get(results or node, -1)
         if _is_cast_copy(node):  # made right before its first use
             begin = min(position.get(user, end) for user in node.users)
@@ -286,7 +286,7 @@ def _alive_bytes(
     return _AliveBytes(sum_spans(at, end), sum_spans(before, end + 1))
 
 
-def _results_of(node: fx.Node) -> fx.Node | None:
+def results_of(node: fx.Node) -> fx.Node | None:
     """Return the multi-output operator that a ``getitem`` node reads, or None."""
     root = root_of(node) if node.target is operator.getitem else None
     return None if root is None or isinstance(root.meta.get("val"), torch.Tensor) else root

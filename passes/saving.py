@@ -34,12 +34,14 @@ from graphshard.ops.nodes import (
     HELD_BYTES,
     Emitter,
     erase_unused,
+    is_view,
+    memory_bytes,
     num_bytes,
     root_of,
     users_through_views,
     value_of,
 )
-from graphshard.passes.build_problem import GraphProblem, build_problem
+from graphshard.passes.build_problem import GraphProblem, build_problem, results_of
 from graphshard.passes.contract import PassContext
 from graphshard.passes.describe import describe_params, source_of
 from graphshard.passes.normalize import normalize
@@ -187,14 +189,21 @@ def _offloadable(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, fx.N
     can free it after their last use. Inputs and gathered parameters are no activations.
     """
     # Number of outputs that share each node's memory.
-    num_returned = Counter(root_of(n) for n in outputs_of(gm.graph) if isinstance(n, fx.Node))
+    num_returned = Counter(_owner(n) for n in outputs_of(gm.graph) if isinstance(n, fx.Node))
     inputs = context.backward_graph.find_nodes(op="placeholder")
     placeholders = {node.name: node for node in inputs}
     return {
         placeholders[node.name]: node
         for node in saved_nodes(gm.graph, context.num_outputs)
-        if num_returned[root_of(node)] == 1 and _is_large(node) and placeholders[node.name].users
+        if num_returned[_owner(node)] == 1 and _is_large(node) and placeholders[node.name].users
     }
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """Return the node that owns a value's memory; each result of an operator owns its own."""
+    while results_of(node) is None and is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _is_large(node: fx.Node) -> bool:
@@ -203,8 +212,8 @@ def _is_large(node: fx.Node) -> bool:
         return False
     if not isinstance(value, torch.Tensor):
         return False
-    is_expanded = 0 in value.stride()  # takes less memory than its size suggests
-    return not is_expanded and num_bytes(value) >= MIN_BYTES
+    # An expanded tensor takes less memory than its copy would.
+    return memory_bytes(value) == num_bytes(value) >= MIN_BYTES
 
 
 def _describe_saved(
@@ -214,7 +223,7 @@ def _describe_saved(
 ) -> list[SavedActivation]:
     descriptions = []
     for placeholder, saved in pairs.items():
-        uses = (saved, *users_through_views(root_of(saved)))
+        uses = (saved, *users_through_views(_owner(saved)))
         backward_steps = [backward_step[n] for n in users_through_views(placeholder)] or [0]
         descriptions.append(
             SavedActivation(

@@ -61,6 +61,12 @@ def is_in_torch_save() -> bool:
     return any(frame.f_code is torch.save.__code__ for frame in frames())
 
 
+def is_in_compiled_autograd() -> bool:
+    """Return whether compiled autograd is compiling or running a backward graph."""
+    name = "torch._dynamo.compiled_autograd"
+    return any(frame.f_globals.get("__name__") == name for frame in frames())
+
+
 def locals_at(error: BaseException) -> Iterator[object]:
     """Yield the local variables of all frames that ``error`` has propagated through so far."""
     step = error.__traceback__

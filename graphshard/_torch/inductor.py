@@ -60,11 +60,28 @@ __all__ = [
 ]
 
 
-# Inductor options (torch/_inductor/config.py) that keep collectives in their written order.
-KEEP_ORDER = {
-    "combo_kernels": False,  # combo kernels are reordered after `KeepWaits`
+# Inductor options (torch/_inductor/config.py) whose passes would move, merge or split planned
+# collectives, with the values that disable them. Torch 2.11 does not have all of them.
+_ON_BY_DEFAULT = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
+}
+_OFF_BY_DEFAULT = {
+    "combo_kernels": False,  # combo kernels are reordered after `KeepWaits`
+    "reorder_for_compute_comm_overlap": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "dedup_reduce_scatters": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "aten_distributed_optimizations.enable_low_contention_collectives": False,
+    "aten_distributed_optimizations.allow_comms_decompositions": False,
+}
+KEEP_ORDER: dict[str, Any] = {
+    name: off
+    for name, off in {**_ON_BY_DEFAULT, **_OFF_BY_DEFAULT}.items()
+    if hasattr(inductor_config, name)
 }
 
 # Inductor options for graphs that may offload activations to the host. With layout optimization,
@@ -101,14 +118,30 @@ def options_of_plans(
 
 def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return a user's Inductor options without those of `KEEP_ORDER`; warn if any is on."""
-    undone = [f"{name}={asked[name]}" for name in KEEP_ORDER if asked.get(name, False)]
+    set_globally = {
+        name: getattr(inductor_config, name, off) for name, off in _OFF_BY_DEFAULT.items()
+    }
+    chosen = {**set_globally, **asked}
+    undone = [
+        f"{name}={chosen[name]!r}"
+        for name, off in KEEP_ORDER.items()
+        if chosen.get(name, off) != off
+    ]
     if undone:
         warnings.warn(
             f"graphs of this backend run without {', '.join(undone)}, which would move collectives "
-            "away from their planned places: remove them from the options of torch.compile.",
+            "away from their planned places: remove them from the options of torch.compile and "
+            "from torch._inductor.config.",
             stacklevel=2,
         )
     return {name: value for name, value in asked.items() if name not in KEEP_ORDER}
+
+
+def replaced_passes(asked: Mapping[str, Any]) -> list[str]:
+    """Return the Inductor options with a user's passes that this backend would replace."""
+    names = ("custom_partitioner_fn", "_post_fusion_custom_pass")
+    chosen = {**{name: getattr(inductor_config, name) for name in names}, **asked}
+    return [name for name in names if chosen[name] is not None]
 
 
 def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
@@ -354,6 +387,27 @@ def saving_activations(budget: float | None) -> AbstractContextManager[None]:
     if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
         changes["unsafe_treat_script_objects_as_zero_size"] = True
     return functorch_config.patch(changes)
+
+
+def take_region_budget(gm: fx.GraphModule) -> float | None:
+    """Return the ``region_activation_memory_budget`` of a Dynamo graph, and remove it from nodes.
+
+    Return None and change nothing if there is none or, so that torch raises its error, if it does
+    not cover the graph.
+    """
+    # See torch/autograd/graph.py; not in torch 2.11.
+    key = getattr(torch.fx.traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)
+    nodes = [
+        n for part in gm.modules() if isinstance(part, fx.GraphModule) for n in part.graph.nodes
+    ]
+    calls = [node for node in nodes if node.op.startswith("call_")]
+    budgets = {node.meta.get("custom", {}).get(key) for node in calls}
+    if len(budgets) != 1 or budgets == {None}:
+        return None
+    for node in nodes:
+        custom = node.meta.get("custom", {})  # nodes share it
+        node.meta["custom"] = {name: value for name, value in custom.items() if name != key}
+    return float(budgets.pop())
 
 
 def has_activation_budget() -> bool:

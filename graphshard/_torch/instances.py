@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules import module as registration
 from torch.optim import Optimizer
 
+from .dynamo import run_as_python
 from .patches import patch
 
 _T = TypeVar("_T")
@@ -43,6 +44,7 @@ def _noting(method: Any) -> Any:
 
 
 patch("torch.optim.optimizer.Optimizer._patch_step_function", _noting)
+run_as_python(_note_module)
 # A module is recorded once it holds a parameter or a submodule.
 registration.register_module_parameter_registration_hook(_note_module)
 registration.register_module_module_registration_hook(_note_module)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -178,7 +178,7 @@ def _launch_us(timer: Timer) -> float:
 def _matmul_rate(name: str, sizes: Sequence[int], timer: Timer, launch_us: float) -> Rate:
     dtype = torch.float32 if name == "tf32" else getattr(torch, name)
     samples = []
-    with _float32_precision("high" if name == "tf32" else "highest"):
+    with _float32_precision("tf32" if name == "tf32" else "ieee"):
         for n in sizes:
             operands = torch.randn(2, n, n, device=timer.device).to(dtype)
             copies = [operands.clone() for _ in range(num_cold(3 * n * n * dtype.itemsize))]
@@ -190,12 +190,13 @@ def _matmul_rate(name: str, sizes: Sequence[int], timer: Timer, launch_us: float
 
 @contextlib.contextmanager
 def _float32_precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    products: Any = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = precision
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        products.fp32_precision = before
 
 
 def _products(out: Tensor) -> tuple[Callable[[Tensor], Tensor], ...]:

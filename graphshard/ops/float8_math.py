@@ -19,6 +19,7 @@ Functions that take a ``Call`` run ATen calls, or insert them into a graph.
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -120,7 +121,9 @@ def grad_input(call: Call, grad: _Value, weight: Scaled, recipe: str) -> _Value:
 
 def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
     """Return ``grad.T @ x``."""
-    grad, x = _padded(call, grad), _padded(call, x)
+    if value_of(x).device.type == "cuda":
+        # Tensor cores can only sum over a multiple of ``ALIGNMENT`` rows.
+        grad, x = padded(call, grad, 0, ALIGNMENT), padded(call, x, 0, ALIGNMENT)
     left, right = _grad(call, grad, recipe, 0), quantized(call, x, E4M3, recipe, 0)
     if recipe == ROWWISE:
         left = left._replace(values=call(transposed_copy, left.values))
@@ -142,12 +145,14 @@ fake(transposed_copy)(lambda x: x.new_empty((x.shape[1], x.shape[0])))
 lower_as_transposed_copy(transposed_copy)
 
 
-def _padded(call: Call, x: _Value) -> _Value:
-    rows, device = value_of(x).shape[0], value_of(x).device
-    if device.type != "cuda" or not isinstance(rows, int) or not rows % ALIGNMENT:
+def padded(call: Call, x: Value, dim: int, multiple: int) -> Any:
+    """Pad ``dim`` of a matrix with zeros to a multiple of ``multiple``."""
+    missing: Any = -value_of(x).shape[dim] % multiple
+    if not isinstance(missing, int):
+        missing = call(operator.mod, call(operator.neg, _size(call, x, dim)), multiple)
+    elif not missing:
         return x
-    # Tensor cores can only sum over a multiple of ``ALIGNMENT`` rows.
-    return call(_aten.constant_pad_nd.default, x, [0, 0, 0, -rows % ALIGNMENT], 0.0)
+    return call(_aten.constant_pad_nd.default, x, [0, missing] if dim else [0, 0, 0, missing])
 
 
 def _grad(call: Call, grad: _Value, recipe: str, dim: int) -> Scaled:

@@ -15,12 +15,19 @@ scales after the values of each row (``packed``).
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 import torch
 
-from .float8_math import ALIGNMENT, E4M3, as_dtype, contiguous, convert, transposed_copy
+from .float8_math import (
+    ALIGNMENT,
+    E4M3,
+    as_dtype,
+    contiguous,
+    convert,
+    padded,
+    transposed_copy,
+)
 from .nodes import Call, Value, value_of
 
 MXFP8 = "mxfp8"
@@ -63,7 +70,7 @@ def by_rows(call: Call, x: Value) -> Blocks:
 
 def by_columns(call: Call, x: Value) -> Blocks:
     """Return ``x.T`` in blocks along its rows, which are padded to a multiple of 32 values."""
-    return _transposed(call, _cast(call, _padded(call, x, 0, BLOCK), 0))
+    return _transposed(call, _cast(call, padded(call, x, 0, BLOCK), 0))
 
 
 def packed(call: Call, shard: Value, dim: int) -> Any:
@@ -155,9 +162,9 @@ def _tiled(call: Call, exponents: Value) -> Any:
     Scales are padded to whole tiles (cuBLAS documentation, 1D Block Scaling Factors Layout).
     """
     rows, columns = _TILE
-    padded = _padded(call, _padded(call, exponents, 0, rows), 1, columns)
-    down, across = (-1 if n < 0 else n // tile for n, tile in zip(_sizes(padded), _TILE))
-    tiles = _view(call, padded, [down, 4, rows // 4, across, columns])
+    whole = padded(call, padded(call, exponents, 0, rows), 1, columns)
+    down, across = (-1 if n < 0 else n // tile for n, tile in zip(_sizes(whole), _TILE))
+    tiles = _view(call, whole, [down, 4, rows // 4, across, columns])
     ordered = contiguous(call, call(_aten.permute.default, tiles, [0, 3, 2, 1, 4]))
     return call(_aten.view.dtype, _view(call, ordered, [-1]), torch.float8_e8m0fnu)
 
@@ -165,17 +172,6 @@ def _tiled(call: Call, exponents: Value) -> Any:
 def _sizes(x: Value) -> list[int]:
     """Return the sizes for a view, with -1 for the symbolic one, if any."""
     return [size if isinstance(size, int) else -1 for size in value_of(x).shape]
-
-
-def _padded(call: Call, x: Value, dim: int, multiple: int) -> Any:
-    size: Any = value_of(x).shape[dim]
-    missing = -size % multiple
-    if not isinstance(size, int):
-        size = call(_aten.sym_size.int, x, dim)
-        missing = call(operator.mod, call(operator.neg, size), multiple)
-    elif not missing:
-        return x
-    return call(_aten.constant_pad_nd.default, x, [0, missing] if dim else [0, 0, 0, missing])
 
 
 def _view(call: Call, x: Value, shape: list[Any]) -> Any:

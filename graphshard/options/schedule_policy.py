@@ -38,7 +38,8 @@ class SchedulePolicy:
         activation_memory_budget: fraction of the activations to save for backward, from 0
             (recompute all) to 1 (recompute none); the cheapest to recompute for their size are
             recomputed first. The default is the setting of that name in
-            ``torch._functorch.config``. Below 1, and outside of checkpointed regions, backward
+            ``torch._functorch.config``; ``torch.autograd.graph.region_activation_memory_budget``
+            (torch 2.13) overrides both. Below 1, and outside of checkpointed regions, backward
             never gathers a parameter solely to recompute: biases and other parameters with fewer
             than two dimensions are kept unsharded, and if recomputation alone needs a parameter,
             such as an embedding's, the results of the ops that use it are saved instead.
@@ -144,7 +145,8 @@ class SchedulePolicy:
             hardware = find_hardware_or_default(torch.cuda.get_device_name(device))
         else:
             hardware = find_hardware("cpu")
-        tf32 = torch.get_float32_matmul_precision() != "highest"
+        # ``get_float32_matmul_precision`` raises after some uses of these newer attributes.
+        tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return CostModel(hardware, self.node_cost, tf32 and device.type == "cuda")
 
 

@@ -34,10 +34,12 @@ from .._torch.inductor import (
     make_boxed_func,
     options_of_plans,
     read_partitioned,
+    replaced_passes,
     with_planned_order,
     without_cuda_graphs,
 )
 from ..cpython_tuning import with_stack_room, without_full_collections
+from ..errors import BackendError
 from ..kinds import GraphKind
 from ..ops.in_flight import wait_in_flight_on_error
 from ..passes.contract import Stage
@@ -104,10 +106,18 @@ def compile_traced(
     Raises:
         BackendError: ranks compile graphs with different communication, a rank has left or does
             not arrive in time, or no schedule fits the memory budget.
-        ValueError: as :func:`choose_saving`.
+        ValueError: a pass of the user would replace one of this backend, or as
+            :func:`choose_saving`.
     """
     start_s = time.perf_counter()
-    options = traced.inductor_options if settings.compiler == "inductor" else {}
+    options: Mapping[str, Any] = {}
+    if settings.compiler == "inductor":
+        options = traced.inductor_options
+        if replaced := replaced_passes(options):
+            raise BackendError(
+                f"{replaced[0]} is set, but this backend needs its own: remove it from the options "
+                "of torch.compile and from torch._inductor.config"
+            )
     facts = baked_in(
         traced.inputs, traced.marker_groups, settings.device, options, traced.tp_groups
     )
@@ -142,7 +152,7 @@ def _result(compiled: CompiledGraph) -> str:
     loaded = "loaded from Inductor's cache" if compiled.has_loaded else "compiled"
     totals = [dump.totals for dump in compiled.dumps]
     ms, exposed_ms = (
-        sum(getattr(one, name) for one in totals) / 1e3 for name in ("total_us", "exposed_us")
+        sum(getattr(one, name) for one in totals) / 1e3 for name in ("total_us", "all_exposed_us")
     )
     return (
         f"{loaded} in {compiled.seconds:.1f} s; predicted: {ms:.1f} ms, with "

@@ -273,6 +273,7 @@ def _modes() -> tuple[object, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
         torch.are_deterministic_algorithms_enabled(),
     )

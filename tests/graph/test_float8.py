@@ -6,18 +6,23 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard.kinds import GraphKind, TransferKind
-from graphshard.ops import float8_ops, markers
-from graphshard.ops.float8_math import ROWWISE, TENSORWISE
+from graphshard.ops import float8_math, float8_ops, markers
+from graphshard.ops.float8_math import ALIGNMENT, RECIPES, ROWWISE, TENSORWISE
 from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.nodes import REASON
+from graphshard.ops.nodes import run as call_now
 from graphshard.passes.float8 import gather_float8
 from graphshard.planning.plan import Plan
 from tests.graph.builder import Builder, count, run, targets
@@ -69,6 +74,21 @@ def _gathered(plan: Plan) -> dict[str, str]:
 
 def _in_fp8(plan: Plan) -> set[str]:
     return {name for name, dtype in _gathered(plan).items() if dtype == E4M3}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_dynamic_rows_are_padded_on_gpu(recipe: str) -> None:
+    env = ShapeEnv()
+    rows = env.create_symintnode(env.create_unspecified_symbol(20, ConstantSource("n")), hint=20)
+    with FakeTensorMode(shape_env=env), enable_python_dispatcher():  # as AOTAutograd does
+        grad = torch.empty(rows, 32, dtype=torch.bfloat16, device="cuda")
+        padded = float8_math.padded(call_now, grad, 0, ALIGNMENT)
+        num_padded = padded.shape[0].node.expr
+        product = float8_math.grad_weight(call_now, grad, grad.new_empty(rows, 64), recipe)
+    assert product.shape == (32, 64)
+    symbol = rows.node.expr
+    assert [num_padded.subs(symbol, n) for n in (16, 17, 33)] == [16, 32, 48]
+    assert all(guard.expr.subs(symbol, n) for guard in env.guards for n in (16, 17, 33))
 
 
 @pytest.mark.parametrize(

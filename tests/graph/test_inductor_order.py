@@ -96,7 +96,10 @@ def test_inductor_keeps_planned_order(
     mesh: DeviceMesh,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    graphs = _compiled(run, mesh, monkeypatch)
+    # As a user of SimpleFSDP does.
+    buckets = {f"bucket_{kind}_fx": "all" for kind in ("all_gathers", "reduce_scatters")}
+    with config.patch(buckets), pytest.warns(UserWarning, match="without bucket_all_gathers_fx"):
+        graphs = _compiled(run, mesh, monkeypatch)
     assert len(graphs) == num_graphs
     for written, in_code, plan in graphs:
         launches = [event for event in written if event in ("gather", "reduce")]
@@ -110,6 +113,21 @@ def test_inductor_keeps_planned_order(
         # A gather is in flight during the first product.
         start = written[: written.index("product")]
         assert start.count("gather") > start.count("wait")
+
+
+def _partition(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("never called")
+
+
+@pytest.mark.parametrize("name", ["custom_partitioner_fn", "_post_fusion_custom_pass"])
+def test_pass_that_would_replace_ours_is_refused(mesh: DeviceMesh, name: str) -> None:
+    backend = graphshard.backend(mesh)
+    by_options = torch.compile(nn.Linear(4, 4), backend=backend, options={name: _partition})
+    by_config = torch.compile(nn.Linear(4, 4), backend=backend)
+    with pytest.raises(ValueError, match=f"^{name} is set, .*: remove it from the options"):
+        by_options(torch.ones(2, 4))
+    with config.patch({name: _partition}), pytest.raises(ValueError, match=f"^{name} is set"):
+        by_config(torch.ones(2, 4))
 
 
 def _products_before(event: str, events: list[str]) -> list[int]:

@@ -115,10 +115,11 @@ def test_large_allocation_stays_after_preceding_wait(num_bytes: int, expected: s
     assert _ordered(launch_a, zeros, kernel, launch, wait_a) == expected
 
 
-@pytest.mark.parametrize("name", KEEP_ORDER)
-def test_options_that_reorder_kernels_are_dropped_with_warning(name: str) -> None:
-    with pytest.warns(UserWarning, match=f"without {name}=True, .*planned places"):
-        assert with_planned_order({name: True, "max_autotune": True}) == {"max_autotune": True}
+@pytest.mark.parametrize(("name", "off"), KEEP_ORDER.items())
+def test_options_that_reorder_kernels_are_dropped_with_warning(name: str, off: object) -> None:
+    on = "all" if off == "none" else True
+    with pytest.warns(UserWarning, match=f"without {name}={on!r}, .*planned places"):
+        assert with_planned_order({name: on, "max_autotune": True}) == {"max_autotune": True}
 
 
 def test_other_options_are_kept_without_warning(recwarn: pytest.WarningsRecorder) -> None:

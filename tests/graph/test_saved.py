@@ -5,18 +5,22 @@ Except in `Deep`, every activation is smaller than the smallest full weight.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard.kinds import TransferKind
+from graphshard.passes import saving
+from graphshard.passes.contract import PassContext
+from graphshard.pipeline.settings import CompileSettings
 
 DIM = 64
 FULL = DIM * DIM  # elements of the smallest full weight; a shard has an eighth
@@ -195,6 +199,22 @@ def test_smaller_activation_budget_saves_less(mesh: DeviceMesh) -> None:
     assert _num_saved(0, mesh, "inductor") < limit
 
 
+class WithBudget(Deep):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.region_activation_memory_budget(0.0):
+            return super().forward(x)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="needs torch 2.13"
+)
+def test_budget_of_region_replaces_budget_of_schedule(mesh: DeviceMesh) -> None:
+    saved = _saved_by_forward(WithBudget(), mesh)
+    assert sum(tensor.numel() for tensor in saved) == _num_saved(0, mesh)
+    # fp8 adds operators to the region.
+    _saved_by_forward(WithBudget(), mesh, fp8=graphshard.Float8Policy())
+
+
 def test_recomputation_gathers_each_parameter_once(mesh: DeviceMesh) -> None:
     policy = graphshard.SchedulePolicy(overlap=False, activation_memory_budget=0)
     backend = graphshard.backend(mesh, compiler="aot_eager", schedule=policy)
@@ -212,3 +232,37 @@ def test_forward_saves_full_parameters_without_reshard(
 ) -> None:
     saved = _saved_by_forward(kind(), mesh, reshard_after_forward=False)
     assert max(tensor.numel() for tensor in saved) >= FULL
+
+
+class LongAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.outputs = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inputs(x).unflatten(-1, (3, 4, -1)).movedim(-3, 0).transpose(-2, -3)
+        attended = F.scaled_dot_product_attention(*heads)
+        return self.outputs(attended.transpose(-2, -3).flatten(-2)).square().mean()
+
+
+def _is_result(node: fx.Node) -> bool:
+    return node.target is operator.getitem and "attention" in str(node.args[0])
+
+
+def test_attention_output_may_be_offloaded(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[fx.Node] = []
+    pairs_of = saving._offloadable
+
+    def pairs(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, fx.Node]:
+        found.extend(pairs_of(gm, context).values())
+        return pairs_of(gm, context)
+
+    monkeypatch.setattr(saving, "_offloadable", pairs)
+    monkeypatch.setattr(CompileSettings, "may_offload_activations", True)
+    compiled = torch.compile(LongAttention(), backend=graphshard.backend(mesh))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled(torch.randn(2, 512, DIM)).backward()
+    # The operator also returns the small log-sum-exp, which forward saves as well.
+    assert [node.args[1] for node in found if _is_result(node)] == [0]
