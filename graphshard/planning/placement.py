@@ -115,6 +115,9 @@ class CandidateSchedule(NamedTuple):
 class Placer:
     """Places and scores candidate schedules of one problem.
 
+    Memory costs nothing up to the modest peak: the smallest peak of any schedule plus
+    ``MODEST_BUCKETS`` buckets of ``modest_bytes``.
+
     With b buckets and s steps, one candidate schedule takes O(b log b + s). With a memory limit,
     each gather adds the number of points in time at which it is in flight.
     """
@@ -132,8 +135,6 @@ class Placer:
         self._users = problem.user_collectives
         self._after_user = [problem.after_user_launch(s) for s in range(problem.num_steps + 1)]
         self._user_costs = user_costs(problem, cost_model)
-        # The modest peak is the smallest peak of any schedule plus ``MODEST_BUCKETS`` modest
-        # buckets; memory up to it costs nothing.
         self._room = int(MODEST_BUCKETS * modest_bytes)
         least = smallest_peak(problem, exchanges=limits.reduce == "exchange")
         self._modest_peak = max(1, least + self._room)

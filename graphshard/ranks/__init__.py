@@ -4,7 +4,8 @@
 - ``plan_consensus``: makes all ranks follow the first rank's plans, even if their traces differ.
 - ``call_log``: numbers a rank's calls of compiled graphs, eager gathers and choices (``calls``),
   and compares them with its peers' calls. If a rank diverges, all ranks raise.
-  ``params.mesh`` logs collectives outside of graphs.
+  ``params.mesh`` logs collectives outside of graphs, and compares them where ranks may differ
+  (``agreed_exchange``, ``agree_on_gathering``).
 - ``watcher``: threads that read the peers' events, detect deadlocks and, after an error, release
   the rank from a blocked collective.
 - ``store``: the events that the ranks of a process group post to each other.
