@@ -29,9 +29,9 @@ from ..kinds import GraphKind
 from ..ops.groups import span_of
 from ..options.schedule_policy import SchedulePolicy
 from ..passes.contract import PassContext
+from ..planning.follow_plan import follow_plan
 from ..planning.keep_unsharded import choose_kept
 from ..planning.offload import add_host_copies, choose_offloaded, without_host_copies
-from ..planning.place_buckets import place_buckets
 from ..planning.plan import Bucket, Plan, PlanParam, Problem, Regions, Transfer
 from ..planning.repeats import saves_time
 from ..planning.saving import Saving
@@ -178,7 +178,7 @@ class CompileSettings:
         """
         collectives = without_host_copies(problem)
         if problem.graph in self.first_rank_plans:
-            buckets = place_buckets(collectives, params, self.first_rank_plans[problem.graph])
+            buckets = follow_plan(collectives, params, self.first_rank_plans[problem.graph])
         else:
             buckets = self.schedule.plan_buckets(collectives, cost_model, refine=refine)
         hides_copies = cost_model if self.schedule.overlap else None

@@ -12,9 +12,9 @@ from graphshard.cost.hardware import ALL_TO_ALL, Hardware
 from graphshard.cost.model import CostModel
 from graphshard.kinds import TransferKind
 from graphshard.planning.buckets import bucket_of
+from graphshard.planning.follow_plan import follow_plan
 from graphshard.planning.live_bytes import alive_bytes, smallest_peak
 from graphshard.planning.memory_budget import Reduce, ScheduleLimits
-from graphshard.planning.place_buckets import place_buckets
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem, Transfer
 from graphshard.planning.search import BudgetError, find_schedule, schedule_without_overlap
 from graphshard.planning.simulate import bucket_cost
@@ -176,7 +176,7 @@ def test_ranks_follow_choice_of_first_rank() -> None:
     # If a rank's batch has one sample, gradients may be expanded tensors there.
     expanded = [dataclasses.replace(t, copied_in=True, grad_bytes=2) for t in graph.transfers]
     other = dataclasses.replace(graph, transfers=tuple(expanded))
-    assert place_buckets(other, params, Plan.from_json(plan.to_json())) == plan.buckets
+    assert follow_plan(other, params, Plan.from_json(plan.to_json())) == plan.buckets
 
 
 def test_table_shows_choice_and_alternative() -> None:

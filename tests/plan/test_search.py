@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from graphshard.errors import BackendError
 from graphshard.kinds import TransferKind
 from graphshard.planning.buckets import replica_bucket
+from graphshard.planning.follow_plan import follow_plan
 from graphshard.planning.live_bytes import alive_bytes, in_flight_bytes, smallest_peak
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.place_buckets import place_buckets
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem
 from graphshard.planning.search import BudgetError, find_schedule, schedule_without_overlap
 from graphshard.planning.simulate import COLLECTIVE, clock, simulate
@@ -130,7 +130,7 @@ def _follow(problem: Problem, plan: Plan, num_others: int = 0) -> tuple[Bucket, 
         for t in problem.transfers
     ]
     problem = dataclasses.replace(problem, transfers=tuple(moved))
-    return place_buckets(problem, [*others, *plan.params], plan)
+    return follow_plan(problem, [*others, *plan.params], plan)
 
 
 @given(problems(), lines, st.data())

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphshard.errors import BackendError
+from graphshard.planning.follow_plan import follow_plan
 from graphshard.planning.memory_budget import ScheduleLimits
-from graphshard.planning.place_buckets import place_buckets
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import COMMUNICATION, COMPUTE, USER
@@ -41,7 +41,7 @@ def test_a_rank_with_other_steps_follows_on_the_same_sides(
     users = tuple(map(user_collective, sorted(launches)))
     other = dataclasses.replace(graph, user_collectives=users)
     try:
-        followed = place_buckets(other, PARAMS, plan)
+        followed = follow_plan(other, PARAMS, plan)
     except BackendError:
         assert users != graph.user_collectives
         return  # a transfer would have to cross a user collective
@@ -60,17 +60,17 @@ def _plan(*user_launches: int, ready: int = 1) -> Plan:
 def test_launch_moves_to_its_side_of_user_collective() -> None:
     # At a step that begins with a user collective, the bucket is launched first.
     for user, launch in ((1, 2), (2, 2), (3, 2)):
-        (bucket,) = place_buckets(_plan(user).problem, PARAMS, _plan(user))
+        (bucket,) = follow_plan(_plan(user).problem, PARAMS, _plan(user))
         assert bucket.launch == launch
-    (before,) = place_buckets(_plan(1).problem, PARAMS, _plan(2))
-    (after,) = place_buckets(_plan(3).problem, PARAMS, _plan(1))
+    (before,) = follow_plan(_plan(1).problem, PARAMS, _plan(2))
+    (after,) = follow_plan(_plan(3).problem, PARAMS, _plan(1))
     assert (before.launch, after.launch) == (1, 4)
 
 
 def test_gradient_ready_on_other_side_is_an_error() -> None:
     error = "cannot be launched before step 2, but must be launched by st"
     with pytest.raises(BackendError, match=error):
-        place_buckets(_plan(1, ready=2).problem, PARAMS, _plan(2))
+        follow_plan(_plan(1, ready=2).problem, PARAMS, _plan(2))
 
 
 def test_plans_with_different_sides_differ_in_text() -> None:

@@ -21,7 +21,7 @@ class _LaunchRange(NamedTuple):
     latest: int
 
 
-def place_buckets(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
+def follow_plan(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tuple[Bucket, ...]:
     """Return the collectives of ``plan`` in order, with launches and waits that fit ``problem``.
 
     A bucket keeps its position among the user collectives. Its launch moves to the nearest step at
