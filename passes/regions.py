@@ -161,7 +161,7 @@ def frozen(value: object, describe: Callable[[fx.Node], Hashable]) -> Hashable:
 
 
 def metadata(value: object) -> Hashable:
-    """Return the properties of a value that compiled code depends on."""
+    """Return those properties of a value on which compiled code depends, such as strides."""
     if isinstance(value, (tuple, list)):
         return tuple(map(metadata, value))
     if not isinstance(value, torch.Tensor):

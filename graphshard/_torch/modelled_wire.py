@@ -29,7 +29,7 @@ _eager = torch.compiler.disable
 
 
 class ModelledWire:
-    """The wire of this process; until ``bytes_per_s`` is set, collectives take only gloo's time."""
+    """The wire of this process; without ``bytes_per_s``, collectives take as long as in gloo."""
 
     def __init__(self, latency_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
         self.latency_s, self.bytes_per_s = latency_s, bytes_per_s

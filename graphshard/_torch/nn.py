@@ -115,7 +115,7 @@ class NoticesReplacement(nn.Module):
     def _graphshard_before_loading(
         self, state_dict: dict[str, Any], prefix: str, assigns: bool
     ) -> None:
-        """Adapt the entries ``prefix + name`` before this module assigns or copies them."""
+        """Adapt this module's entries of a state dict before they are copied or assigned."""
         raise NotImplementedError
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

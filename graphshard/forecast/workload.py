@@ -279,9 +279,9 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
         batch: microbatch; its length defaults to the model's number of positions.
 
     Raises:
-        ValueError: the length is missing or exceeds the configuration's ``n_positions``, the model
-            is neither a causal language model nor an image classifier, or the configuration lacks
-            the number of layers or the size of images.
+        ValueError: there is no length, or it exceeds the configuration's ``n_positions``; the model
+            is neither a causal language model nor an image classifier; or the configuration lacks
+            the number of layers, or the size or channels of images.
     """
     auto, make_inputs = _auto_class(config)
     is_image = auto.__name__.endswith("ImageClassification")
@@ -289,7 +289,7 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
         if not hasattr(config, needed):
             raise ValueError(
                 f"{name}: its configuration has no {needed}; pass FILE.py:FUNCTION, a function "
-                "that returns model and inputs"
+                "that returns the model and its inputs"
             )
     length = batch.length or getattr(config, "max_position_embeddings", None)
     if not is_image and length is None:

@@ -104,7 +104,7 @@ def metrics(
     if not sharded:
         raise ValueError(
             f"{type(model).__name__} has no module that an integration has sharded: call metrics() "
-            "of the graphshard.Backend that compiles it instead"
+            "of its graphshard.Backend"
         )
     return {
         "/".join(filter(None, ["graphshard", name if len(sharded) > 1 else "", key])): value
@@ -132,7 +132,7 @@ def save_sharded(
 def load_sharded(
     folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, weights: bool = True
 ) -> None:
-    """Load a checkpoint that :func:`save_sharded` wrote, in place; all ranks must call this.
+    """Load, in place, a checkpoint that :func:`save_sharded` wrote; all ranks must call this.
 
     Args:
         weights: whether to also load the model's parameters and buffers.

@@ -147,7 +147,7 @@ def _product(call: Call, a: Blocks, b: Blocks, dtype: torch.dtype) -> Any:
 
 
 def _exact(call: Call, matrix: Blocks, dtype: torch.dtype) -> Any:
-    """Return the matrix in ``dtype``, which holds its values exactly."""
+    """Dequantize the matrix to ``dtype``, which can represent its values exactly."""
     bits = call(_aten.mul.Tensor, call(convert, matrix.exponents, torch.int32), _MANTISSA)
     scales = call(_aten.unsqueeze.default, call(_aten.view.dtype, bits, torch.float32), 2)
     values = call(convert, matrix.values, torch.float32)

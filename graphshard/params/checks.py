@@ -43,10 +43,10 @@ _OTHER_WRAPPERS = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel
 def find_groups(
     root: nn.Module, plain_params: Sequence[PlainParam], mesh: DeviceMesh, options: Options
 ) -> MeshGroups:
-    """Return the groups of ``mesh`` and, if the model has DTensors, of their tensor parallel mesh.
+    """Return the groups of ``mesh`` and, if the model has DTensors, of their tensor-parallel mesh.
 
-    DTensors whose mesh does not fit are skipped, and :func:`find_error` reports them. Parameters
-    with their own mesh in ``overrides`` are skipped, too.
+    DTensors whose mesh cannot be combined with ``mesh`` are skipped, and :func:`find_error`
+    reports them. Parameters with their own mesh in ``overrides`` are skipped, too.
     """
     sharded = filter(None, map(sharded_param_of, root.parameters()))
     tp_meshes = [known.spec.groups.of_model.tp_mesh for known in sharded]

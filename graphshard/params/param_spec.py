@@ -82,8 +82,8 @@ class ParamSpec:
         tp_placements: placements on ``groups.tp_mesh``, ``Shard`` or ``Replicate``, of the original
             DTensor, or None for a plain parameter.
         dim: dimension whose slices are the rows; 0 if the parameter is replicated.
-        rows: number of rows of the unsharded tensor that are split, or None if the parameter is
-            replicated.
+        rows: number of rows of the unsharded tensor, which are split over ranks, or None if the
+            parameter is replicated.
     """
 
     shape: torch.Size

@@ -141,9 +141,9 @@ class ShardedParam:
     def attach(self, dtensor: DTensor, *, empty: bool = False) -> None:
         """Set ``shard`` for ``dtensor``, whose local tensor becomes a view of the shard.
 
-        The shard uses the local tensor's memory if that needs no padding, is contiguous with its
-        rows first, and is on the right device; otherwise it is a copy. With ``empty``, the memory
-        is uninitialized and must be filled before the next forward.
+        The shard shares the local tensor's memory, unless that needs padding, is not contiguous
+        with its rows first, or must be moved to (pinned) host memory: then it is a copy. With
+        ``empty``, the memory is uninitialized and must be filled before the next forward.
         """
         local = local_tensor(dtensor).detach()
         padded = self.spec.rows_first(local)

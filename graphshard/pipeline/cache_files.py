@@ -164,7 +164,8 @@ def load_compiled(path: str | Path) -> None:
     """Fill the caches from a file that ``save_compiled`` wrote; call this before the first step.
 
     The file contains code that later calls run: load only files that you trust. If a graph that the
-    file does not contain is compiled later, a warning names the differences.
+    file does not contain is compiled later, a warning names its differences from the most
+    similar graph that was loaded.
 
     Raises:
         ValueError: the file is not from ``save_compiled``, or was written with a different torch,

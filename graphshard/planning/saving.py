@@ -63,7 +63,7 @@ class SavingChoice:
     Attributes:
         budget_gb: maximum peak of a graph on one rank; 0 after an error.
         tried: strategies in the order tried, without those that had the same result as an earlier
-            one; empty after an error or without a backward graph.
+            one with the same ``activations``; empty after an error or without a backward graph.
         inputs: description of the graph's inputs, for the title of the table.
         notes: remarks for the table, such as which strategies were not tried, and why.
         error: reason why the first rank could not choose, or "".

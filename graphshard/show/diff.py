@@ -38,7 +38,7 @@ def diff(before: Dump, after: Dump) -> str:
 
 
 def diff_page(before: Dump, after: Dump) -> str:
-    """Return an HTML page of the changes and of both plans, with one timeline above the other."""
+    """Return an HTML page of the changes and both plans, with one timeline above the other."""
     graphs = [graph_data(before, "before"), graph_data(after, "after")]
     steps = [step_data(graph["name"], [Phase(i)], graphs) for i, graph in enumerate(graphs)]
     totals = [
