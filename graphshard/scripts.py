@@ -114,7 +114,9 @@ def loss_of(outputs: object) -> torch.Tensor:
         tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         loss = next(tensors, None)
     if loss is None:
-        raise ValueError(f"the model returned {_kind(outputs)} without a tensor: return the loss")
+        raise ValueError(
+            f"the model's output, of type {_kind(outputs)}, has no tensor: return the loss"
+        )
     if not loss.requires_grad:
         raise ValueError(
             "the loss depends on no parameter that requires a gradient, so nothing would be "

@@ -68,7 +68,7 @@ def record_steps(
     """Train a sharded model for a few steps and record the last one.
 
     Args:
-        make_model: function that returns the model and its inputs, with the GPU as the default device.
+        make_model: function that returns the model and its inputs, with the GPU as default device.
         options: arguments of ``graphshard.backend``, read after ``make_model``, which may add some.
         rank: rank whose step is recorded.
         dynamic: argument of ``torch.compile``.

@@ -81,7 +81,7 @@ class Forecast:
 
     @property
     def microbatch(self) -> int:
-        """Tokens, or samples, in a microbatch of a rank, or of ``recipe.tp`` ranks."""
+        """Tokens, or samples, in a microbatch, which ``recipe.tp`` ranks share."""
         recipe = self.recipe
         return self.tokens * recipe.tp // (recipe.accumulate * self.cluster.num_gpus)
 

@@ -51,7 +51,7 @@ class PlannedRecipe:
     """A recipe, planned with one microbatch size."""
 
     recipe: Recipe
-    microbatch: int  # samples in a microbatch of a rank, or of ``recipe.tp`` ranks
+    microbatch: int  # samples in a microbatch, which ``recipe.tp`` ranks share
     step_us: float  # time of a whole step
     memory_bytes: int  # peak of a rank, including the margin
     fits: bool  # whether the step fits on a device, and into the budget

@@ -71,7 +71,7 @@ def cast(call: Call, x: _Value, scale: Value, dtype: torch.dtype, dim: int) -> _
     """Return ``x * scale`` as ``dtype``, saturated.
 
     Args:
-        dim: dimension over which the product sums, if ``scale`` is a vector.
+        dim: dimension of ``x`` over which the matrix product sums; used if ``scale`` is a vector.
     """
     largest = torch.finfo(dtype).max
     if value_of(scale).dim() == 1:

@@ -218,7 +218,7 @@ def optimizer_by_number(
 def _select(
     state: Mapping[str, Any], names: Collection[str], groups: MeshGroups | None
 ) -> StateDict:
-    """Return the entries ``names`` of a state dict, keeping its order and versions.
+    """Return the entries ``names`` of a state dict, keeping its order and module versions.
 
     Raise if an entry is missing, or if ``names`` differs between ranks.
     """

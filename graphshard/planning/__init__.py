@@ -1,8 +1,9 @@
 """Decide which transfers share a bucket, and when each bucket is launched and waited for.
 
-The input is a ``Problem``, the output a ``Plan`` (``plan``, ``buckets``). ``search`` tries
-different buckets (``bucketing``), places them within the limits (``placement``, ``memory_budget``),
-and keeps the schedule with the best predicted time (``simulate``) and memory (``live_bytes``).
+The input is a ``Problem``, and the output a tuple of ``Bucket``, of which the caller makes a
+``Plan`` (``plan``, ``buckets``). ``search`` tries different buckets (``bucketing``), places them
+within the limits (``placement``, ``memory_budget``), and keeps the schedule with the best predicted
+time (``simulate``) and memory (``live_bytes``).
 
 ``keep_unsharded`` chooses parameters that stay unsharded for backward. ``offload`` chooses which
 activations to offload, and adds host copies. ``saving`` compares strategies for saving values for

@@ -92,7 +92,7 @@ def raise_on_all_ranks(group: str) -> Iterator[None]:
 
 
 def first_text(text: str | None, group: str) -> str | None:
-    """Return, on all ranks, the text of the first rank that has one, or None if no rank has."""
+    """Return, on all ranks, the text of the first rank that has one, or None if none has."""
     # One reduction, and one broadcast if there is a text.
     members = process_group(group)
     rank, num_ranks = members.rank(), members.size()

@@ -252,7 +252,7 @@ ERRORS = {
     "takes_some_rows": "the size of a tensor depends on values (aten.nonzero.default)",
     "inputs_are_elsewhere": "found at least two devices, cpu and cuda:0",
     "nothing_is_trained": "the loss depends on no parameter that requires a gradient",
-    "returns_nothing": "the model returned NoneType without a tensor",
+    "returns_nothing": "the model's output, of type NoneType, has no tensor",
     "nothing": "has no function 'nothing': choose one of ",
     "shapes_do_not_fit": "RuntimeError: a and b must have same reduction dim",
     "looks_at_type": "calls sigmoid where the plain model calls relu",
