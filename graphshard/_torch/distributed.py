@@ -1,4 +1,4 @@
-"""Process groups: lookup by name, stores, timeouts, waits, pending collectives and work.
+"""Process groups: creation, lookup by name, stores, timeouts, waits, pending collectives and work.
 
 Relies on torch/distributed/distributed_c10d.py, ``torch._C._distributed_c10d`` and the fake process
 group of torch/testing/_internal; the names are the same in torch 2.11 and 2.13.
@@ -6,14 +6,19 @@ group of torch/testing/_internal; the names are the same in torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,6 +30,9 @@ _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _COLLECTIVES = dist.distributed_c10d.__file__
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
+# How often ``new_local_group`` was called for given ranks, for each default group.
+_num_created: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
 
 def process_group(name: str) -> dist.ProcessGroup:
     """Return the process group registered as ``name``, such as one from ``name_for_graphs``.
@@ -34,6 +42,25 @@ def process_group(name: str) -> dist.ProcessGroup:
     """
     # One torch version types the argument as a NewType of str, the other as str.
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type,unused-ignore]
+
+
+def new_local_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    """Create a process group of sorted ``ranks``; all of them must call this, and no others."""
+    world: Any = dist.group.WORLD
+    key, counts = tuple(ranks), _num_created.setdefault(world, Counter())
+    counts[key] += 1
+    # Ranks find each other by the group's name. Torch's own name contains the number of groups that
+    # a rank is in, which may differ between ranks.
+    name = hashlib.sha256(f"graphshard {key} {counts[key]}".encode()).hexdigest()
+    named = mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name)
+    # If the default group has a device, torch splits its NCCL communicator for the new group, and
+    # all ranks of the default group would have to take part.
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        with named:
+            return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = device
 
 
 def name_for_graphs(group: dist.ProcessGroup) -> str:

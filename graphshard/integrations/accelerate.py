@@ -14,16 +14,12 @@ rank's shards. Based on Accelerate 1.15: ``accelerator.py``, ``checkpointing.py`
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
@@ -92,11 +88,12 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         vars(model).clear()
         vars(model).update(attributes)  # without Accelerate's mark and forward
         raise
-    _generate_together(model)
     return accelerator.prepare(model, *others)
 
 
 def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}: pass the nn.Module to train")
     kind, how = accelerator.distributed_type, "pass arguments of graphshard.backend to prepare"
     # Accelerate silently ignores FSDP on CPUs, so ``distributed_type`` does not show it.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
@@ -113,7 +110,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
             f"the accelerator has dynamo_backend={compiler.value}, but graphshard compiles the "
             "model itself: do not set dynamo_backend or, in a Trainer's arguments, torch_compile"
         )
-    if isinstance(model, nn.Module) and is_split(model):
+    if is_split(model):
         raise ValueError(
             f"tensor or expert parallelism has split {type(model).__name__}, but Accelerate treats "
             "all ranks as replicas, each with its own batch. Do not split the model, or train it "
@@ -126,8 +123,6 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
             "the accelerator has mixed_precision='fp8': use 'bf16', and pass "
             "fp8=graphshard.Float8Policy() to prepare"
         )
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: pass the nn.Module to train")
     for other in others:
         if isinstance(other, nn.Module):
             raise ValueError(
@@ -136,7 +131,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
 
 
 class ShardedAccelerator(Accelerator):
-    """Base class that :func:`prepare` adds to the class of the user's accelerator."""
+    """Mixin of the class that :func:`prepare` gives the user's accelerator."""
 
     _models: list[Any]
     _optimizers: list[Any]
@@ -223,27 +218,3 @@ class ShardedAccelerator(Accelerator):
             yield
         finally:
             self._sharded, self._optimizers = None, all_optimizers
-
-
-def _generate_together(model: nn.Module) -> None:
-    """Make transformers' ``generate`` methods in ``model`` run until all ranks are done."""
-    # Every forward gathers parameters, so a rank that finishes early must keep calling the model.
-    # The option ``synced_gpus`` does this; transformers sets it if it detects FSDP or DeepSpeed.
-    # Marking the model as FSDP would also set it, but then Dynamo would not compile the model
-    # (torch/_dynamo/variables/builder.py). A peft model forwards the call to the model inside it.
-    for module in model.modules():
-        method = getattr(type(module), "generate", None)
-        known = method is not None and "synced_gpus" in inspect.signature(method).parameters
-        if known and "generate" not in vars(module):
-            # A bound method: a copy of the module must not generate with this module.
-            module.generate = MethodType(_together(method), module)  # type: ignore[assignment]
-
-
-def _together(generate: Any) -> Any:
-    @functools.wraps(generate)
-    def together(*args: Any, **kwargs: Any) -> Any:
-        # The model is already compiled; transformers would compile it again, with Inductor.
-        kwargs |= {"disable_compile": True, "synced_gpus": dist.get_world_size() > 1}
-        return generate(*args, **kwargs)
-
-    return together

@@ -34,7 +34,7 @@ from ..dynamo_backend import Backend, shard
 from ..params.grad_sync import no_sync
 from ..params.sharded_param import sharded_model_of, sharded_param_of
 from ..params.state_dict import optimizer_by_name, optimizer_by_number, parameter_names
-from ..params.trained_module import is_first_rank
+from ..params.trained_module import checked_module, is_first_rank
 
 _STATE = ("optim", "state")  # keys of the optimizers' state in a checkpoint
 
@@ -120,6 +120,10 @@ def save_sharded(
 
     Args:
         weights: whether to also save the model's parameters and buffers.
+
+    Raises:
+        ValueError: a parameter is on the meta device, or differs between ranks (experts that are
+            not DTensors).
     """
     state = _state(model, optimizers, weights)
     # If an earlier checkpoint is overwritten and that is interrupted, it must not look complete. No
@@ -138,7 +142,7 @@ def load_sharded(
         weights: whether to also load the model's parameters and buffers.
 
     Raises:
-        ValueError: ``folder`` has no checkpoint written by :func:`save_sharded`.
+        ValueError: as :func:`save_sharded`, or it has not written ``folder``.
     """
     if not (folder / ".metadata").is_file():
         raise ValueError(
@@ -157,6 +161,7 @@ def load_sharded(
 
 
 def _state(model: nn.Module, optimizers: Sequence[Optimizer], weights: bool) -> dict[str, Any]:
+    checked_module(model)
     # Not ``get_optimizer_state_dict``: it steps optimizers without state, leaves out parameters
     # that are frozen now, and mixes up empty param groups.
     state: dict[str, Any] = {"model": get_model_state_dict(model)} if weights else {}

@@ -11,12 +11,13 @@
     fabric.log_dict(metrics(model, steps=10))
 
 Both strategies are Lightning's ``ModelParallelStrategy``, which saves DTensors (one folder written
-by all ranks, or one file) and leaves sharding to the user, with three changes:
+by all ranks, or one file) and leaves sharding to the user, with four changes:
 
 - Data parallel size "auto" is the number of ranks divided by ``tensor_parallel_size`` (1 by
   default). Lightning's "auto" sizes would shard nothing on one node.
 - Accumulated microbatches reduce no gradients, which Lightning supports only for DDP and FSDP2.
 - Gradients on several meshes can be clipped, as by :func:`graphshard.clip_grad_norm_`.
+- ``ShardedStrategy`` does not move sharded parameters: CPU offload keeps them on the host.
 
 For tensor parallelism, pass ``tensor_parallel_size`` to the strategy, and a function that splits
 the model (``Parallelize``) to ``configure`` or to the Fabric strategy.
@@ -29,17 +30,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from .._torch.nn import move_plain_tensors
 from ..dynamo_backend import backend
 from ..params.clip_grad import clip_grad_norm_
 from ..params.grad_sync import no_sync
@@ -131,6 +135,12 @@ class ShardedStrategy(_DataParallel, ModelParallelStrategy):
 
         precision.clip_grad_by_norm = clip_grad_by_norm
 
+    def model_to_device(self) -> None:
+        """Move the model to this rank's device, except sharded parameters, which are in place."""
+        assert self.model is not None
+        _update_properties(self.model, device=self.root_device)  # as ``LightningModule.to`` does
+        move_plain_tensors(self.model, self.root_device)
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Defer gradient reduction; Lightning enters this for all microbatches but the last."""
@@ -171,9 +181,11 @@ class ShardedFabricStrategy(_DataParallel, FabricStrategy):
     Args:
         parallelize_fn: function that applies tensor parallelism before a model is sharded.
         tensor_parallel_size: number of ranks over which tensor parallelism splits the model.
-        save_distributed_checkpoint: whether ``fabric.save`` writes a folder of shards instead of
-            one file with full tensors.
-        options: arguments of :func:`graphshard.backend`.
+        options: other arguments of ``ModelParallelStrategy``, such as ``timeout`` and
+            ``save_distributed_checkpoint``, and arguments of :func:`graphshard.backend`.
+
+    Raises:
+        ValueError: one of ``options`` is neither.
     """
 
     def __init__(
@@ -181,14 +193,16 @@ class ShardedFabricStrategy(_DataParallel, FabricStrategy):
         parallelize_fn: Parallelize | None = None,
         *,
         tensor_parallel_size: int = 1,
-        save_distributed_checkpoint: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(
-            self._shard,
-            tensor_parallel_size=tensor_parallel_size,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-        )
+        theirs, ours = (signature(fn).parameters.keys() for fn in (FabricStrategy, backend))
+        if unknown := sorted(options.keys() - theirs - ours):
+            raise ValueError(
+                f"{unknown[0]}={options[unknown[0]]!r}: neither Lightning's ModelParallelStrategy "
+                f"nor graphshard.backend has this argument: choose from {[*theirs, *ours]}"
+            )
+        settings = {name: options.pop(name) for name in options.keys() & theirs}
+        super().__init__(self._shard, tensor_parallel_size=tensor_parallel_size, **settings)
         self._split, self._options = parallelize_fn, options
         self._backward_sync_control = _NoSync()
 

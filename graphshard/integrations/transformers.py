@@ -25,6 +25,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from .._torch.nn import remove_forward_hooks
 from ..params.save_pretrained import refuse_prompt_learning, saved_state_dict
+from ..params.sharded_param import sharded_param_of
 from .accelerate import ShardedAccelerator, prepare
 from .common import is_sharded, load_sharded, may_be_moved, metrics, save_sharded
 from .pretrained import from_pretrained as from_pretrained
@@ -86,14 +87,21 @@ class ShardedTrainerMixin(Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         known = isinstance(self.accelerator, ShardedAccelerator) and is_sharded(model)
-        if training and not known:  # training begins
+        if training and not known:
             _check_args(self.args)
             refuse_prompt_learning(model)
+            prepare(self.accelerator, model, **self.sharding)
+        if training:  # begins, perhaps again: for example with a smaller batch
             checkpointing: Any = self.args.activation_checkpointing_kwargs or {}
             if not checkpointing.get("use_reentrant"):
                 _remove_input_hooks(model)
-            prepare(self.accelerator, model, **self.sharding)
+            _drop_unreduced(model)
         return super()._wrap_model(model, training, dataloader)
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        # The Trainer's norm of such gradients leaves out parameters that other ranks have on their
+        # own meshes; the accelerator's includes them.
+        return not is_sharded(model) and super()._has_mixed_mesh_grads(model)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._backend_metrics and "loss" in logs:
@@ -152,6 +160,13 @@ def _remove_input_hooks(model: nn.Module) -> None:
         # Names of the hooks that transformers and peft register.
         for name in ("make_inputs_require_grads", "make_inputs_require_grad"):
             remove_forward_hooks(module, name)
+
+
+def _drop_unreduced(model: nn.Module) -> None:
+    """Drop the gradients of microbatches after which training stopped, as ``zero_grad`` does."""
+    for sharded_param in filter(None, map(sharded_param_of, model.parameters())):
+        for stand_in in sharded_param.stand_ins():
+            stand_in.grad = None
 
 
 class ShardedTrainer(ShardedTrainerMixin, Trainer):

@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch.distributed import group_timeout_s, is_registered, name_for_graphs, process_group
+from .._torch.distributed import (
+    group_timeout_s,
+    is_registered,
+    name_for_graphs,
+    new_local_group,
+    process_group,
+)
 from .._torch.dtensor import concatenated
 from .._torch.dynamo import at_recompile_limit
 from .._torch.frames import compiled_call, describe_code
@@ -124,8 +130,7 @@ class MeshGroups:
             timeout = timedelta(seconds=group_timeout_s(process_group(self.shards)))
             # Synchronize only ``ranks``: the mesh may be a slice of a larger one, whose other ranks
             # may shard something else, or nothing.
-            group = dist.new_group(list(key), timeout=timeout, use_local_synchronization=True)
-            _created[key] = group
+            _created[key] = group = new_local_group(key, timeout)
         return name_for_graphs(group)
 
 

@@ -35,6 +35,7 @@ from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES
 from ..ops.marker_specs import ReplicateSpec, UnshardSpec
 from .eager import full_parameters
+from .generate import generate_together, has_generate
 from .grad_sync import ALL_REDUCES, SYNCS, module_flag, set_flags
 from .loading import prepare_loaded
 from .param_spec import ParamSpec, TensorParallel, reader
@@ -227,8 +228,11 @@ def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type
     namespace.update(_graphshard_plain_class=cls, _graphshard_readings=dict(readings))
     if issubclass(cls, nn.RNNBase):
         namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
-    if has_save_pretrained(cls):  # on the class, so that copies of a model have it
+    # On the class, so that copies of a model have them.
+    if has_save_pretrained(cls):
         namespace[METHOD] = save_in_full(getattr(cls, METHOD))
+    if has_generate(cls):
+        namespace["generate"] = generate_together(cls.generate)  # type: ignore[attr-defined]
     if (own := getattr(cls, "__deepcopy__", None)) is not None:  # of a parametrized module
         namespace["__deepcopy__"] = _attaching_copies(own)
     # Bypass __new__ of a custom metaclass, which might register the class or need arguments.

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 METHOD = "save_pretrained"
+_SAVES_HERE = "should_save_on_this_rank"  # method of transformers' models
 
 
 def has_save_pretrained(cls: type) -> bool:
@@ -86,10 +87,14 @@ def _returned_from_state_dict(root: nn.Module, state: StateDict) -> Iterator[Non
     for name, module in modules:
         prefix = plain_name(f"{name}.") if name else ""
         vars(module)["state_dict"] = functools.partial(_part, state, prefix)
+        if hasattr(type(module), _SAVES_HERE):
+            # Transformers would write on rank 0 only, which the mesh need not contain.
+            vars(module)[_SAVES_HERE] = lambda is_main_process: True
     try:
         yield
     finally:
         for attributes, method in own:
+            attributes.pop(_SAVES_HERE, None)
             del attributes["state_dict"]
             if method is not None:  # assigned by the user
                 attributes["state_dict"] = method

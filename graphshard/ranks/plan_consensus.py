@@ -3,7 +3,7 @@
 A plan follows from predicted times, which depend on a rank's batch size. Therefore the first rank
 of the group chooses the transfers of each bucket and the order in which buckets are launched; a
 rank whose own plan differs compiles again. Each rank chooses by itself at which steps it launches a
-bucket and waits for it (``planning.place_buckets``).
+bucket and waits for it (``planning.follow_plan``).
 
     every rank   compile ─► the first rank's plans for these transfers ─► differ? compile again
     every call   the call log of the group ─► run the graph
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -37,14 +38,17 @@ R = TypeVar("R")
 # Fields omitted from the text of a transfer, which starts with its kind and parameter anyway.
 _OMITTED = {"param", "kind", *RANK_DEPENDENT}
 
+# A text that ranks must share to follow a plan, and their groups; not the names of groups, because
+# a process may destroy all groups and create others with the same names, for other ranks.
+_Key = tuple[str, tuple[weakref.ref[dist.ProcessGroup], ...]]
+
 
 class PlanConsensus:
     """Cache of the first rank's plans for the graphs of one backend."""
 
     def __init__(self) -> None:
-        # Keyed by a text that ranks must share to follow a plan, and the groups of these ranks.
-        self._plans: dict[tuple[str, tuple[str, ...]], list[Plan]] = {}
-        self._choices: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        self._plans: dict[_Key, list[Plan]] = {}
+        self._choices: dict[_Key, list[str]] = {}
 
     def common_choice(
         self,
@@ -70,7 +74,7 @@ class PlanConsensus:
             excess: function that returns 0 if a new choice fits this rank, else a measure of how
                 far it exceeds the limit.
         """
-        known = self._choices.setdefault((about, tuple(groups)), [])
+        known = self._choices.setdefault(_key(about, groups), [])
         if (earlier := next(filter(serves, known), None)) is not None:
             return earlier
         text = f"{CHOICE_AGAIN} (no. {len(known) + 1}): {about}" if known else about
@@ -105,7 +109,7 @@ class PlanConsensus:
         numbers = _group_numbers(plans)
         common = [_with_group_names(plan, numbers) for plan in plans]
         text = f"{_communication_text(common)}\n{context}"
-        key = (text, tuple(groups))
+        key = _key(text, groups)
         if key not in self._plans:
             if _communicate(common):
                 own = json.dumps([plan.to_json() for plan in common])
@@ -114,6 +118,10 @@ class PlanConsensus:
             self._plans[key] = common
         names = {number: name for name, number in numbers.items()}
         return _with_inputs_of([_with_group_names(p, names) for p in self._plans[key]], plans)
+
+
+def _key(text: str, groups: Sequence[str]) -> _Key:
+    return text, tuple(weakref.ref(process_group(name)) for name in groups)
 
 
 def choose_on_first_rank(
@@ -130,8 +138,8 @@ def choose_on_first_rank(
         groups: names of the process groups of all participating ranks.
 
     Raises:
-        BackendError: ranks differ, or the first rank cannot choose: ``choose`` raised there, the
-            group's timeout expired, or that rank has left.
+        BackendError: ranks differ; a rank has left, or does not arrive within the group's timeout;
+            or ``choose`` raised on the first rank, which raises the original error.
     """
     for name in groups:
         group = process_group(name)
@@ -166,20 +174,29 @@ def log_every_call(
     common = [_with_group_names(plan, numbers) for plan in plans]
     text = f"{_communication_text(common)}\n{collectives_text(common)}"
     for group in groups if _communicate(plans) else ():
-        call_log = call_log_of(process_group(group))
-        for name in numbers:
-            call_log.release_also(process_group(name))
-        compiled = _logged(compiled, call_log, digest(text), text)
+        compiled = _logged(compiled, group, list(numbers), digest(text), text)
     return compiled
 
 
 def _logged(
-    compiled: Callable[..., R], call_log: CallLog, plan_id: str, text: str
+    compiled: Callable[..., R], group: str, released: Sequence[str], plan_id: str, text: str
 ) -> Callable[..., R]:
-    run, is_first = on_graph_error(compiled, call_log.raise_posted_error), True
+    call_log: CallLog | None = None
+    is_first = True
+
+    def raise_posted_error(error: BaseException) -> None:
+        assert call_log is not None  # set by ``call``
+        call_log.raise_posted_error(error)
+
+    run = on_graph_error(compiled, raise_posted_error)
 
     def call(*args: object) -> R:
-        nonlocal is_first
+        nonlocal call_log, is_first
+        current = call_log_of(process_group(group))
+        if current is not call_log:  # the first call, or the first one in a new group of this name
+            call_log, is_first = current, True
+            for name in released:
+                call_log.release_also(process_group(name))
         # ``enters_mode`` comes first, since it has to see the mode of every run.
         if call_log.enters_mode(torch.is_grad_enabled()) or is_first:
             call_log.first_run(plan_id, text)
@@ -274,7 +291,7 @@ def _travelling(plan: Plan) -> list[PlanParam]:
 
 
 def _inputs_by_fqn(params: Sequence[PlanParam]) -> dict[str, list[int]]:
-    """Return the graph inputs of each parameter name; several if models share the name."""
+    """Return the positions of graph inputs, keyed by FQN; several if models share the name."""
     inputs: dict[str, list[int]] = {}
     for param in sorted(params, key=lambda param: param.input):
         of_fqn = inputs.setdefault(param.fqn, [])
@@ -308,7 +325,7 @@ def collectives_text(plans: Sequence[Plan]) -> str:
 
 
 def _transfer_text(plan: Plan, transfer: Transfer) -> str:
-    """Describe the properties of a transfer that ranks must share, its parameter first."""
+    """Describe a transfer: its kind, its parameter, and the properties that ranks must share."""
     names = (field.name for field in dataclasses.fields(transfer))
     facts = {name: getattr(transfer, name) for name in names if name not in _OMITTED}
     param = None if transfer.param is None else plan.params[transfer.param]

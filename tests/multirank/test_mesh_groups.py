@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,6 +16,7 @@ from graphshard._torch.distributed import (
     fake_ranks,
     group_timeout_s,
     name_for_graphs,
+    new_local_group,
     process_group,
 )
 from graphshard.params.sharded_param import sharded_param_of
@@ -21,6 +25,7 @@ from tests.models import MLP
 
 
 def _timeouts() -> tuple[float, float]:
+    dist.new_group([0])  # the other ranks are in fewer groups
     group = dist.new_group(list(range(4)), timeout=timedelta(seconds=77))
     mesh = DeviceMesh.from_group(group, "cpu")
     model = graphshard.shard(MLP(), mesh, reshard_after_forward=2)
@@ -28,12 +33,25 @@ def _timeouts() -> tuple[float, float]:
     assert sharded_param is not None and sharded_param.spec.regather_group is not None
     neighbors = process_group(sharded_param.spec.regather_group)
     assert neighbors.size() == 2
-    return group_timeout_s(process_group(mesh.get_group().group_name)), group_timeout_s(neighbors)
+    timeout_s = group_timeout_s(neighbors)
+    dist.destroy_process_group(neighbors)
+    graphshard.shard(MLP(), mesh, reshard_after_forward=2)  # creates the group again
+    return group_timeout_s(process_group(mesh.get_group().group_name)), timeout_s
 
 
 def test_regather_group_has_the_timeout_of_the_mesh() -> None:
     # In fresh ranks: such groups are created only once, with the timeout of the first mesh.
     assert ranks.run_fresh(4, _timeouts) == [(77.0, 77.0)] * 4
+
+
+def test_new_local_group_does_not_split_the_default_group() -> None:
+    device, timeout = torch.device("cuda:0"), timedelta(seconds=7)
+    with fake_ranks(4), mock.patch.object(dist.distributed_c10d, "_get_split_source") as split:
+        world: Any = dist.group.WORLD
+        world.bound_device_id = device
+        groups = [new_local_group((0, 2), timeout) for _ in range(2)]
+        assert len({group.group_name for group in groups}) == 2
+        assert not split.called and world.bound_device_id == device
 
 
 def test_name_for_graphs_identifies_one_group() -> None:

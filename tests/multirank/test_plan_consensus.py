@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +91,36 @@ def _fork(group: dist.ProcessGroup, _: CallLog, overlap: bool) -> str:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_different_graph_on_one_rank_is_an_error_on_all(overlap: bool) -> None:
     assert_same(run(2, _fork, overlap), "all_gather of first.", "all_gather of second.")
+
+
+def _call_twice(model: Any, x: Tensor) -> None:
+    model(x)
+    model(x)
+
+
+def _start_again(folder: Path) -> list[str]:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    backend, x = graphshard.backend(compiler="aot_eager"), torch.ones(2, DIM)
+    told = []
+    for world in ("first", "same graphs", "rank 1 is a new process"):
+        dist.destroy_process_group()
+        path = f"file://{folder / world}"
+        dist.init_process_group("gloo", init_method=path, rank=rank, world_size=num_ranks)
+        if world.startswith("rank 1"):
+            torch._dynamo.reset()
+            backend = graphshard.backend(compiler="aot_eager") if rank == 1 else backend
+        model: Any = torch.compile(Chain(), backend=backend, fullgraph=True)
+        for _ in range(2):
+            model(x).backward()
+            with torch.no_grad():
+                model(x)
+        if world == "same graphs":
+            assert len(backend.plans) == 3  # forward, backward and inference
+        with torch.set_grad_enabled(rank == 1):
+            told.append(message(_call_twice, model, x))
+    return told
+
+
+def test_new_group_of_the_same_name_is_compared_anew(tmp_path: Path) -> None:
+    for messages in zip(*ranks.run_fresh(2, _start_again, tmp_path)):
+        assert_same(list(messages), "calls a graph for inference", "calls graphs for training")

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import graphshard
+from graphshard.integrations.common import save_sharded
 from tests import ranks
 from tests.multirank.test_call_log import assert_same, message
 from tests.multirank.test_errors import assert_refused
@@ -206,8 +207,9 @@ def test_plain_experts_match_unsharded_model() -> None:
         for name, param in plain.named_parameters():
             ours = model.get_parameter(name)
             assert_close(name, _all_experts(ours.grad, ours, model.ep), param.grad)
-    with pytest.raises(ValueError, match=r"'experts.w1' is on .*efsdp.* only"):
-        graphshard.full_state_dict(model)
+    for save in (graphshard.full_state_dict, lambda model: save_sharded(Path(), model, [])):
+        with pytest.raises(ValueError, match=r"'experts.w1' is on .*efsdp.* only"):
+            save(model)
 
 
 @on_ranks(4)

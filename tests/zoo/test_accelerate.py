@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import graphshard
 from graphshard.integrations.accelerate import (
     ShardedAccelerator,
-    _generate_together,
     metrics,
     prepare,
 )
@@ -204,15 +202,3 @@ def test_accelerator_clips_by_norm_of_parameters_on_all_meshes() -> None:
     # Both ranks together have the 16 elements of one linear; each has its own 25 of the other.
     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
     assert float(norm) == pytest.approx((16 + 2 * 25) ** 0.5)
-
-
-@on_ranks(1)
-def test_copy_of_model_generates_with_itself() -> None:
-    class Model(nn.Module):
-        def generate(self, synced_gpus: bool = False, disable_compile: bool = False) -> object:
-            return self
-
-    model = Model()
-    _generate_together(model)
-    copied = copy.deepcopy(model)
-    assert model.generate() is model and copied.generate() is copied

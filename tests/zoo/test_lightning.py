@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import csv
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning
 import pytest
@@ -16,6 +18,7 @@ from lightning.fabric.loggers import CSVLogger as FabricLogger
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.loggers import CSVLogger
 from safetensors.torch import load_file
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import DataLoader, DistributedSampler
 
 import graphshard
@@ -31,6 +34,7 @@ from graphshard.params.sharded_param import sharded_param_of
 from graphshard.tools.consolidate import consolidate
 from tests import ranks, recording
 from tests.numerics.compare import relative_error, whole
+from tests.ranks import on_ranks
 
 from .launched import Kept, Texts, as_by_torchrun, same, small_llama
 
@@ -172,6 +176,35 @@ def _refuse_strategy(folder: str) -> None:
 
 def test_other_lightning_strategy_is_refused(tmp_path: Path) -> None:
     ranks.run(1, _refuse_strategy, str(tmp_path))
+
+
+class WithPlainParts(Model):
+    def __init__(self) -> None:
+        super().__init__(sharded=False)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.norm = torch.nn.BatchNorm1d(3)
+
+
+@on_ranks(2)
+def test_offloaded_parameters_stay_on_the_host() -> None:
+    owner, strategy = WithPlainParts(), ShardedStrategy()
+    graphshard.shard(owner.net, offload_policy=CPUOffloadPolicy())
+    strategy.model = owner
+    device = torch.device("meta")  # stands for a GPU
+    with mock.patch.object(ShardedStrategy, "root_device", device):
+        strategy.model_to_device()
+    assert owner.device == owner.scale.device == owner.norm.running_mean.device == device
+    assert all(param.device.type == "cpu" for param in owner.net.parameters())
+    assert all(sharded_param_of(param) is not None for param in owner.net.parameters())
+
+
+def test_fabric_strategy_takes_arguments_of_lightning_and_backend() -> None:
+    timeout = timedelta(seconds=77)
+    strategy: Any = ShardedFabricStrategy(timeout=timeout, process_group_backend="gloo", **SHARDING)
+    assert strategy._timeout == timeout and strategy.process_group_backend == "gloo"
+    assert strategy._options == SHARDING
+    with pytest.raises(ValueError, match=r"reshard=False: neither .* has this argument: choose"):
+        ShardedFabricStrategy(reshard=False)
 
 
 def _fabric(strategy: Any, folder: str) -> lightning.Fabric:

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -302,6 +302,20 @@ def test_parts_of_a_sharded_model_are_saved_in_full(tmp_path: Path) -> None:
         loaded = load_file(tmp_path / str(number) / "model.safetensors")
         assert all(torch.equal(value, state[f"{number}.{key}"]) for key, value in loaded.items())
         assert len(loaded) == 2
+
+
+@on_ranks(2)
+def test_mesh_without_rank_0_saves(tmp_path: Path) -> None:
+    group = dist.new_group([1])
+    if dist.get_rank() == 0:
+        return
+    model = llama(num_hidden_layers=1)
+    expected = copy.deepcopy(model.state_dict())
+    graphshard.shard(model, DeviceMesh.from_group(group, "cpu"))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in expected.items())
+    assert "should_save_on_this_rank" not in vars(model)
 
 
 # --- errors --------------------------------------------------------------------------------------

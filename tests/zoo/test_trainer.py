@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
     Seq2SeqTrainer,
@@ -163,6 +164,25 @@ def test_trainer_saves_resumes_and_loads_best_checkpoint(tmp_path: Path) -> None
     assert ranks.run(2, save_and_resume, str(tmp_path)) == [Kept(True, True)] * 2
 
 
+def _start_again(trainer: Trainer) -> None:
+    """Begin training again, as `train` does, after a microbatch whose gradients are not reduced."""
+    model = trainer.model
+    with model.no_sync():
+        model(**torch.utils.data.default_collate([Texts(2)[0]])).loss.backward()
+    params = list(filter(None, map(sharded_param_of, model.parameters())))
+    assert any(param.unreduced_totals() for param in params)
+    assert not _input_hooks(model)
+    model.enable_input_require_grads()
+    assert _input_hooks(model)
+    trainer._wrap_model(model)
+    assert not any(param.unreduced_totals() for param in params) and not _input_hooks(model)
+
+
+def _input_hooks(model: nn.Module) -> list[Any]:
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    return [hook for hook in hooks if hook.__name__ == "make_inputs_require_grads"]
+
+
 def _adapters(folder: str) -> None:
     def adapted() -> Any:
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -179,6 +199,7 @@ def _adapters(folder: str) -> None:
     with graphshard_warnings() as texts:
         first.train()
     assert not texts, texts  # the model is one graph
+    _start_again(first)
     again = _trainer(folder, adapted(), **saving)
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
     weights = _weights(first)
@@ -207,6 +228,20 @@ def _adapters(folder: str) -> None:
 
 def test_adapters_with_activation_checkpointing_resume(tmp_path: Path) -> None:
     ranks.run(2, _adapters, str(tmp_path))
+
+
+@on_ranks(2)
+def test_trainer_clips_by_norm_of_parameters_on_all_meshes(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
+    dp, overrides = mesh["efsdp", "ep"]._flatten("dp"), {"1": {"mesh": mesh["efsdp"]}}
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    trainer: Any = _trainer(str(tmp_path), model)
+    trainer.sharding = {"mesh": dp, "overrides": overrides}
+    trainer._wrap_model(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    # Both ranks together have the 16 elements of one linear; each has its own 25 of the other.
+    assert float(trainer._clip_grad_norm(model)) == pytest.approx((16 + 2 * 25) ** 0.5)
 
 
 def _refuse(folder: str) -> None:
@@ -260,8 +295,11 @@ def test_ranks_generate_texts_of_different_lengths(adapted: bool) -> None:
         config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
         model = peft.get_peft_model(model, config)
     plain = copy.deepcopy(model)
-    as_by_torchrun()
-    prepare(Accelerator(cpu=True), model, **SHARDING)
+    if adapted:
+        as_by_torchrun()
+        prepare(Accelerator(cpu=True), model, **SHARDING)
+    else:
+        model = copy.deepcopy(graphshard.shard(model))
     rank = dist.get_rank()
     ids = torch.tensor([[5, 6, 7 + rank]])
     settings: dict[str, Any] = {"do_sample": False, "min_new_tokens": 4 + 3 * rank}
@@ -291,6 +329,9 @@ def _already_sharded(folder: str) -> None:
         disable_tqdm=True,
     )
     trainer = ShardedSeq2SeqTrainer(model, arguments, train_dataset=Texts(8), sharding=SHARDING)
+    length = 2 + dist.get_rank()
+    lengths = {"min_new_tokens": length, "max_new_tokens": length}
+    assert trainer.predict(Texts(4), **lengths).predictions.shape[0] == 4
     trainer.train()
     assert trainer.predict(Texts(4)).predictions.shape[0] == 4
 
