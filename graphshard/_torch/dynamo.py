@@ -30,6 +30,7 @@ from torch._dynamo.utils import counters
 from torch._guards import ChainedSource, CompileContext, Guard, Source
 
 from .frames import is_resumed
+from .instances import note_module
 from .patches import patch
 
 __all__ = ["ShortenTraceback", "Source"]
@@ -182,6 +183,9 @@ def on_lookup(name: str, act: Callable[[], None]) -> None:
 def run_as_python(function: Callable[..., object]) -> None:
     """Let Dynamo inline ``function`` into traces, but never compile a call of it from Python."""
     skip_code(function.__code__)  # see torch/_dynamo/eval_frame.py
+
+
+run_as_python(note_module)  # not in instances.py: ``import graphshard`` must not import Dynamo
 
 
 def run_with_callees_as_python(function: _F) -> _F:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.modules import module as registration
 from torch.optim import Optimizer
 
-from .dynamo import run_as_python
 from .patches import patch
 
 _T = TypeVar("_T")
@@ -29,7 +28,7 @@ def live_instances(kind: type[_T]) -> dict[int, _T]:
     return {key: thing for key, thing in _instances.items() if issubclass(type(thing), kind)}
 
 
-def _note_module(module: nn.Module, name: str, value: object) -> None:
+def note_module(module: nn.Module, name: str, value: object) -> None:
     if not torch.compiler.is_compiling():
         _instances[id(module)] = module
 
@@ -44,7 +43,6 @@ def _noting(method: Any) -> Any:
 
 
 patch("torch.optim.optimizer.Optimizer._patch_step_function", _noting)
-run_as_python(_note_module)
 # A module is recorded once it holds a parameter or a submodule.
-registration.register_module_parameter_registration_hook(_note_module)
-registration.register_module_module_registration_hook(_note_module)
+registration.register_module_parameter_registration_hook(note_module)
+registration.register_module_module_registration_hook(note_module)
