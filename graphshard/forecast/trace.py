@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -157,17 +157,8 @@ def trace(
             dynamic = None if symbols else False
             _run(model, torch.compile(model, backend=tracing, dynamic=dynamic), inputs)
             held = _held(model)
-    if not any(graph.kind == GraphKind.BACKWARD for graph in reader.graphs):
-        raise UntraceableError(
-            "no backward graph was compiled: the model needs trainable parameters, and a forward "
-            "that Dynamo compiles, without torch.compiler.disable"
-        )
     breaks = _breaks(model)
-    if (most_runs := tracing.most_runs()) > 1:
-        raise UntraceableError(
-            f"a graph runs {most_runs} times in a step, but a forecast would count it once "
-            f"({'; '.join(breaks) or 'forward calls it repeatedly'}): {_ONE_GRAPH}"
-        )
+    _check_graphs(reader.graphs, tracing.most_runs(), breaks)
     notes = tuple(f"{text}; eager parts are not counted" for text in breaks)
     return TracedStep(tuple(reader.graphs), held, reader.saved, notes)
 
@@ -253,6 +244,19 @@ def _breaks(model: nn.Module) -> list[str]:
     classes = ", ".join(sharded.eager_classes) or (sharded.name if sharded.reads_eagerly else "")
     eager = [f"forward of {classes} runs outside of a graph"] if classes else []
     return [f"{where}: a graph break" for where in sharded.breaks] or eager
+
+
+def _check_graphs(graphs: Sequence[StepGraph], most_runs: int, breaks: Sequence[str]) -> None:
+    if not any(graph.kind == GraphKind.BACKWARD for graph in graphs):
+        raise UntraceableError(
+            "no backward graph was compiled: the model needs trainable parameters, and a forward "
+            "that Dynamo compiles, without torch.compiler.disable"
+        )
+    if most_runs > 1:
+        raise UntraceableError(
+            f"a graph runs {most_runs} times in a step, but a forecast would count it once "
+            f"({'; '.join(breaks) or 'forward calls it repeatedly'}): {_ONE_GRAPH}"
+        )
 
 
 def _held(model: nn.Module) -> HeldMemory:
