@@ -47,7 +47,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--device", default="H100", metavar="GPU", help="name, or file from calibrate (%(default)s)"
     )
     add("--gpus", type=int, default=8, help="total number of GPUs (%(default)s)")
-    add("--nodes", type=int, help="number of nodes (as few as allow equal nodes of the usual size)")
+    add(
+        "--nodes",
+        type=int,
+        help="number of nodes (the fewest equal nodes that are no larger than usual)",
+    )
     add(
         "--batch",
         help="samples x tokens, or samples, per GPU or, with --tp, per group of GPUs (1x4096; "

@@ -82,7 +82,8 @@ def record_steps(
             model, inputs = make_model()
             if parallelize is not None and ranks.split_axis:
                 parallelize(model, mesh[ranks.split_axis])
-        options = {**options, **sharding_options(model, mesh, ranks)}
+        # No dumps: they would replace those of a training run.
+        options = {**options, **sharding_options(model, mesh, ranks), "dump": None}
         ours = backend(**options)
         with fake:
             ours.forward_check.trace_plain(model, lambda: call_model(model, inputs))

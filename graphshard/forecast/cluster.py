@@ -67,6 +67,11 @@ def cluster(
         raise ValueError(f"gpus={gpus!r}: must be a positive integer")
     if nodes is None and gpus > (most := hardware.ranks_per_node) and gpus % most:
         nodes = next(number for number in range(gpus // most + 1, gpus + 1) if gpus % number == 0)
+        if gpus // nodes < most / 4:
+            raise ValueError(
+                f"gpus={gpus}: cannot be divided into equal nodes of {most // 4} to {most}: pass "
+                "nodes, or another number"
+            )
     if nodes is not None:
         if not (isinstance(nodes, int) and nodes > 0 and gpus % nodes == 0):
             raise ValueError(f"nodes={nodes!r}: must be a positive integer that divides {gpus=}")

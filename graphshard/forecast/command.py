@@ -92,7 +92,8 @@ def _plan(args: argparse.Namespace) -> int:
     print(shown)
     if no_formula:
         print(no_formula, file=sys.stderr)
-    numbers = {**shown.as_dict(), "batch": None if is_function(args.model) else str(batch), **found}
+    own_batch = None if is_function(args.model) else str(batch)
+    numbers = {"fits": shown.fits, **shown.as_dict(), "batch": own_batch, **found}
     _write(args, numbers, lambda: forecast_page(shown, tables))
     return 0 if shown.fits else 1
 

@@ -33,7 +33,7 @@ def plan(
     strategy: str = "zero3",
     dtype: str = "bf16",
     optimizer: str = "adamw",
-    recompute: float = False,
+    recompute: float = 0.0,
     accumulate: int = 1,
     budget_gb: float | None = None,
     offload: bool = False,

@@ -216,7 +216,8 @@ def _run(model: nn.Module, compiled: Callable[..., object], inputs: Inputs) -> N
             # Gathered parameters have a class of their own, which fake tensors do not survive.
             raise UntraceableError(
                 "code outside of graphs reads a parameter, which a forecast cannot trace "
-                f"({'; '.join(_breaks(model))}): {_ONE_GRAPH}"
+                f"({'; '.join(_breaks(model))}): {_ONE_GRAPH}. The step failed with "
+                f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
             ) from error
         raise
 
@@ -243,7 +244,7 @@ def _breaks(model: nn.Module) -> list[str]:
     assert sharded is not None
     classes = ", ".join(sharded.eager_classes) or (sharded.name if sharded.reads_eagerly else "")
     eager = [f"forward of {classes} runs outside of a graph"] if classes else []
-    return [f"{where}: a graph break" for where in sharded.breaks] or eager
+    return [f"graph break at {where}" for where in sharded.breaks] or eager
 
 
 def _check_graphs(graphs: Sequence[StepGraph], most_runs: int, breaks: Sequence[str]) -> None:

@@ -104,7 +104,9 @@ def _script_workload(name: str) -> Workload:
 
     with torch.device("meta"):
         _, inputs, options = unpack(name, call())
-    note = f"--dtype and --strategy replace the options that {name} returns ({', '.join(options)})"
+    note = (
+        f"options that {name} returns are ignored ({', '.join(options)}): pass --dtype, --strategy"
+    )
     return Workload(name, make, *count_tokens(inputs), notes=(note,) if options else ())
 
 

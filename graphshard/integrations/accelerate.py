@@ -131,7 +131,7 @@ def _check(accelerator: Accelerator, model: object, others: tuple[object, ...]) 
 
 
 class ShardedAccelerator(Accelerator):
-    """Mixin of the class that :func:`prepare` gives the user's accelerator."""
+    """Mixin that :func:`prepare` adds to the class of the user's accelerator."""
 
     _models: list[Any]
     _optimizers: list[Any]
@@ -204,7 +204,7 @@ class ShardedAccelerator(Accelerator):
             if len(models) > 1:
                 raise ValueError(
                     f"{type(inner).__name__} has parameters of a sharded model and "
-                    "parameters outside of it: to save or load its state, use a separate optimizer "
+                    "of something else: to save or load its state, use a separate optimizer "
                     "for each sharded model"
                 )
             model = next(iter(models), None)

@@ -13,7 +13,7 @@ plain file.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .._torch.nn import unflatten_state_dict
 from ..dynamo_backend import Backend, shard
 from ..params.grad_sync import no_sync
 from ..params.sharded_param import sharded_model_of, sharded_param_of
@@ -129,7 +130,8 @@ def save_sharded(
     # If an earlier checkpoint is overwritten and that is interrupted, it must not look complete. No
     # rank writes before the first one has planned.
     if is_first_rank(None):
-        (folder / ".metadata").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # ``dcp.save`` then raises on all ranks
+            (folder / ".metadata").unlink()
     dcp.save(state, checkpoint_id=folder)
 
 
@@ -189,12 +191,13 @@ def _saved_state(
         own = {name: param for name, param in zip(names, flat_params) if name in saved}
         made |= _made_by_step(model, optimizer, list(own.values()))
         params |= own
-    state = {name: made.get(name, {}) for name in params}
-    for key, (name, *keys, last) in paths.items():
-        if name in params and name not in made:
-            values = functools.reduce(lambda values, k: values.setdefault(k, {}), keys, state[name])
-            values[last] = _uninitialized(metadata.state_dict_metadata[key], params[name])
-    return state
+    flat = {
+        key: _uninitialized(metadata.state_dict_metadata[key], params[name])
+        for key, (name, *_) in paths.items()
+        if name in params and name not in made
+    }
+    empty: dict[str, Any] = unflatten_state_dict(flat, paths)
+    return {**empty, **{name: made[name] for name in params if name in made}}
 
 
 def _made_by_step(
@@ -207,15 +210,15 @@ def _made_by_step(
     state, groups = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
     everything = [param for group in groups for param in group["params"]]
     gradients = [param.grad for param in everything]
-    optimizer.state.clear()
-    for param in everything:
-        param.grad = None
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    for group in optimizer.param_groups:
-        if "lr" in group:
-            group["lr"] = 0 * group["lr"]
     try:
+        optimizer.state.clear()
+        for param in everything:
+            param.grad = None
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        for group in optimizer.param_groups:
+            if (lr := group.get("lr")) is not None:
+                group["lr"] = 0 * lr
         optimizer.step()
         made: dict[str, Any] = optimizer_by_name(model, optimizer)["state"]
     except Exception:  # such as a schedule-free optimizer outside of training

@@ -45,7 +45,7 @@ def consolidate(
 
     Raises:
         ValueError: ``source`` does not exist, is damaged or lacks ``key``; ``target`` exists, has
-            an unsupported suffix, cannot hold the content or cannot be written; its disk has too
+            an unsupported suffix, cannot hold the content or cannot be written; the disk of ``target`` has too
             little space; no name has the prefix, or removing it makes two names equal.
     """
     source, target = Path(source), Path(target)
@@ -71,8 +71,11 @@ def consolidate(
         with reading(source):  # an untrusted state dict may contain itself
             needed = _num_bytes(state)
         # ``dcp.save`` reads the mapped tensors.
-        with _new(target, source, needed) as scratch, reading(source):
-            dcp.save(state, checkpoint_id=scratch, no_dist=True)
+        with _new(target, source, needed) as scratch:
+            with reading(source):
+                failure = _save(state, scratch)
+            if failure is not None:
+                raise failure
     else:
         raise ValueError(
             f"{source}: does not exist; pass the folder of a checkpoint, or a .pt, .pth or "
@@ -95,10 +98,23 @@ def _new(target: Path, source: Path, needed: int) -> Iterator[Path]:
             yield scratch
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises a RuntimeError
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        advice = ": choose a writable folder on a disk with room"
         raise ValueError(
-            f"{target}: cannot be written from {source}: {reason}: choose a writable folder on a "
-            "disk with room"
+            f"{target}: cannot be written from {source}: {reason}"
+            f"{advice if isinstance(error, OSError) else ''}"
         ) from error
+
+
+def _save(state: Mapping[str, object], folder: Path) -> OSError | None:
+    """Write a checkpoint; return the error if ``folder`` cannot be written."""
+    try:
+        dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
+    except dcp.CheckpointException as error:
+        failures = [failure for failure, _ in error.failures.values()]
+        if failures and isinstance(failures[0], OSError):
+            return failures[0]
+        raise
+    return None
 
 
 def _num_bytes(value: object) -> int:

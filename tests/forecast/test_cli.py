@@ -78,7 +78,7 @@ def test_plan_accepts_model_from_script_and_hardware_from_file(
     assert _plan(*arguments, "--memory", "8GB") == 0
     out = capsys.readouterr().out
     assert "8 samples" in out
-    assert f"replace the options that {script}:make returns (mp_policy)" in out
+    assert f"options that {script}:make returns are ignored (mp_policy)" in out
     assert _plan(*arguments, "--batch", "1x4096") == 2
     assert f"--batch 1x4096: the inputs of {script}:make set the batch" in capsys.readouterr().err
     assert _plan(*arguments, "--memory", "0.4GB") == 1  # less than any process needs
