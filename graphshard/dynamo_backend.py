@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,6 +101,7 @@ class Backend:
         self._padding: dict[str, None] = {}  # padding advice of each compiled model
         self._compile_numbers = itertools.count()  # includes failed compiles, whose dumps are kept
         self._consensus = PlanConsensus()
+        self._created_ns = time.time_ns()
         self.forward_check = ForwardCheck(options)
         on_compile_start(_shard_before_trace)
         trace_parameters()
@@ -314,7 +316,7 @@ class Backend:
         folder = self.options.dump if rank == first_rank else None
         number = next(self._compile_numbers)
         if folder is not None and number == 0:
-            delete_dumps(folder)  # the page must not mix them with this run's
+            delete_dumps(folder, self._created_ns)  # the page must not mix runs
         return DumpWriter(folder, number)
 
     def _shard_plain_inputs(

@@ -20,6 +20,14 @@ from graphshard.ops.markers import UNSHARD_MARKERS, change, replicate, unshard
 from graphshard.ops.nodes import is_random, value_of
 from graphshard.passes.contract import PassContext
 
+_aten = torch.ops.aten
+_LOOKUPS = (
+    _aten.index.Tensor,
+    _aten.index_select.default,
+    _aten.gather.default,
+    _aten.embedding.default,
+)
+
 
 def param_derived(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes computed from parameters, and otherwise only from sizes and constants.
@@ -81,6 +89,8 @@ def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
     if context.ranks_differ or has_activation_budget():
         for marker in vectors:
             change(marker, regather_group=None)
+    else:  # sizes decide about lookups, but not about elementwise operators, such as adding a bias
+        vectors -= {m for n in gm.graph.nodes if n.target in _LOOKUPS for m in _read(n, sources)}
     # If backward would gather a parameter only to recompute, such as a table, save the results of
     # all its users instead.
     for node in gm.graph.nodes:

@@ -186,7 +186,7 @@ def _offloadable(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, fx.N
     """Map backward's placeholders to forward's nodes, for activations that may be offloaded.
 
     They are large, used by backward, and share their memory with no other output, so that forward
-    can free it after their last use. Inputs and gathered parameters are no activations.
+    can free it after their last use. Inputs and gathered parameters are not activations.
     """
     # Number of outputs that share each node's memory.
     num_returned = Counter(_owner(n) for n in outputs_of(gm.graph) if isinstance(n, fx.Node))

@@ -261,7 +261,7 @@ def trace_tables_by_attribute(
     Args:
         is_ours: function that returns whether a DTensor is traced this way.
         adopt: function of a module and a parameter name that gives the module this attribute, and
-            returns False if it has it already.
+            returns False if the module already has it.
     """
 
     # ``_parameters`` holds DTensors, and ``parameters()``, ``named_parameters()`` and

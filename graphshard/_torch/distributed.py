@@ -30,7 +30,7 @@ _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _COLLECTIVES = dist.distributed_c10d.__file__
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
-# How often ``new_local_group`` was called for given ranks, for each default group.
+# Number of calls of ``new_local_group``, by default group and ranks.
 _num_created: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -45,7 +45,7 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def new_local_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
-    """Create a process group of sorted ``ranks``; all of them must call this, and no others."""
+    """Create a process group of sorted ``ranks``: these ranks, and no others, must call this."""
     world: Any = dist.group.WORLD
     key, counts = tuple(ranks), _num_created.setdefault(world, Counter())
     counts[key] += 1

@@ -60,8 +60,8 @@ __all__ = [
 ]
 
 
-# Inductor options (torch/_inductor/config.py) whose passes would move, merge or split planned
-# collectives, with the values that disable them. Torch 2.11 does not have all of them.
+# Inductor options (torch/_inductor/config.py) whose passes would move, merge, split or replace
+# planned collectives, with the values that disable them. Torch 2.11 does not have all of them.
 _ON_BY_DEFAULT = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
@@ -83,6 +83,8 @@ KEEP_ORDER: dict[str, Any] = {
     for name, off in {**_ON_BY_DEFAULT, **_OFF_BY_DEFAULT}.items()
     if hasattr(inductor_config, name)
 }
+
+_OUR_PASSES = ("custom_partitioner_fn", "_post_fusion_custom_pass")  # Inductor options
 
 # Inductor options for graphs that may offload activations to the host. With layout optimization,
 # Inductor would store activations after convolutions channels-last and convert the host copies to
@@ -134,14 +136,13 @@ def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
             "from torch._inductor.config.",
             stacklevel=2,
         )
-    return {name: value for name, value in asked.items() if name not in KEEP_ORDER}
+    return {name: v for name, v in asked.items() if name not in (*KEEP_ORDER, *_OUR_PASSES)}
 
 
 def replaced_passes(asked: Mapping[str, Any]) -> list[str]:
     """Return the Inductor options with a user's passes that this backend would replace."""
-    names = ("custom_partitioner_fn", "_post_fusion_custom_pass")
-    chosen = {**{name: getattr(inductor_config, name) for name in names}, **asked}
-    return [name for name in names if chosen[name] is not None]
+    chosen = {**{name: getattr(inductor_config, name) for name in _OUR_PASSES}, **asked}
+    return [name for name in _OUR_PASSES if chosen[name] is not None]
 
 
 def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
@@ -392,8 +393,8 @@ def saving_activations(budget: float | None) -> AbstractContextManager[None]:
 def take_region_budget(gm: fx.GraphModule) -> float | None:
     """Return the ``region_activation_memory_budget`` of a Dynamo graph, and remove it from nodes.
 
-    Return None and change nothing if there is none or, so that torch raises its error, if it does
-    not cover the graph.
+    Return None, and change nothing, if there is none or if it covers only a part of the graph;
+    torch then raises its own error.
     """
     # See torch/autograd/graph.py; not in torch 2.11.
     key = getattr(torch.fx.traceback, "MEMORY_BUDGET_ANNOTATION_KEY", None)

@@ -373,7 +373,7 @@ def _float8_recipe(plain: PlainParam, options: ParamOptions) -> str | None:
         return None
     if isinstance(plain.param, DTensor):
         raise ValueError(
-            f"fp8 is not supported for a DTensor, and the parameter is one (placements "
+            f"fp8 is not supported for DTensors such as this parameter (placements "
             f"{plain.param.placements}): exclude it with "
             'overrides={glob: {"fp8": None}} or fp8.filter_fn'
         )
@@ -400,8 +400,9 @@ def _fp8_error(
     recipes = {
         plain.spec.float8_recipe: plain for plain in plain_params if plain.spec.float8_recipe
     }
-    is_sharded = any(map(sharded_param_of, root.parameters()))  # and may have fp8 parameters
-    if not recipes and not is_sharded and any(plain.param.dim() == 2 for plain in plain_params):
+    earlier = filter(None, map(sharded_param_of, root.parameters()))
+    has_fp8 = bool(recipes) or any(param.spec.float8_recipe for param in earlier)
+    if not has_fp8 and any(plain.param.dim() == 2 for plain in plain_params):
         return (
             "fp8 selects no parameter: all matrices are excluded by overrides, nn.Embedding or "
             "fp8.filter_fn, which by default rejects output heads and sizes that are not multiples "

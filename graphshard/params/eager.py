@@ -179,7 +179,7 @@ def _gradients_of_shards(
             continue
         if ctx.destinations[i] != UNSYNCED:
             to_reduce.append(i)
-        elif grad is not None:
+        else:
             sharded_param.accumulate(UNSYNCED, grad)
     used = _used_on_any_rank(
         [ctx.sharded_params[i] for i in to_reduce], [grads[i] for i in to_reduce]

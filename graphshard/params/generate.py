@@ -27,7 +27,7 @@ def has_generate(cls: type) -> bool:
 
 
 def generate_together(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a class's ``generate`` to go on until all ranks are done, if the model is sharded."""
+    """Wrap a class's ``generate``: for a sharded model, it keeps going until all ranks are done."""
 
     @functools.wraps(generate)
     def together(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,7 @@ class MemoryReport:
 
     @property
     def total(self) -> MemoryBytes:
-        """Sum of all parts, including the host's; ``gathered`` counts at its planned peak."""
+        """Sum of all parts, including those on the host; ``gathered`` counts its planned peak."""
         parts = [part for name, part in vars(self).items() if name != "on_host"]
         return MemoryBytes(*map(sum, zip(*parts)))
 

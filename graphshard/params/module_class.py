@@ -156,9 +156,10 @@ def install(
 
 
 def adopt(module: nn.Module, name: str) -> bool:
-    """Make ``module`` an owner of the sharded parameter that was assigned to it, as to a tied head.
+    """Make ``module`` an owner of a sharded parameter that the user has assigned to it.
 
-    Return False if it has an accessor for ``name`` already.
+    For example, a new head may be tied to an embedding. Return False if ``module`` already has an
+    accessor for ``name``.
     """
     if had_sharded(module, name):
         return False

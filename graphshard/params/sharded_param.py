@@ -327,8 +327,11 @@ class ShardedParam:
             accumulator.add(known.total)
         return accumulator
 
-    def accumulate(self, name: str, grad: torch.Tensor) -> None:
-        """Add a gradient that eager code has computed to accumulator ``name``."""
+    def accumulate(self, name: str, grad: torch.Tensor | None) -> None:
+        """Add a gradient that eager code has computed, if any, to accumulator ``name``."""
+        if grad is None:
+            _accumulating.setdefault(self.model)  # other ranks may have one: all must reduce it
+            return
         self.accumulator(name).add(grad)
         self._on_accumulated(name, grad)
 

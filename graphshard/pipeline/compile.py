@@ -105,9 +105,9 @@ def compile_traced(
 
     Raises:
         BackendError: ranks compile graphs with different communication, a rank has left or does
-            not arrive in time, or no schedule fits the memory budget.
-        ValueError: a pass of the user would replace one of this backend, or as
-            :func:`choose_saving`.
+            not arrive in time, no schedule fits the memory budget, or this backend's pass would
+            replace one that the user has set.
+        ValueError: as :func:`choose_saving`.
     """
     start_s = time.perf_counter()
     options: Mapping[str, Any] = {}

@@ -273,7 +273,11 @@ def _modes() -> tuple[object, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        _precision(torch.backends.cuda.matmul.fp32_precision),
+        _precision(torch.backends.mkldnn.matmul.fp32_precision),  # type: ignore[attr-defined]
         torch.are_deterministic_algorithms_enabled(),
     )
+
+
+def _precision(name: str) -> str:
+    return "ieee" if name == "none" else name  # "none": not set, which means the same here

@@ -190,8 +190,8 @@ class Problem:
         steps: name of the first node of each step.
         compute_us: predicted time of each step.
         fixed_bytes: peak schedule-independent bytes in each step: activations, inputs (including
-            shards) and results. Values that transfers bring are subtracted after their last use in
-            the step, because transfers count them until the step ends.
+            shards) and results. Values that arrive by transfer are subtracted after their last
+            use in the step, because transfers count them until the step ends.
         fixed_boundary_bytes: schedule-independent bytes before each step and at the graph's end.
         transfers: all transfers in graph order, copies of activations last.
         copies_sent: whether the process group's backend, like gloo, copies the data to reduce and

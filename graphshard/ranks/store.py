@@ -72,9 +72,9 @@ _FOREVER = timedelta(days=20)
 class EventStore:
     """The events of one process group.
 
-    When all ranks have agreed on the plan of a call, its event and earlier ones are deleted, if the
-    store can delete. Each method performs a constant number of store operations, plus one for each
-    event it deletes.
+    When all ranks have agreed on the plan of a call, its event and all earlier ones are deleted, if
+    the store can delete. Each method performs a constant number of store operations, plus one for
+    each event it deletes.
 
     Args:
         connect: function that returns a new connection to the group's store. It is called twice,

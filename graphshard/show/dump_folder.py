@@ -145,11 +145,15 @@ def _profiles(folder: Path) -> Iterator[Trace]:
                 yield json.loads(text)
 
 
-def delete_dumps(folder: Path) -> None:
-    """Delete the dumps and the page in ``folder``; warn if that fails."""
+def delete_dumps(folder: Path, before_ns: int) -> None:
+    """Delete the dumps and the page in ``folder`` that are older; warn if that fails.
+
+    Args:
+        before_ns: time in nanoseconds since the epoch.
+    """
     try:
         for path in folder.iterdir():
-            if _OURS.fullmatch(path.name):
+            if _OURS.fullmatch(path.name) and path.stat().st_mtime_ns < before_ns:
                 path.unlink(missing_ok=True)  # the first rank of another mesh may delete it, too
     except OSError as error:  # must not fail training
         warnings.warn(f"graphshard: old dump cannot be deleted: {error}", stacklevel=2)

@@ -45,8 +45,8 @@ def consolidate(
 
     Raises:
         ValueError: ``source`` does not exist, is damaged or lacks ``key``; ``target`` exists, has
-            an unsupported suffix, cannot hold the content or cannot be written; the disk of ``target`` has too
-            little space; no name has the prefix, or removing it makes two names equal.
+            an unsupported suffix, cannot hold the content or cannot be written; its disk has not
+            enough space; no name has the prefix, or removing it makes two names equal.
     """
     source, target = Path(source), Path(target)
     if target.exists():

@@ -241,11 +241,14 @@ def test_operator_without_tensors_runs(mesh: DeviceMesh, compiler: str) -> None:
 
 @pytest.fixture
 def default_precision() -> Iterator[None]:
+    before = _CUDA.fp32_precision, _CPU.fp32_precision
     yield
     torch.set_float32_matmul_precision("highest")
+    _CUDA.fp32_precision, _CPU.fp32_precision = before
 
 
-_CUDA, _CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+_CUDA: Any = torch.backends.cuda.matmul
+_CPU: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 PRECISIONS: dict[str, tuple[Callable[[], Any], bool]] = {
     "legacy": (lambda: torch.set_float32_matmul_precision("high"), True),
     "cuda": (lambda: setattr(_CUDA, "fp32_precision", "tf32"), True),

@@ -187,9 +187,7 @@ def test_fp8_of_split_parameters_is_refused() -> None:
     def shard(model: nn.Module) -> None:
         graphshard.shard(model, mesh["dp"], fp8=policy)
 
-    assert_refused(
-        split(MLP, mesh), shard, "'(up|down).weight'.*fp8 is not supported for a DTensor"
-    )
+    assert_refused(split(MLP, mesh), shard, "'(up|down).weight'.*fp8 is not supported for DTensors")
 
 
 @on_ranks(4)

@@ -73,17 +73,19 @@ def test_gradient_may_be_expanded_on_one_rank() -> None:
 class Table(nn.Module):
     """Model whose rows ``table[ids]`` torch's partitioner recomputes only if there are many ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, *row: int) -> None:
         super().__init__()
-        self.table, self.out = nn.Parameter(torch.randn(1000, 64)), nn.Linear(64, 1)
+        self.table, self.out = nn.Parameter(torch.randn(1000, *row)), nn.Linear(64, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.out(nn.functional.gelu(self.table[ids])).square().mean()
+        rows = nn.functional.gelu(self.table[ids])
+        return self.out(rows.view(len(ids), -1).expand(-1, 64)).square().mean()
 
 
+@pytest.mark.parametrize("row", [(64,), ()])
 @on_ranks(2)
-def test_batch_size_does_not_decide_what_backward_gathers() -> None:
-    twins = Twins(Table())
+def test_batch_size_does_not_decide_what_backward_gathers(row: tuple[int, ...]) -> None:
+    twins = Twins(Table(*row))
     twins.backward([torch.arange(400), torch.arange(100)])
     twins.check()
 
