@@ -93,7 +93,7 @@ def _plan(args: argparse.Namespace) -> int:
     if no_formula:
         print(no_formula, file=sys.stderr)
     own_batch = None if is_function(args.model) else str(batch)
-    numbers = {"fits": shown.fits, **shown.as_dict(), "batch": own_batch, **found}
+    numbers = {**shown.as_dict(), "batch": own_batch, **found}
     _write(args, numbers, lambda: forecast_page(shown, tables))
     return 0 if shown.fits else 1
 

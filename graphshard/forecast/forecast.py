@@ -145,6 +145,7 @@ class Forecast:
             self.unit: self.tokens,
             f"{self.unit}_per_s": self.tokens_per_s,
             f"{self.unit}_per_microbatch": self.microbatch,
+            "fits": self.fits,
             "mfu": self.mfu,
             "time": {**time, "not_modelled_us": self.time.unmodelled_us},
             "host_bytes": self.host_bytes,
