@@ -121,6 +121,6 @@ def _start_again(folder: Path) -> list[str]:
     return told
 
 
-def test_new_group_of_the_same_name_is_compared_anew(tmp_path: Path) -> None:
+def test_new_group_of_the_same_name_is_compared_again(tmp_path: Path) -> None:
     for messages in zip(*ranks.run_fresh(2, _start_again, tmp_path)):
         assert_same(list(messages), "calls a graph for inference", "calls graphs for training")
