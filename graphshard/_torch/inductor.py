@@ -406,7 +406,7 @@ def take_region_budget(gm: fx.GraphModule) -> float | None:
     if len(budgets) != 1 or budgets == {None}:
         return None
     for node in nodes:
-        custom = node.meta.get("custom", {})  # nodes share it
+        custom = node.meta.get("custom", {})  # copied, because nodes may share it
         node.meta["custom"] = {name: value for name, value in custom.items() if name != key}
     return float(budgets.pop())
 

@@ -14,7 +14,6 @@ plain file.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MethodType
@@ -34,7 +33,7 @@ from .._torch.nn import unflatten_state_dict
 from ..dynamo_backend import Backend, shard
 from ..params.grad_sync import no_sync
 from ..params.sharded_param import sharded_model_of, sharded_param_of
-from ..params.state_dict import optimizer_by_name, optimizer_by_number, parameter_names
+from ..params.state_dict import optimizer_by_name, optimizer_by_number, parameters_by_name
 from ..params.trained_module import checked_module, is_first_rank
 
 _STATE = ("optim", "state")  # keys of the optimizers' state in a checkpoint
@@ -186,9 +185,8 @@ def _saved_state(
     params: dict[str, nn.Parameter] = {}
     made: dict[str, Any] = {}
     for optimizer in optimizers:
-        flat_params = [param for group in optimizer.param_groups for param in group["params"]]
-        names = itertools.chain(*parameter_names(model, optimizer))
-        own = {name: param for name, param in zip(names, flat_params) if name in saved}
+        its_params = parameters_by_name(model, optimizer)
+        own = {name: param for name, param in its_params.items() if name in saved}
         made |= _made_by_step(model, optimizer, list(own.values()))
         params |= own
     flat = {

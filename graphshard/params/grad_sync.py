@@ -17,21 +17,21 @@ from .trained_module import uncompiled_module
 SYNCS, ALL_REDUCES = "syncs", "all_reduces"
 
 # Modules whose flag is False. Not an attribute, which a copy made in ``no_sync`` would keep.
-_without: dict[str, WeakSet[nn.Module]] = {SYNCS: WeakSet(), ALL_REDUCES: WeakSet()}
+_turned_off: dict[str, WeakSet[nn.Module]] = {SYNCS: WeakSet(), ALL_REDUCES: WeakSet()}
 
 
 def module_flag(module: nn.Module, name: str) -> bool:
     """Return the flag ``SYNCS`` or ``ALL_REDUCES`` of ``module``, True by default."""
-    return module not in _without[name]
+    return module not in _turned_off[name]
 
 
 def set_flags(flags: Mapping[nn.Module, bool], name: str) -> None:
     """Set the flag ``SYNCS`` or ``ALL_REDUCES`` of modules, and refresh their accessors."""
     for module, flag in flags.items():
         if flag:
-            _without[name].discard(module)
+            _turned_off[name].discard(module)
         else:
-            _without[name].add(module)
+            _turned_off[name].add(module)
     for module in flags:
         refresh_accessors(module)
 

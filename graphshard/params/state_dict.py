@@ -21,6 +21,7 @@ entries of the loaded state dict into shards; and returns nothing if the mesh la
 from __future__ import annotations
 
 import functools
+import itertools
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -146,7 +147,7 @@ def load_full_state_dict(
     incoming = _announce(state_dict, None if optim is None else optim_state_dict, names, groups)
     result = root.load_state_dict(_incoming_model(root, incoming), strict)
     if optim is not None:
-        received = _received_optimizer(optim, names, incoming)
+        received = _received_optimizer(root, optim, incoming)
         optim.load_state_dict(optimizer_by_number(root, optim, received))
     return result
 
@@ -187,10 +188,16 @@ def parameter_names(root: nn.Module, optim: torch.optim.Optimizer) -> list[list[
     return [[names[param] for param in group] for group in groups]
 
 
+def parameters_by_name(root: nn.Module, optim: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """Return the parameters of ``optim`` by name, in the order of their numbers in state dicts."""
+    params = itertools.chain(*(group["params"] for group in optim.param_groups))
+    return dict(zip(itertools.chain(*parameter_names(root, optim)), params, strict=True))
+
+
 def optimizer_by_name(root: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state dict of ``optim``, keyed by parameter names instead of numbers."""
     names, state = parameter_names(root, optim), optim.state_dict()
-    flat_names = [name for group in names for name in group]
+    flat_names = list(itertools.chain(*names))
     groups = [{**group, "params": params} for group, params in zip(state["param_groups"], names)]
     by_name = {flat_names[number]: values for number, values in state["state"].items()}
     return {"state": by_name, "param_groups": groups}
@@ -206,7 +213,7 @@ def optimizer_by_number(
     """
     names = parameter_names(root, optim)
     options = {name: g for g in by_name["param_groups"] for name in g["params"]}
-    numbers = {name: number for number, name in enumerate(n for group in names for n in group)}
+    numbers = {name: number for number, name in enumerate(itertools.chain(*names))}
     groups = [
         {**options.get(next(iter(group), None), own), "params": [numbers[n] for n in group]}
         for own, group in zip(optim.param_groups, names)
@@ -373,12 +380,10 @@ def _incoming_model(root: nn.Module, incoming: _States) -> StateDict:
 
 
 def _received_optimizer(
-    optim: torch.optim.Optimizer, names: list[list[str]], incoming: _States
+    root: nn.Module, optim: torch.optim.Optimizer, incoming: _States
 ) -> dict[str, Any]:
     """Receive the state of ``optim``; return its state dict, keyed by parameter names."""
-    flat_params = [param for group in optim.param_groups for param in group["params"]]
-    params = dict(zip([name for group in names for name in group], flat_params))
-    state = {}
+    params, state = parameters_by_name(root, optim), {}
     for name, values in incoming.optim["state"].items():
         present = optim.state.get(params[name], {})
         state[name] = {

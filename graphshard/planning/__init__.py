@@ -1,7 +1,7 @@
 """Decide which transfers share a bucket, and when each bucket is launched and waited for.
 
-The input is a ``Problem``, and the output a tuple of ``Bucket``, of which the caller makes a
-``Plan`` (``plan``, ``buckets``). ``search`` tries different buckets (``bucketing``), places them
+It turns a ``Problem`` into a tuple of ``Bucket``, from which the caller builds a ``Plan``
+(``plan``, ``buckets``). ``search`` tries different buckets (``bucketing``), places them
 within the limits (``placement``, ``memory_budget``), and keeps the schedule with the best predicted
 time (``simulate``) and memory (``live_bytes``).
 

@@ -3,8 +3,7 @@
 With them, Inductor and Triton compile for the device, and the generated code runs on fake tensors.
 ``no_gpu.cpp``, which must be loaded before torch, makes autograd accept ``cuda``, with streams and
 events that have no effect. `install` replaces the rest permanently: the process cannot do anything
-else afterwards. All replacements of Python code of torch
-and Triton are in this module.
+else afterwards. All replacements of torch's and Triton's Python code are in this module.
 
 Relies on torch 2.13 and Triton 3.7.
 """
