@@ -33,13 +33,17 @@ def clip_grad_norm_(
     train the model must call this.
 
     Returns:
-        The total norm before clipping, as a plain tensor that is equal on all ranks.
+        The total norm before clipping, as a plain tensor. It is equal on all ranks if the gradients
+        that are not DTensors are.
 
     Raises:
+        ValueError: ``norm_type`` is not positive.
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm_type = float(norm_type)  # may be "inf"
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: must be positive; use 2.0 or math.inf")
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for param in parameters:
         if param.grad is not None:
@@ -62,7 +66,7 @@ def clip_grad_norm_(
 
 
 def _largest(grads: list[Any], foreach: bool | None) -> torch.Tensor:
-    """Return the infinity norm of gradients on one mesh, over all its ranks."""
+    """Return the infinity norm of DTensor gradients that share a mesh, over all its ranks."""
     local = [local_tensor(grad) for grad in grads]
     dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in local))
     norm = torch.zeros((), dtype=dtype, device=local[0].device)

@@ -6,9 +6,9 @@ the Dynamo graph and of everything else that a plan depends on.
     rank 0   lock ─► compile ──────────────► KEY.compiled, unlock
     rank 1   wait for the lock ......................... ─► compile: all is in the cache
 
-Among ranks with the same graph, cache folder and device index, one compiles for all, with all cores
-of its host. If that rank raises or exits, its lock is released and the next rank compiles. If it
-takes too long, all other ranks compile without waiting further.
+Among ranks with the same graph, cache folder and device index, one compiles for all, instead of all
+competing for the host's cores. If that rank raises or exits, its lock is released and the next rank
+compiles. If it takes too long, all other ranks compile without waiting further.
 
     save_compiled   torch's cache artifacts, our plans, loaded C++ kernels ─► one file
     load_compiled   one file ─► the caches of this machine
@@ -56,7 +56,7 @@ class PlanCache:
             GRAPHS[self.key] = settings.facts()
 
     def save(self, plan: Plan) -> None:
-        """Write the plan of one graph; `Plan.named` adds parameter names after it is loaded."""
+        """Write the plan of one graph without parameter names, which ``Plan.named`` adds later."""
         self._folder().mkdir(parents=True, exist_ok=True)
         write_whole(self._path(plan.graph), plan.to_json())
 
@@ -178,13 +178,17 @@ def load_compiled(path: str | Path) -> None:
             if not isinstance(header, dict):
                 raise KeyError(_HEADER)
             _check(str(path), header)
-            graphs = dict(header["graphs"])
+            if not isinstance(graphs := header["graphs"], dict):
+                raise KeyError("graphs")
             artifacts = file.read(_GRAPHS)
             for name in file.namelist():
                 if name.startswith(_FILES):
                     _write(path, name.removeprefix(_FILES), file.read(name))
     except (zipfile.BadZipFile, zlib.error, KeyError, TypeError, json.JSONDecodeError) as error:
-        why = f"{path}: was not written by graphshard.save_compiled ({error})"
+        why = (
+            f"{path}: was not written by graphshard.save_compiled, or is damaged ({error}): call "
+            "save_compiled again to write a new file"
+        )
         raise ValueError(why) from error
     torch.compiler.load_cache_artifacts(artifacts)
     _loaded.update(graphs)

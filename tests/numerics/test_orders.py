@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -143,3 +144,9 @@ def test_infinity_norm_includes_ranks_without_rows(norm_type: Any) -> None:
     model(torch.full((1, 8), -2.0)).sum().backward()
     assert graphshard.clip_grad_norm_(model.parameters(), 1.0, norm_type) == 2
     assert torch.allclose(whole(model.weight.grad), torch.full((1, 8), -1.0))
+
+
+@pytest.mark.parametrize("norm_type", [0, -math.inf, math.nan])
+def test_norm_type_must_be_positive(norm_type: float) -> None:
+    with pytest.raises(ValueError, match=f"norm_type={float(norm_type)}: must be positive"):
+        graphshard.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0, norm_type)
