@@ -50,7 +50,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--nodes",
         type=int,
-        help="number of nodes (the fewest equal nodes that are no larger than usual)",
+        help="number of nodes (the fewest equal nodes with no more GPUs than usual)",
     )
     add(
         "--batch",
@@ -101,11 +101,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         default="ring",
         help="how gradients are reduced: SchedulePolicy(reduce=...) (%(default)s)",
     )
-    offload = "keep shards, gradients and optimizer on the host"
+    offload = "keep shards, gradients and optimizer state on the host"
     add("--offload", action="store_true", default=None, help=offload)
     add("--accumulate", type=int, help="microbatches in a step (1)")
     add("--budget", metavar="72GB", help="GPU memory that the schedule may use")
-    add("--memory", metavar="80GB", help="memory of each GPU, if the device table lacks the GPU")
+    add("--memory", metavar="80GB", help="memory of each GPU (from the device table)")
     add("--link", metavar="100Gb/s,5us", help="bandwidth per GPU and latency between nodes")
     add(
         "--search",
@@ -151,8 +151,9 @@ Example script:
         tokens = torch.zeros(2, 4096, dtype=torch.int64)
         return model, (tokens,), {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
 
-Nothing is allocated and no other rank exists: a laptop can check a model of any size. The loss is
-the output's `loss`, or the sum of its first tensor; the optimizer is SGD with momentum.
+No tensor is allocated and no other rank exists: a laptop can check a model of any size. The loss is
+the output's `loss` or else its first tensor, summed unless a scalar; the optimizer is SGD with
+momentum.
 
 Exit status: 0 if no error was found, 1 if one was found or the check itself failed, 2 if an
 argument is invalid.
@@ -219,15 +220,17 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``graphshard demo``."""
     steps = ", ".join(f"{size.steps} on {device}" for device, size in SIZES.items())
     add = parser.add_argument
-    add("--ranks", type=_at_least(1), metavar="N", help="default: all GPUs; 2 without a GPU")
-    add("--steps", type=_at_least(2), metavar="N", help=f"default: {steps}")
+    ranks = "number of ranks (default: all GPUs, or 2 without a GPU)"
+    add("--ranks", type=_at_least(1), metavar="N", help=ranks)
+    add("--steps", type=_at_least(2), metavar="N", help=f"number of steps (default: {steps})")
     add(
         "--compiler",
         choices=("inductor", "aot_eager"),
         default="inductor",
-        help="default: %(default)s",
+        help="compiler of all three runs (default: %(default)s)",
     )
-    add("--device", choices=list(SIZES), help="default: cuda if there is a GPU, else cpu")
+    device = "device to train on (default: cuda if there is a GPU, else cpu)"
+    add("--device", choices=list(SIZES), help=device)
     page = "write the page of graphshard's run to this file"
     add("--html", type=_file, metavar="FILE", help=page)
 
@@ -295,7 +298,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.description = _CALIBRATE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=_file, required=True, help="the JSON file to write")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
     parser.add_argument(
         "--sizes", type=_sizes, help="collective buffer sizes in bytes, as in 65536,16777216"

@@ -20,7 +20,7 @@ _NEVER = 2**31 - 1  # limit of middle-generation collections between full collec
 def with_stack_room(
     function: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-    """Wrap a long-running function so that the frames of all its callees share one stack chunk.
+    """Wrap a long-running function so that the frames of its callees share one large stack chunk.
 
     CPython keeps frames in chunks of 16 KB. If the last frame that fits into a chunk calls a
     function in a loop, each call maps and unmaps a chunk (python/cpython#142183; pull request
@@ -40,7 +40,7 @@ def with_stack_room(
 
 @contextlib.contextmanager
 def without_full_collections() -> Iterator[None]:
-    """Turn off full garbage collections in this context, but collect younger generations."""
+    """Turn off automatic full garbage collections in this context; collect younger generations."""
     # CPython runs a full collection whenever the number of objects has grown by a quarter. torch
     # alone has 400,000 objects, and a compile makes and drops millions: 11 full collections took 7
     # of the 50 seconds of a first step of 48 layers.

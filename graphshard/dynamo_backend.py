@@ -2,7 +2,7 @@
 
     first call     a module is compiled   ─► shard it before Dynamo traces its first frame
                    a function is compiled ─► its graph has full parameters as inputs: shard the
-                                             models that own them, have Dynamo trace again
+                                             models that own them, and have Dynamo trace again
     every compile  the graph has shards as inputs ─► guard their sharded params
                                                   ─► pipeline.compile
 
@@ -248,7 +248,7 @@ class Backend:
         """Return tables of every compiled graph: its collectives, predicted times and peak memory.
 
         The tables are followed by the candidates of ``SchedulePolicy(auto=True)``, the number of
-        layers traced as one, and the models whose padding takes much memory, if any.
+        layers traced as one, and descriptions of padding that takes much memory, if any.
         """
         tables = summary([dump for graph in self._graphs for dump in graph.dumps])
         tried = dict.fromkeys(graph.tried for graph in self._graphs if graph.tried)
@@ -402,13 +402,15 @@ def backend(
         compiler: "inductor", or "aot_eager", which runs the same graphs op by op in ATen.
         dump: folder in which the mesh's first rank writes the plan, trace, table and FX code of
             every compiled graph, and a page that shows them all, ``index.html``; created if
-            missing. Each backend needs its own folder: it deletes the dumps of an earlier run.
+            missing. Each backend needs its own folder, because it deletes older dumps in the folder
+            at its first compile.
         sync_module_states: whether to broadcast the first rank's parameters and buffers before
             sharding.
 
     Raises:
-        ValueError: an argument is invalid. At the first call, on every rank and before anything is
-            changed: there is no process group, a parameter cannot be sharded, or ranks differ.
+        ValueError: an argument is invalid. At the first call, on every rank and before the model is
+            changed: there is no process group, a parameter cannot be sharded, or the models or
+            arguments of ranks differ.
     """
     return Backend(Options.from_arguments(locals()))
 
@@ -435,7 +437,7 @@ def shard(
     broadcast: call ``model.to_empty(device=...)``, which allocates only shards, and initialize it.
 
     Raises:
-        ValueError: ``model`` is not a module; otherwise as :func:`backend`, before anything is
+        ValueError: ``model`` is not a module; otherwise as :func:`backend`, before the model is
             changed.
     """
     arguments = dict(locals())

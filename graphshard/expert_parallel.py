@@ -92,12 +92,15 @@ def _check(model: nn.Module, modules: list[Any], size: int) -> None:
     for number in (module.num_experts for module in modules):
         if number % size:
             raise ValueError(
-                f"ep={size}: does not divide {number} experts; use a number of ranks that does"
+                f"ep={size}: must divide the number of experts in each layer, {number}"
             )
 
 
 class _LocalExperts:
-    """This rank's experts, with all other attributes of the full experts module."""
+    """A module of experts, reduced to the weights and the number of this rank's experts.
+
+    Other attributes are those of the full module.
+    """
 
     def __init__(self, experts: Any) -> None:
         self.experts = experts

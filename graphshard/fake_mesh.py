@@ -18,7 +18,7 @@ class Ranks(NamedTuple):
     """Shape of a mesh: ``replicas`` x ``shards`` groups of ``tp`` ranks each.
 
     Attributes:
-        shards: number of shards of a replica's parameters.
+        shards: number of shards of a replica's parameters; of experts, ``shards / ep``.
         tp: number of ranks over which tensor parallelism splits the model.
         ep: number of ranks over which experts are split. It divides ``shards``; if it is greater
             than 1, ``replicas`` and ``tp`` are 1.
@@ -51,7 +51,7 @@ def fake_mesh(ranks: Ranks, device_type: str, rank: int = 0) -> Iterator[DeviceM
 
 
 def sharding_options(model: nn.Module, mesh: DeviceMesh, ranks: Ranks) -> dict[str, Any]:
-    """Return arguments of ``backend`` for a model already split over ``ranks.split_axis``."""
+    """Return arguments of ``backend`` for ``model``, already split over ``split_axis``, if any."""
     options = {"sync_module_states": False}  # no other rank exists to broadcast values
     if ranks.ep > 1:
         overrides = expert_parallel.overrides(model, mesh)

@@ -66,7 +66,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: the model has no plan; its plan has an unsupported style, such as that of
             experts, or omits a parameter; or the size of ``mesh`` does not divide the number of
-            heads, the intermediate size or the vocabulary size.
+            (key-value) heads, the intermediate size or the vocabulary size.
     """
     config: Any = getattr(model, "config", None)
     styles = getattr(config, "base_model_tp_plan", None)
@@ -117,10 +117,7 @@ def _check_sizes(name: str, lm: Any, size: int) -> None:
     numbers["output_embeddings.out_features"] = lm.get_output_embeddings().out_features
     for field, number in numbers.items():
         if number and number % size:
-            raise ValueError(
-                f"tp={size}: does not divide {field}={number} of {name}; use a number of ranks "
-                "that does"
-            )
+            raise ValueError(f"tp={size}: must divide {field}={number} of {name}")
 
 
 def _layer_plan(name: str, layer: nn.Module, styles: dict[str, str]) -> dict[str, ParallelStyle]:

@@ -56,7 +56,7 @@ class PassContext:
         kind: kind of the graph; None before ``Stage.FINAL``.
         backward: backward graph, in ``Stage.PARTITIONED``.
         num_outputs: number of the forward graph's outputs that precede the saved values.
-        ranks_differ: whether some ranks may have an activation budget and others none.
+        ranks_differ: whether ranks may have different activation budgets.
         choose_kept: function that chooses parameters to keep unsharded, from
             ``planning.keep_unsharded``.
         choose_offloaded: function that chooses activations to offload, from ``planning.offload``.
@@ -103,7 +103,7 @@ class Pass:
         inference_only: whether the pass runs only on inference graphs, which have no joint graph.
         when: function that returns whether a context enables the pass.
         dump: name of the code dump, in which "{kind}" stands for the kind of graph; "" for the
-            stage's own dump, if any. Consecutive passes with the same name share a dump.
+            stage's own dump, if any. Consecutive passes with the same ``dump`` share one.
     """
 
     run: Callable[[fx.GraphModule, PassContext], None]
@@ -147,10 +147,10 @@ def ordered(*passes: Pass) -> tuple[Pass, ...]:
 def _check_facts(purpose: str, passes: Sequence[Pass]) -> None:
     established = set[Fact]()
     for one in passes:
-        missing = [str(fact) for fact in one.requires if fact not in established]
+        missing = [f'"{fact}"' for fact in one.requires if fact not in established]
         if missing:
             raise ValueError(
                 f"pass {one.name} requires {', '.join(missing)}, which no earlier pass "
-                f"provides in graphs for {purpose}: move it after a pass that does"
+                f"provides in graphs for {purpose}: move {one.name} after a pass that does"
             )
         established.update(one.provides)

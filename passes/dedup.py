@@ -1,4 +1,4 @@
-"""Every graph: gather and reduce each parameter once, however often it is used.
+"""Joint and final graphs: gather and reduce each parameter once, however often it is used.
 
 Tied weights, and modules that are called twice, read their parameter several times:
 

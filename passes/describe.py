@@ -43,7 +43,7 @@ def source_of(marker: fx.Node) -> fx.Node:
 
 
 def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
-    """Return the parameter of every marker that has one, in graph order."""
+    """Map each marker of a parameter to a description of the parameter, in graph order."""
     inputs = {**original_inputs(graph), **_inputs_of_gradients(graph)}
     input_of = {
         marker: inputs[marker if marker in inputs else source_of(marker)]

@@ -8,11 +8,12 @@ products:
     after    a = max_over_ranks(local_amax([p, ..]))   s = copy_out(scale(a))
              w8 = unshard(p, .., scales=s)   x8 = cast(x, ..)         y = _scaled_mm(x8, w8.T, ..)
 
-All casts to fp8 are ATen ops, which Inductor fuses into the kernels that compute their inputs. A
-weight that is not gathered in fp8 is used in its own dtype, and the plan records why.
+All casts to fp8 are ATen ops, which Inductor can fuse into the kernels that compute their inputs. A
+weight that cannot be gathered in fp8 is used in its own dtype, and the plan records why.
 
-With the recipe "mxfp8", forward and backward cast a weight in different blocks, so each gathers its
-own cast. If that is not possible, a weight is gathered in its own dtype and then cast.
+The recipe "mxfp8" differs: forward and backward cast a weight in different blocks, so each gathers
+its own cast. If that is not possible, a weight is gathered in its own dtype and then, if its sizes
+allow, cast.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def _refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
 def _use_refusal(weight: fx.Node, refused: dict[str, str | None]) -> str | None:
     for user in weight.users:
         if user.target not in float8_ops.PRODUCTS or weight in (user.args[0], user.args[2]):
-            return f"{user.target} uses it"
+            return f"{user.target} uses it other than as the weight of an fp8 linear"
     return next(filter(None, (_device_refusal(user, refused) for user in weight.users)), None)
 
 

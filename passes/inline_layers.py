@@ -22,12 +22,15 @@ class LayersDiffer(Exception):
 
 
 def keep_calls(gm: fx.GraphModule) -> bool:
-    """Return whether all calls of subgraphs are calls of shared layers that can be inlined later.
+    """Inline the shared layers now, unless all calls of subgraphs can be kept for later.
 
-    If not, inline the shared layers now.
+    Calls can be kept if they are all calls of shared layers without random seeds.
+
+    Returns:
+        Whether the calls were kept, for ``inline_layers``.
 
     Raises:
-        LayersDiffer: as raised by :func:`inline_layers`.
+        LayersDiffer: a call cannot be inlined, as in ``inline_layers``.
     """
     calls = _calls(gm)
     shared = list(filter(_is_shared, calls))
@@ -52,7 +55,7 @@ def inline_layers(gm: fx.GraphModule, context: PassContext) -> None:
     """Replace calls of shared layers with copies of their nodes, in place.
 
     Raises:
-        LayersDiffer: a call cannot be inlined; trace the layers separately.
+        LayersDiffer: a call cannot be inlined; the layers must be inlined before AOTAutograd.
     """
     _inline_calls(gm, list(filter(_is_shared, _calls(gm))))
 

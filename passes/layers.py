@@ -52,7 +52,7 @@ _LEAST_SAVED = 48  # minimum number of nodes that a repeat saves from tracing
 
 
 def share_layers(gm: fx.GraphModule, context: PassContext) -> None:
-    """Replace equal layers with calls of one subgraph, in place; see [Note: equal layers]."""
+    """Replace equal layers with calls of a shared subgraph, in place; see [Note: equal layers]."""
     if not torch.is_grad_enabled() or not any(map(_needs_gradient, _returned(gm))):
         return  # AOTAutograd will trace an inference graph
     nodes = list(_with_bodies(gm.graph))

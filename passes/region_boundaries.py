@@ -1,9 +1,9 @@
 """Boundaries of regions: values that a region does not return, and that users recompute.
 
 A compiler assumes that the results of a subgraph call own their memory. A region therefore returns
-no view of its inputs or of its other results; users make the view themselves. It also returns no
-pointwise value at least as large as the values that it is computed from: without regions, such a
-value is never in memory, and every kernel that reads it recomputes it.
+no view of its inputs or of its other results; users make the view themselves. Without regions,
+Inductor keeps some pointwise values out of memory: every kernel that reads one recomputes it. If
+such a value is at least as large as the values that it is computed from, regions do not return it.
 
     before   region a: h = mm(..)   f = h.float()   m = f.mean()   v = h.t()
              region b: f - m   mm(v, ..)
@@ -41,7 +41,7 @@ def _has_tensors(value: object) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Return whether a node's value shares the memory of another node's."""
+    """Return whether a node's value shares memory with the value that it is computed from."""
     if node.target is operator.getitem:
         return _is_view(node.args[0])  # type: ignore[arg-type]  # the tuple's node
     return is_view(node) or node.target is torch.ops.aten._unsafe_view.default
@@ -61,9 +61,10 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def _as_large_as_sources(graph: fx.Graph) -> set[fx.Node]:
-    """Return the inlined pointwise values that are at least as large as their sources together.
+    """Return the pointwise values to recompute: at least as large as their sources together.
 
-    Excludes random values, and values computed from memory that the graph writes to.
+    Includes only values that Inductor would recompute in every kernel that reads them. Excludes
+    random values, and values computed from memory that the graph writes to.
     """
     values = GraphValues(graph)
     # Memory that changes: recomputing a value from it might give another result.

@@ -280,7 +280,7 @@ def _argument(graph: fx.Graph, node: fx.Node, seed: int | None) -> fx.Node:
 
 
 def _with_returned_values(graph: fx.Graph, regions: Sequence[_Region]) -> list[_Region]:
-    """Move pointwise nodes that read one region's values and are only returned into that region.
+    """Extend each region by the pointwise nodes that read only its values and are only returned.
 
     Regions that would no longer be equal stay as they are.
     """

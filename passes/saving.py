@@ -200,7 +200,7 @@ def _offloadable(gm: fx.GraphModule, context: PassContext) -> dict[fx.Node, fx.N
 
 
 def _owner(node: fx.Node) -> fx.Node:
-    """Return the node that owns a value's memory; each result of an operator owns its own."""
+    """Return the node that owns a value's memory; each of several results owns its own."""
     while results_of(node) is None and is_view(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node

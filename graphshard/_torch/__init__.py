@@ -1,4 +1,6 @@
-"""All private torch APIs that graphshard uses, by subsystem; checked on torch 2.11.0 and 2.13.0.
+"""All private torch APIs that graphshard uses, by subsystem.
+
+Checked on torch 2.11.0 and 2.13.0; ``no_gpu`` only on torch 2.13.
 
 No other package may use torch names that start with an underscore, read torch's stack frames, or
 rely on the placeholder names of its graphs; ``tests/test_private_torch.py`` enforces this, but

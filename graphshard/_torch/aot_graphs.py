@@ -184,7 +184,7 @@ def _keep(wait: fx.GraphModule, kept: list[int]) -> None:
 
 @functools.cache  # patched once
 def keep_subgraphs(keeps: Callable[[fx.GraphModule], bool]) -> None:
-    """Keep AOTAutograd from partitioning the subgraphs of a joint graph if ``keeps(graph)``."""
+    """Keep AOTAutograd from partitioning the subgraphs of a joint graph ``gm`` if ``keeps(gm)``."""
 
     def wrap(partition_subgraphs: Any) -> Any:
         @functools.wraps(partition_subgraphs)
@@ -198,7 +198,7 @@ def keep_subgraphs(keeps: Callable[[fx.GraphModule], bool]) -> None:
 
 @functools.cache  # patched once
 def derive_schemas_once(prefix: str) -> None:
-    """Make torch derive a subgraph's schema only once if the subgraph's name contains ``prefix``.
+    """Make torch derive the schema of each subgraph whose name contains ``prefix`` only once.
 
     All calls of such a subgraph must have the same schema: arguments may differ only in values.
     """

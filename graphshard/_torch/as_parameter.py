@@ -260,8 +260,9 @@ def trace_tables_by_attribute(
 
     Args:
         is_ours: function that returns whether a DTensor is traced this way.
-        adopt: function of a module and a parameter name that gives the module this attribute, and
-            returns False if the module already has it.
+        adopt: function of a module and the name of one of its DTensors. It adds the attribute that
+            reads the full parameter and returns True, so that the frame is traced again; it returns
+            False if the module already has the attribute.
     """
 
     # ``_parameters`` holds DTensors, and ``parameters()``, ``named_parameters()`` and
@@ -273,7 +274,7 @@ def trace_tables_by_attribute(
         module: Any = Trace().value(owner)
         name = next(name for name, param in module._parameters.items() if param is value)
         if adopt(module, name):
-            raise Trace().retrace(f"graphshard shares {name} with another module")
+            raise Trace().retrace(f"graphshard now provides parameter {name!r} to a second module")
         return VariableTracker.build(tx, module, owner).var_getattr(tx, name)
 
     _wrap_with(wrap, DTensor)

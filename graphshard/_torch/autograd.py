@@ -133,7 +133,8 @@ def on_backward_end(act: Callable[[], None]) -> None:
 def on_backward_success(act: Callable[[], None]) -> None:
     """Call ``act``, a module-level function, if the backward in progress succeeds.
 
-    It runs once, after all ``on_backward_end`` callbacks; never if no backward is in progress.
+    ``act`` runs once, at the end of that backward, after all ``on_backward_end`` callbacks. It is
+    never called if no backward is in progress.
     """
     if (end := _current_end()) is not None:
         end.success_acts.setdefault(act)  # the same function is registered once per backward
@@ -230,8 +231,8 @@ def substitute_backward_inputs(
         leaves_of: ``leaves_of(input, accumulates)`` returns the tensors that replace an input, or
             None to keep it. If ``accumulates`` is False, ``torch.autograd.grad`` returns the
             gradient, and exactly one tensor must replace the input.
-        gradient_of: ``gradient_of(input, leaf_gradient)`` returns the gradient of a replaced input,
-            computed from the gradient of its leaf.
+        gradient_of: ``gradient_of(input, gradient)`` returns the gradient of a replaced input.
+            ``gradient`` is that of the tensor that replaced it, or None.
     """
     run = torch.autograd.graph._engine_run_backward
 

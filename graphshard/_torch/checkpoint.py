@@ -55,8 +55,9 @@ def _enum_member(owner: Any, name: str) -> Any:
 
 
 def _set_attributes(unpickler: Any) -> None:
-    """Set attributes (the BUILD opcode) of an object that the pickle itself has built."""
-    # Classes, functions and enum members belong to torch and must not change.
+    """Run the BUILD opcode, which sets attributes, but only on dataclass instances."""
+    # The pickle itself has built these. Classes, functions and enum members belong to torch, and
+    # must not change.
     made = unpickler.stack[-2]
     if isinstance(made, type) or not dataclasses.is_dataclass(made):
         raise pickle.UnpicklingError(f"the .metadata file modifies {made!r}, {_NEVER_DOES}")

@@ -30,12 +30,12 @@ _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _COLLECTIVES = dist.distributed_c10d.__file__
 _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
-# Number of calls of ``new_local_group``, by default group and ranks.
+# Number of calls to ``new_local_group``, by default group and ranks.
 _num_created: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group registered as ``name``, such as one from ``name_for_graphs``.
+    """Return the process group registered as ``name``, for example by ``name_for_graphs``.
 
     Raises:
         RuntimeError: no group is registered under this name.
@@ -45,7 +45,11 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def new_local_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
-    """Create a process group of sorted ``ranks``: these ranks, and no others, must call this."""
+    """Create a process group of ``ranks``; these ranks, and no others, must call this.
+
+    Args:
+        ranks: global ranks, in ascending order.
+    """
     world: Any = dist.group.WORLD
     key, counts = tuple(ranks), _num_created.setdefault(world, Counter())
     counts[key] += 1
@@ -68,8 +72,8 @@ def name_for_graphs(group: dist.ProcessGroup) -> str:
 
     ``process_group`` and torch's collectives find the group by this name. Torch's own names number
     all groups of a job. If graphs used those names, creating another group first would change the
-    code and cache keys of graphs, and replicas would share no code. The default group keeps its
-    name.
+    code and cache keys of graphs, and replicas, whose groups have different numbers, could not
+    share code. The default group keeps its name.
     """
     if group is dist.group.WORLD:
         return group.group_name
@@ -189,7 +193,7 @@ def register_work(tensor: torch.Tensor, work: dist.Work) -> None:
 
 
 def num_registered_works() -> int:
-    """Return the number of registered operations that this process has not waited for yet."""
+    """Return the number of registered works that this process has not waited for yet."""
     return torch._C._distributed_c10d._get_work_registry_size()
 
 
@@ -200,7 +204,10 @@ wait_tensor: Callable[[torch.Tensor], torch.Tensor] = _wait_packet.default
 
 
 def replace_wait(wait: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Make running graphs call ``wait`` until :func:`restore_wait` or the next compile."""
+    """Make graphs call ``wait`` instead of ``wait_tensor``.
+
+    Lasts until :func:`restore_wait` is called or the next compilation starts.
+    """
     on_compile_start(restore_wait)  # compiled graphs must contain the operator itself
     _wait_packet.default = wait
 

@@ -46,7 +46,7 @@ def dtensor_of(
 
 
 def rows_of_parts(num_parts: int, dim: int) -> Placement:
-    """Return the placement that shards each of ``num_parts`` blocks of a tensor along ``dim``."""
+    """Return the placement that splits ``dim`` into ``num_parts`` blocks and shards each block."""
     # FSDP2 does the same for parameters that tensor parallelism has split (_fsdp_param.py).
     return Shard(dim) if num_parts == 1 else _StridedShard(dim, split_factor=num_parts)
 

@@ -181,7 +181,7 @@ def on_lookup(name: str, act: Callable[[], None]) -> None:
 
 
 def run_as_python(function: Callable[..., object]) -> None:
-    """Let Dynamo inline ``function`` into traces, but never compile a call of it from Python."""
+    """Let Dynamo inline ``function`` into traces, but never compile it when Python calls it."""
     skip_code(function.__code__)  # see torch/_dynamo/eval_frame.py
 
 

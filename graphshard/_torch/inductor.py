@@ -84,7 +84,8 @@ KEEP_ORDER: dict[str, Any] = {
     if hasattr(inductor_config, name)
 }
 
-_OUR_PASSES = ("custom_partitioner_fn", "_post_fusion_custom_pass")  # Inductor options
+# Inductor options that this backend sets to its own passes.
+_OUR_PASSES = ("custom_partitioner_fn", "_post_fusion_custom_pass")
 
 # Inductor options for graphs that may offload activations to the host. With layout optimization,
 # Inductor would store activations after convolutions channels-last and convert the host copies to
@@ -119,7 +120,11 @@ def options_of_plans(
 
 
 def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a user's Inductor options without those of `KEEP_ORDER`; warn if any is on."""
+    """Return a user's Inductor options without those that this backend sets itself.
+
+    These are the options of `KEEP_ORDER` and `_OUR_PASSES`. Warn if the user has enabled an option
+    of `KEEP_ORDER` in ``asked``, or globally if it is off by default.
+    """
     set_globally = {
         name: getattr(inductor_config, name, off) for name, off in _OFF_BY_DEFAULT.items()
     }
@@ -131,16 +136,16 @@ def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if undone:
         warnings.warn(
-            f"graphs of this backend run without {', '.join(undone)}, which would move collectives "
-            "away from their planned places: remove them from the options of torch.compile and "
-            "from torch._inductor.config.",
+            f"graphs that graphshard compiles run without {', '.join(undone)}, which would move "
+            "collectives away from their planned places: remove these settings from the options of "
+            "torch.compile and from torch._inductor.config.",
             stacklevel=2,
         )
     return {name: v for name, v in asked.items() if name not in (*KEEP_ORDER, *_OUR_PASSES)}
 
 
 def replaced_passes(asked: Mapping[str, Any]) -> list[str]:
-    """Return the Inductor options with a user's passes that this backend would replace."""
+    """Return the names of the options in which a user has set a pass that this backend replaces."""
     chosen = {**{name: getattr(inductor_config, name) for name in _OUR_PASSES}, **asked}
     return [name for name in _OUR_PASSES if chosen[name] is not None]
 
@@ -166,8 +171,8 @@ def without_cuda_graphs(options: Mapping[str, Any], asked: dict[str, Any]) -> di
             return dict(options)
     asked.pop("cudagraph_annotation", None)
     warnings.warn(
-        "graphs of this backend run without CUDA graphs: torch.compile's CUDA graphs cannot "
-        'contain NCCL collectives. Remove mode="reduce-overhead", triton.cudagraphs and '
+        "graphs that graphshard compiles run without CUDA graphs: torch.compile's CUDA graphs "
+        'cannot contain NCCL collectives. Remove mode="reduce-overhead", triton.cudagraphs and '
         'override_cudagraphs, and replace "max-autotune" with "max-autotune-no-cudagraphs". To '
         "capture graphs yourself, set torch._inductor.config.cudagraph_policy (torch 2.13).",
         stacklevel=2,
@@ -234,10 +239,10 @@ lookup_seed = torch.ops.prims.inductor_lookup_seed.default
 
 
 def call_subgraph(graph: fx.Graph, name: str, arguments: Sequence[fx.Node]) -> fx.Node:
-    """Insert a call of a graph's submodule, which Inductor compiles once for all of its calls.
+    """Insert a call to a graph's submodule, which Inductor compiles once for all calls to it.
 
     See ``InvokeSubgraph`` in torch/_inductor/ir.py. No result may be a view, as
-    passes/region_boundaries.py explains.
+    ``graphshard.passes.region_boundaries`` explains.
     """
     owner: Any = graph.owning_module
     output = getattr(owner, name).graph.output_node()

@@ -1,6 +1,8 @@
-"""Registry of the optimizers and modules created since graphshard was imported.
+"""Registry of live optimizers and modules, filled since graphshard was imported.
 
-``gc.get_objects()`` also lists live objects, except those hidden by ``gc.freeze()``.
+A module is recorded when a parameter or submodule is registered on it. The registry is needed
+because ``gc.get_objects()`` omits objects that ``gc.freeze()`` has hidden.
+
 Relies on torch/optim/optimizer.py and torch/nn/modules/module.py.
 """
 

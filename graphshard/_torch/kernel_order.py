@@ -133,7 +133,7 @@ def _fused(kernel: Any, nodes: _Nodes) -> BaseSchedulerNode:
 
 
 def _last_waits_for_memory(nodes: _Nodes, needed: _Dependencies) -> dict[BaseSchedulerNode, int]:
-    """Return the written position of the last wait that each node depends on, or -1.
+    """Return, for each node, the written position of the last wait that it depends on, or -1.
 
     A large allocation counts as if it needed the last wait before it, because the completed
     collective frees memory for the allocation.

@@ -1,9 +1,10 @@
 """A gloo process group for CPUs, with collectives that are no faster than a modelled wire.
 
-Each rank's wire carries one collective at a time. A transfer takes ``latency_s`` plus the bytes
-that a ring sends, divided by ``bytes_per_s``. As on a GPU's interconnect, it needs no core, so
-compute can hide it: a wait sleeps until the transfer ends. Broadcasts, barriers and all-gathers
-into lists of tensors take only gloo's time. c10d determines the method names.
+Each rank's wire carries one collective at a time. A transfer takes ``latency_s`` seconds, plus the
+number of bytes that a rank sends in a ring algorithm divided by ``bytes_per_s``. As on a GPU's
+interconnect, a transfer needs no core, so compute can hide it: a wait sleeps until the transfer
+ends. Broadcasts, barriers and all-gathers into lists of tensors take only gloo's time. c10d
+determines the method names.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.futures import Future
 
 BACKEND = "modelled_wire"
-# Number of times that a ring sends a collective's full buffers; other kinds take only gloo's time.
+# Number of times that a ring sends a collective's full buffers; other kinds of collectives take
+# only gloo's time.
 TIMES_SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 Tensors = list[Tensor]

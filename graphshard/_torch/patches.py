@@ -2,9 +2,9 @@
 
 `PATCHES` are attributes of torch that `patch` replaces; `ENTRIES` are tables of torch to which we
 add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step.
-Neither lists these temporary or conditional changes:
+The two tables do not list these temporary or conditional changes:
 
-- ``distributed.py`` replaces ``wait_tensor`` while the waits of a running graph are timed.
+- ``distributed.replace_wait`` replaces ``wait_tensor`` while the waits of a graph are timed.
 - During compilation, or while a checkpoint is loaded or a group created, ``mock.patch.object``
   replaces a function (``cpp_kernels.py``, ``integrations/pretrained.py``, ``distributed.py``).
 - ``no_gpu/stand_ins.py`` simulates a GPU in the process that ``graphshard.check`` starts.
@@ -37,19 +37,22 @@ PATCHES = {
         "backend before the first compile."
     ),
     "torch._functorch._aot_autograd.graph_compile.run_joint_graph_passes_on_hops": (
-        "Leaves layers that AOTAutograd traced once unpartitioned: `inline_layers` inlines them."
+        "Leaves shared layers, which AOTAutograd traces only once, unpartitioned: `inline_layers` "
+        "inlines them."
     ),
     "torch._higher_order_ops.invoke_subgraph.InvokeSubgraphHOP.gen_schema": (
-        "Derives the schema of such a layer once. Unpatched, each call traces the layer twice."
+        "Derives the schema of a shared layer once. Unpatched, each call traces the layer twice."
     ),
 }
 
 # Reason for adding entries to each table, keyed by its path.
 ENTRIES = {
     "torch.nn.modules.module._global_parameter_registration_hooks": (
-        "Records every module, for `live_instances`."
+        "Records modules with parameters, for `live_instances`."
     ),
-    "torch.nn.modules.module._global_module_registration_hooks": "As above.",
+    "torch.nn.modules.module._global_module_registration_hooks": (
+        "Records modules with submodules, for `live_instances`."
+    ),
     "torch.optim.optimizer._global_optimizer_pre_hooks": (
         "Raises if an optimizer steps parameters of a compiled model that was never sharded; warns "
         "if a backend was never used. Registered only while there are such models or backends."

@@ -66,7 +66,7 @@ class WaitEvent:
 
 @dataclass(frozen=True)
 class RecordStream:
-    """A call of ``record_stream``: ``stream`` also uses the block.
+    """A call to ``record_stream``: ``stream`` also uses the block.
 
     After the block is freed, its memory is reused only once all earlier work on ``stream`` is done.
     """
@@ -87,7 +87,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class GraphCall:
-    """One call of a graph."""
+    """One call to a graph."""
 
     launches: list[Launch] = field(default_factory=list)
     # Launches and waits, as ``i`` for launch ``i`` and ``~i`` for the first wait for it.

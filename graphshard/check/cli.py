@@ -11,7 +11,7 @@ from .report import Report, Target
 
 
 def check(args: argparse.Namespace) -> int:
-    """Run the command; return 1 if the model fails or the report has errors, and 0 otherwise."""
+    """Run ``graphshard check``; return 1 if the model fails or has errors, and 0 otherwise."""
     script, function = _validate(args)
     machine = (args.device, args.world, args.replicas, args.rank)
     target = Target(script, function, *machine, args.tp, args.tp_plan, args.ep)
@@ -43,8 +43,8 @@ def _validate(args: argparse.Namespace) -> tuple[str, str]:
         )
     if args.ep < 1 or (args.ep > 1 and (args.replicas * args.tp > 1 or args.world % args.ep)):
         raise argparse.ArgumentTypeError(
-            f"--ep {args.ep}: must be positive and divide the world size; drop --replicas and --tp "
-            "if it is more than 1"
+            f"--ep {args.ep}: must be positive and divide --world {args.world}; more than 1 cannot "
+            "be combined with --replicas or --tp"
         )
     if args.tp_plan is not None and args.tp == 1:
         raise argparse.ArgumentTypeError(f"--tp-plan {args.tp_plan}: needs --tp of at least 2")

@@ -378,7 +378,7 @@ def current_stream() -> str:
 
 @functools.cache
 def _parameters(source: str) -> tuple[str, ...]:
-    """Return the parameters of Inductor's kernel, or () if the user has written the kernel."""
+    """Return the parameter names of a kernel from Inductor, or () for a user's own kernel."""
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
     kernels = [f for f in functions if f.name.startswith("triton_")]
     return tuple(argument.arg for kernel in kernels for argument in kernel.args.args)

@@ -151,10 +151,10 @@ def _text(recording: Recording, target: Target, errors: tuple[str, ...]) -> str:
     rows: Mapping[str, Sequence[str]] = {
         "errors": errors or ["none"],
         "kernels": [
-            f"{counts.kernels} in a step, {len(set(recording.kernels))} distinct; "
-            f"{counts.bucket_copies} of them are copy-ins and copy-outs of buckets"
+            f"{counts.kernels} in the graphs of a step, including {counts.bucket_copies} copy-ins "
+            f"and copy-outs of buckets; {len(set(recording.kernels))} distinct Triton kernels"
         ],
-        "collectives": [f"{counts.collectives} in a step"],
+        "collectives": [f"{counts.collectives} in the graphs of a step"],
         "host": [
             f"copies {counts.host_copies} tensors, waits {counts.host_waits} times"
             + (f", for {blocking}" if blocking else "")

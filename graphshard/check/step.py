@@ -65,7 +65,7 @@ def record_steps(
     dynamic: bool | None = None,
     parallelize: Parallelize | None = None,
 ) -> Recording:
-    """Train a sharded model for a few steps and record the last one.
+    """Shard a model, train it for a few steps, and record the last step.
 
     Args:
         make_model: function that returns the model and its inputs, with the GPU as default device.

@@ -53,7 +53,7 @@ def _joined_ranks(device: torch.device) -> Iterator[None]:
 
 
 def summary(hardware: Hardware) -> str:
-    """Return latencies, and rates at the largest measured sizes, as lines of text."""
+    """Return latencies, and rates at the largest sizes, as lines of text."""
     flops = [f"{dtype} {rate.largest / 1e12:.3g}" for dtype, rate in hardware.flops.items()]
     lines = [
         hardware.name,

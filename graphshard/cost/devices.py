@@ -45,7 +45,10 @@ def with_network(hardware: Hardware, gbit_per_s: float) -> Hardware:
 
 
 def with_node_size(hardware: Hardware, num_ranks: int) -> Hardware:
-    """Return ``hardware`` with ``num_ranks`` per node and the same network bandwidth per rank."""
+    """Return ``hardware`` with ``num_ranks`` ranks per node and its network bandwidth per rank.
+
+    Collectives between nodes are at most as fast as within a node.
+    """
     resized = dataclasses.replace(hardware, ranks_per_node=num_ranks)
     if hardware.name in TABLE["gpus"] and hardware == HARDWARE[hardware.name]:
         return with_network(resized, TABLE["gpus"][hardware.name]["network_gbit_per_s"])

@@ -1,6 +1,6 @@
 """Count the floating-point operations of a node, and estimate how efficiently they run.
 
-A failed prediction does not fail a compile: ``call_with_fallback`` uses a fallback instead.
+If a prediction fails, compilation continues: ``call_with_fallback`` returns a fallback instead.
 """
 
 from __future__ import annotations
@@ -175,7 +175,10 @@ def _dtype_name(value: torch.Tensor) -> str:
 
 
 def shape_of(value: object) -> tuple[int, ...]:
-    """Return the shape of ``value`` or of the first tensor in a list, or (); uses size hints."""
+    """Return the shape of a tensor, or of the first value in a list that is not None.
+
+    Symbolic sizes are replaced by their hints. The shape of a value that is no tensor is ().
+    """
     while isinstance(value, (list, tuple)):
         value = next((item for item in value if item is not None), None)
     sizes = value.shape if isinstance(value, torch.Tensor) else ()  # a number or None

@@ -17,7 +17,7 @@ unless an unfused node also reads it, or it is expensive and read more than once
 and another node reads a part of it, such as a chunk, a separate kernel computes all of it first.
 Any other value needs no memory if only its own kernel reads it.
 
-    m = mm(..)   a = m + 1   b = exp(a)   c = b.sum(-1)   d = b / c      m, c and d are in memory
+    m = mm(..)   a = m + 1   b = exp(a)   c = b.sum(-1)   d = b / c      only m and d are in memory
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def _decode(kind: Any, raw: Any, path: str) -> Any:
             if not isinstance(pair, list) or [type(x) in (int, float) for x in pair] != [True] * 2:
                 raise ValueError(f"{path} contains {pair!r}: must be a pair of numbers")
         return tuple(map(tuple, raw))
-    _checked(raw, (dict,), path or "the top level", "an object")
+    _checked(raw, (dict,), path or "the top level", "a JSON object")
     prefix = f"{path}." if path else ""
     if not dataclasses.is_dataclass(kind):
         name_type, value_type = get_args(kind)

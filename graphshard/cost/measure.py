@@ -129,7 +129,7 @@ class Effort:
 def measure(device: torch.device, effort: Effort) -> Hardware:
     """Measure ``device`` and, if there is a process group of several ranks, its interconnects.
 
-    Every rank of the default group must call this. Rates that cannot be measured come from the
+    Every rank of the default group must call this. Rates that are not measured come from the
     device's table entry or, with a warning, from the default entry.
     """
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)

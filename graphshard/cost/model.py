@@ -48,7 +48,10 @@ class CostModel:
     device_type: str | None = None  # target of the kernels (default: the tensors' device type)
 
     def unmaterialized(self, values: GraphValues) -> UnmaterializedValues:
-        """Return the nodes whose values never reach memory; none if unknown or not ``fuses``."""
+        """Return the nodes whose values never reach memory; none if ``fuses`` is False.
+
+        If the prediction fails, warn and return none.
+        """
         if not self.fuses:
             return UnmaterializedValues()
         return call_with_fallback(
@@ -197,7 +200,7 @@ def optimizer_passes(num_states: int) -> int:
 
 
 def _all_to_all_us(link: Interconnect, num_bytes: float, num_sharing: int) -> float:
-    """Return the time of an all-to-all, from the rate of reduce-scatters if ``link`` has no other.
+    """Return the time of an all-to-all, at the rate of a reduce-scatter if ``link`` has no other.
 
     ``num_sharing`` is the number of ranks that share the bandwidth of a reduce-scatter's ring.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 
@@ -51,8 +52,8 @@ def cluster(
         device: name in the device table (``graphshard/cost/devices.toml``), path of a file written
             by ``python -m graphshard calibrate``, or a ``Hardware``.
         gpus: total number of GPUs.
-        nodes: number of nodes, which divides ``gpus`` (default: the smallest that does, with nodes
-            no larger than the device's usual ones).
+        nodes: number of nodes; must divide ``gpus`` (default: the smallest number that does, with
+            nodes no larger than the device's usual ones).
         link: network bandwidth between nodes, per GPU and direction, and optionally the latency of
             one hop between nodes, as in "100Gb/s,5us" or "100Gb/s" (default: the device's).
         memory_gb: memory of one GPU in GB (1e9 bytes; default: the device's).
@@ -69,8 +70,8 @@ def cluster(
         nodes = next(number for number in range(gpus // most + 1, gpus + 1) if gpus % number == 0)
         if gpus // nodes < most / 4:
             raise ValueError(
-                f"gpus={gpus}: cannot be divided into equal nodes of {most // 4} to {most}: pass "
-                "nodes, or another number"
+                f"gpus={gpus}: cannot be divided into equal nodes of {math.ceil(most / 4)} to "
+                f"{most} GPUs: pass the number of nodes, or another number of GPUs"
             )
     if nodes is not None:
         if not (isinstance(nodes, int) and nodes > 0 and gpus % nodes == 0):

@@ -35,7 +35,10 @@ from .workload import (
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Run the command; return 0 if the step fits, 1 if it does not, and 2 after an error."""
+    """Run ``graphshard plan``; return 0 if the step fits, 1 if it does not, and 2 after an error.
+
+    With ``--largest``, return 0 if any model or batch fits.
+    """
     try:
         with nullcontext() if args.verbose else quiet_fake_tensors():
             return _plan(args)
@@ -86,7 +89,7 @@ def _plan(args: argparse.Namespace) -> int:
         try:
             formula = formula_text(saved_bytes(make_workload, recipe, machine, show_line))
             shown = dataclasses.replace(shown, saved=formula)
-        except ValueError as error:  # the forecast, and a search of minutes, are valid without it
+        except ValueError as error:  # the forecast and the search are valid without the formula
             no_formula = f"note   {error}"
     show_line("")
     print(shown)
@@ -123,7 +126,9 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.formula and args.dtype == "fp8":
         raise ValueError("--formula cannot be combined with --dtype fp8: drop one of the two")
     if is_function(args.model) and args.batch is not None:
-        raise ValueError(f"--batch {args.batch}: the inputs of {args.model} set the batch: drop it")
+        raise ValueError(
+            f"--batch {args.batch}: the inputs of {args.model} set the batch: drop --batch"
+        )
     is_split = args.search if args.tp is None else args.tp > 1
     if args.tp_plan is not None and not is_split:
         raise ValueError(

@@ -51,7 +51,8 @@ def deepen(short: TracedStep, longer: TracedStep, periods: int, layers: Layers) 
         longer: step of a model with one more period than ``short``.
 
     Raises:
-        NotPeriodicError: the graphs do not show that layers repeat.
+        NotPeriodicError: the graphs do not show that layers repeat, or the steps have different
+            numbers of graphs.
     """
     if len(short.graphs) != len(longer.graphs):
         raise NotPeriodicError("models of different depth have different numbers of graphs")
@@ -98,7 +99,7 @@ def _grown(a: Sequence[_Number], b: Sequence[_Number], periods: int) -> tuple[_N
 
 @dataclass(frozen=True)
 class _Segment:
-    """The steps that the longer graph inserts into the short one."""
+    """The steps that the longer graph has in addition to those of the short one."""
 
     short: StepGraph
     longer: StepGraph
@@ -170,7 +171,7 @@ class _Segment:
         )
 
     def _user_collectives(self, periods: int) -> Iterator[UserCollective]:
-        """Yield the user collectives of the longer graph, with the segment repeated."""
+        """Yield the user collectives of a graph with ``periods`` copies of the segment."""
         users, stop = self.longer.problem.user_collectives, self.start + self.length
         added = (periods - 1) * self.length
         for user in users:
@@ -235,10 +236,12 @@ class _Segment:
         param: int | None,
         copy: int | None = None,
     ) -> Transfer:
-        """Move a transfer of the short graph, or of a copy of the segment, to its final steps.
+        """Return ``transfer`` with its steps, sizes and parameter in the deep graph.
 
         Args:
-            other: the transfer's counterpart in the longer graph.
+            transfer: transfer of the short graph or of the segment.
+            other: the transfer's counterpart in the longer graph, from which sizes grow.
+            param: position of the transfer's parameter in the deep graph, if any.
             copy: index of the segment's copy; None for a transfer of the short graph.
         """
         if copy is None:
@@ -330,7 +333,7 @@ def _num_distinct(values: Sequence[int]) -> list[int]:
 def _is_alike_around(
     short: Sequence[float], longer: Sequence[float], start: int, length: int
 ) -> bool:
-    """Return whether times around a segment match ``short`` and, on one side, repeat its own."""
+    """Return whether times next to a segment match ``short``, and one side repeats the segment."""
     stop, least = start + length, max(0, start - length)
     if not _alike(short[least:start], longer[least:start]):
         return False
@@ -347,7 +350,7 @@ def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def _segment_transfers(transfers: Sequence[Transfer], start: int, length: int) -> range | None:
-    """Return the positions of a segment's transfers, or None if it has none or they have gaps."""
+    """Return the positions of a segment's transfers, or None unless they are contiguous."""
     stop = start + length
     own = [
         i

@@ -68,7 +68,7 @@ class ShallowCopies(NamedTuple):
     shallow: Depth  # depth of the first step
 
     def nearest(self, depth: Depth) -> Depth:
-        """Return ``depth`` rounded down to ``shallow`` plus whole periods, at least ``shallow``."""
+        """Return ``shallow`` plus the whole periods that fit into ``depth``."""
         pairs = zip(self.shallow, self._periods(depth))
         return Depth(*(few + self.layers.period * number for few, number in pairs))
 
@@ -171,9 +171,9 @@ def _trace(
         raise ValueError(f'dtype="fp8": {cluster.hardware.name} has no fp8; use bf16')
     if workload.tokens % recipe.ep:
         raise ValueError(
-            f"ep={recipe.ep}: does not divide the {workload.tokens} {workload.unit} of a "
-            "microbatch, and forecasts assume that each rank sends equally many to all ep ranks: "
-            f"use a batch with a multiple of ep {workload.unit}"
+            f"ep={recipe.ep}: must divide the {workload.tokens} {workload.unit} of a microbatch, "
+            f"because forecasts assume that each rank sends equally many to all {recipe.ep} ranks: "
+            f"use a batch with a multiple of {recipe.ep} {workload.unit}"
         )
     num_layers: int | None = None
     part = recipe.recompute
@@ -216,10 +216,11 @@ def for_strategy(traced: TracedStep, recipe: Recipe, num_gpus: int) -> TracedSte
 
 
 def on_mesh(traced: TracedStep, num_ranks: int, ranks: Ranks) -> TracedStep | None:
-    """Adapt a step traced for ``num_ranks`` shards to another mesh, or return None if impossible.
+    """Adapt a step traced for ``num_ranks`` shards to the mesh ``ranks``, or return None.
 
-    If no rank pads its rows, ZeRO-3 and HSDP differ only in how many bytes each rank holds and in
-    which ranks exchange them. ``traced`` must not have replicas.
+    The result is None if a parameter is replicated or, on either mesh, padded, or if a transfer is
+    of another kind than those of ZeRO-3. Otherwise, ZeRO-3 and HSDP differ only in how many bytes
+    each rank holds and in which ranks exchange them. ``traced`` must not have replicas.
     """
     # The time to compute the fp8 scales of each rank's shards is not adapted: an error of 1.3 ms in
     # a step of one second for Llama 3 8B on 8 shards instead of 64.

@@ -150,7 +150,7 @@ class MemoryForecast:
 
     Attributes:
         when: graph that runs at the peak, or "optimizer".
-        parameters: parameter shards, including padding.
+        parameters: parameter shards, including padding, and replicated parameters.
         gradients: reduced gradient shards, including those of earlier microbatches.
         optimizer: optimizer state.
         activations: activations, inputs, outputs and temporary values.
@@ -197,7 +197,7 @@ class MemoryForecast:
 
     @property
     def high(self) -> int:
-        """Upper end of the expected interval, with the whole margin."""
+        """Upper end of the interval in which measured memory is expected, with the margin."""
         return int(MEMORY.high * self.allocated) + self.margin
 
     @property
@@ -210,7 +210,8 @@ class PlannedGraph:
     """A graph and its planned buckets.
 
     Attributes:
-        input_bytes: size of the graph's input shards, which ``problem`` counts as live.
+        input_bytes: size of the shards and replicated parameters among the graph's inputs, which
+            ``problem`` counts as live.
         kept_bytes: size of the parameters kept unsharded for backward at each point in time, which
             ``problem`` counts as live; empty if there are none.
     """
@@ -272,7 +273,7 @@ class OtherGraphBytes(NamedTuple):
     gradients: int  # gradients reduced by earlier backward graphs
 
     def held_gradients(self, outside: MemoryForecast, *, accumulate: int) -> int:
-        """Return the bytes of gradients while the graph runs, apart from its own."""
+        """Return the bytes of gradients held while the graph runs, without those it reduces."""
         # Accumulated gradients of all graphs exist already: later ones are added in place.
         return outside.gradients if accumulate > 1 else self.gradients
 

@@ -23,12 +23,12 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Exposed:
-    """A collective or host copy, or a collective of the model itself, that compute waits for.
+    """A bucket, or all calls by the model to one collective, that compute waits for.
 
     Attributes:
         what: graph, kind and contents of the bucket; or graph, operator and number of calls.
-        us: exposed time in one microbatch, in microseconds.
-        why: reason for the exposure.
+        us: time that compute waits in one microbatch, in microseconds.
+        why: reason for the wait.
     """
 
     what: str
@@ -102,7 +102,10 @@ class Forecast:
 
     @property
     def padding(self) -> str | None:
-        """Warning about padded parameters with few rows; None if padding is small or ``ep`` > 1."""
+        """Warning about padding of parameters with fewer rows than shards, or None.
+
+        None if the padding is small or ``ep`` > 1.
+        """
         if self.recipe.ep > 1:  # experts have their own shards
             return None
         params = [param for dump in self.dumps for param in dump.plan.params]

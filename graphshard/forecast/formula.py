@@ -58,7 +58,7 @@ def saved_bytes(
         saved = sympy.expand(trace_step(workload, recipe, cluster, progress).saved)
     except Exception as error:  # torch may fail in any way with symbolic sizes
         raise ValueError(
-            f"{workload.name}: tracing with symbolic sizes failed; omit --formula: "
+            f"{workload.name}: omit --formula, because tracing with symbolic sizes failed: "
             f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
         ) from error
     if saved.free_symbols != {SAMPLES, TOKENS}:

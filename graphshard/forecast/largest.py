@@ -58,7 +58,7 @@ class LargestResult:
 
     def __str__(self) -> str:
         if not self.fits:
-            return "nothing fits: use more or larger GPUs"
+            return "nothing fits: use more GPUs, or GPUs with more memory"
         return tabulate([fit.row() for fit in self.fits], HEADERS, floatfmt=",.1f")
 
     def page(self, title: str) -> str:
@@ -207,7 +207,7 @@ class _Grower:
                 yield self._fit(strategy, "samples", f"{size} samples", step_at(size))
 
     def _widest(self) -> dict[str, float]:
-        """Return the largest factor that fits, by strategy; try below 1 only if none fits at 1."""
+        """Return each strategy's largest scale factor that fits; below 1 only if none fits at 1."""
         best: dict[str, float] = {}
         factor = 1.0
         while fitting := self._fitting(factor):

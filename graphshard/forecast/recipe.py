@@ -78,7 +78,9 @@ class Recipe:
                 "backward) to 1 (recompute all)"
             )
         if self.budget_gb is not None and not 0 < self.budget_gb < math.inf:
-            raise ValueError(f"budget_gb={self.budget_gb!r}: must be a positive number of GB")
+            raise ValueError(
+                f"budget_gb={self.budget_gb!r}: must be a positive number of GB, or None"
+            )
         if self.offload and self.kind == "ddp":
             raise ValueError(
                 'offload with strategy="ddp": replicated parameters stay on the GPU; use a '
@@ -119,16 +121,13 @@ class Recipe:
         """
         for name, size in (("tp", self.tp), ("ep", self.ep)):
             if num_gpus % size:
-                raise ValueError(
-                    f"{name}={size}: does not divide {num_gpus} GPUs; use a number of ranks that "
-                    "does"
-                )
+                raise ValueError(f"{name}={size}: must divide the number of GPUs, {num_gpus}")
         num_groups = num_gpus // self.tp
         if num_groups % max(self.num_ranks, 1):
-            groups = f"{num_groups} groups of {self.tp} GPUs" if self.tp > 1 else f"{num_gpus} GPUs"
+            counted = f"groups of {self.tp} GPUs" if self.tp > 1 else "GPUs"
             raise ValueError(
-                f"strategy={self.strategy!r}: {self.num_ranks} does not divide {groups}; use a "
-                "number of ranks that does"
+                f"strategy={self.strategy!r}: {self.num_ranks} must divide the number of "
+                f"{counted}, {num_groups}"
             )
         if self.kind == "hsdp":
             return Ranks(num_groups // self.num_ranks, self.num_ranks, self.tp)

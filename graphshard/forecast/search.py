@@ -230,7 +230,8 @@ class _Search:
             self._add_traced("ddp", recipe, workload, microbatch)
         elif can_replicate:
             self.refused.append(
-                f"ddp: parameters, gradients and optimizer need {replica_bytes / GB:.0f} GB"
+                f"ddp: parameters, gradients and optimizer state need {replica_bytes / GB:.0f} GB "
+                f"of a GPU's {self.cluster.memory_bytes / GB:.0f} GB"
             )
         return self.candidates[num_before:]
 
@@ -292,7 +293,9 @@ class _Search:
         if self.cluster.hardware.device_type == "cpu":
             return  # shards are in host memory already
         if recipe.dtype == "fp8":
-            self.refused.append("offload with fp8: the host's time for fp8 scales is unknown")
+            self.refused.append(
+                "offload with fp8: the host's time to compute fp8 scales is unknown"
+            )
             return
         offloaded = dataclasses.replace(recipe, offload=True)
         self.candidates.append(self._plan(on_host(traced), offloaded, microbatch))
@@ -300,7 +303,8 @@ class _Search:
     def add_partial_recomputation(self, dtype: str) -> None:
         """Plan partial recomputation with the smallest microbatch too large for plain ZeRO-3.
 
-        Only recipes that might beat the fastest candidate are planned.
+        Plain ZeRO-3 neither recomputes nor offloads. Only recipes that might beat the fastest
+        candidate are planned.
         """
         candidates = [c for c in self.candidates if c.recipe.dtype == dtype]
         too_large = [
@@ -340,7 +344,10 @@ class _Search:
     def _least_recomputed(
         self, recipe: Recipe, copies: ShallowCopies, tried: Sequence[Depth], microbatch: int
     ) -> PlannedRecipe | None:
-        """Plan the last depth in ``tried`` that leaves ``RESERVED`` of the memory free, if any."""
+        """Plan the last depth in ``tried`` that leaves a fraction ``RESERVED`` of the memory free.
+
+        Return None if no depth does.
+        """
 
         @functools.cache
         def planned(number: int) -> PlannedRecipe | None:

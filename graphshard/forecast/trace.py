@@ -59,11 +59,11 @@ class UntraceableError(ValueError):
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One graph of a step."""
+    """One graph of a training step."""
 
     params: tuple[PlanParam, ...]  # indexed by ``Transfer.param``
     problem: Problem  # with compute times of the ``BASELINE`` machine
-    compute_us: Mapping[str, tuple[float, ...]]  # step times, by machine (see ``BASELINE``)
+    compute_us: Mapping[str, tuple[float, ...]]  # of ``problem``'s steps, by machine
     input_bytes: int  # shards and replicated parameters among the graph's inputs
 
     @property
@@ -76,11 +76,11 @@ class StepGraph:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """Memory that a rank holds between graphs, in bytes.
+    """Memory that a rank holds between graphs, and size of the full model; in bytes.
 
     Attributes:
-        parameters: size of the parameter shards, including padding.
-        trained: size of the shards that have gradients.
+        parameters: size of the parameter shards, including padding, and replicated parameters.
+        trained: size of those ``parameters`` that have gradients.
         buffers: size of the model's buffers.
         num_params: number of parameter elements in the full model.
         params_bytes: size of the full model's parameters.
@@ -95,7 +95,7 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A traced training step."""
+    """The graphs of a training step, and the memory that a rank holds between them."""
 
     graphs: tuple[StepGraph, ...]  # in compilation order
     held: HeldMemory
@@ -342,7 +342,7 @@ def _mark_buffers(graph: fx.Graph, traced: TracedGraph) -> None:
 
 
 def faster_machines(hardware: Hardware) -> dict[str, Hardware]:
-    """Return the machine itself, and variants with one faster part each."""
+    """Return the machine itself and variants with one faster part each, keyed by name."""
     flops = {dtype: scaled(rate, 2.0) for dtype, rate in hardware.flops.items()}
     return {
         BASELINE: hardware,

@@ -105,7 +105,8 @@ def _script_workload(name: str) -> Workload:
     with torch.device("meta"):
         _, inputs, options = unpack(name, call())
     note = (
-        f"options that {name} returns are ignored ({', '.join(options)}): pass --dtype, --strategy"
+        f"options that {name} returns are ignored ({', '.join(options)}): use the command's "
+        "options, such as --dtype and --strategy"
     )
     return Workload(name, make, *count_tokens(inputs), notes=(note,) if options else ())
 
@@ -327,8 +328,9 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
 def _split(name: str, length: int | None, model: nn.Module, mesh: DeviceMesh) -> None:
     if length and length % mesh.size():
         raise ValueError(
-            f"tp={mesh.size()}: does not divide the {length} tokens of a sample of {name}, as "
-            "sequence parallelism requires: pass a multiple of tp tokens, as in --batch 1x8192"
+            f"tp={mesh.size()}: must divide the {length} tokens of a sample of {name}, as sequence "
+            f"parallelism requires: pass --batch SAMPLESxTOKENS with a multiple of {mesh.size()} "
+            "tokens"
         )
     parallelize(model, mesh)
 

@@ -103,8 +103,8 @@ def metrics(
     sharded = {name: _backends[m] for name, m in model.named_modules() if m in _backends}
     if not sharded:
         raise ValueError(
-            f"{type(model).__name__} has no module that an integration has sharded: call metrics() "
-            "of its graphshard.Backend"
+            f"{type(model).__name__} has no module that an integration has sharded: shard it first "
+            "or, without an integration, call metrics() of its graphshard.Backend"
         )
     return {
         "/".join(filter(None, ["graphshard", name if len(sharded) > 1 else "", key])): value
@@ -143,7 +143,7 @@ def load_sharded(
         weights: whether to also load the model's parameters and buffers.
 
     Raises:
-        ValueError: as :func:`save_sharded`, or it has not written ``folder``.
+        ValueError: as :func:`save_sharded`, or ``folder`` has no complete checkpoint.
     """
     if not (folder / ".metadata").is_file():
         raise ValueError(

@@ -78,8 +78,8 @@ def configure(
 
     Raises:
         ValueError: ``model`` is ``owner``, the Trainer's strategy has no mesh (DDP, FSDP),
-            ``parallelize_fn`` returns another module, the strategy has a ``tensor_parallel_size``
-            but no parameter is split, or :func:`graphshard.backend` rejects an option.
+            ``parallelize_fn`` returns another module, the strategy's ``tensor_parallel_size`` is
+            more than 1 but no parameter is split, or :func:`graphshard.backend` rejects an option.
     """
     if model is owner:
         raise ValueError(
@@ -176,7 +176,7 @@ class LogMetrics(Callback):
 
 
 class ShardedFabricStrategy(_DataParallel, FabricStrategy):
-    """Strategy for ``lightning.Fabric``: ``fabric.setup(model)`` shards and compiles in place.
+    """Strategy for ``lightning.Fabric`` that shards and compiles models in ``fabric.setup``.
 
     Args:
         parallelize_fn: function that applies tensor parallelism before a model is sharded.
@@ -185,7 +185,10 @@ class ShardedFabricStrategy(_DataParallel, FabricStrategy):
             ``save_distributed_checkpoint``, and arguments of :func:`graphshard.backend`.
 
     Raises:
-        ValueError: one of ``options`` is neither.
+        ValueError: ``options`` has an argument that neither ``ModelParallelStrategy`` nor
+            :func:`graphshard.backend` accepts. In ``fabric.setup``: ``parallelize_fn`` returns
+            another module, ``tensor_parallel_size`` is more than 1 but no parameter is split, or
+            :func:`graphshard.backend` rejects the value of an option.
     """
 
     def __init__(

@@ -250,8 +250,12 @@ class _Outline:
         return info, offload_index
 
     def _take_stored(self, model: nn.Module) -> dict[str, StoredTensor]:
-        """Replace stored parameters with plain ones on the meta device, and read stored buffers."""
-        # Mark both as initialized, so that transformers initializes only the others.
+        """Replace stored parameters with plain ones on the meta device, and read stored buffers.
+
+        Returns:
+            The stored parameters, keyed by name.
+        """
+        # Mark both as initialized: transformers then initializes only tensors that are in no file.
         by_name: dict[str, StoredTensor] = {}
         for prefix, module in model.named_modules():
             for name, param in parameters_of(module).items():
@@ -388,4 +392,5 @@ def _is_new(value: torch.Tensor) -> bool:
 
 
 def _describe(value: torch.Tensor) -> str:
-    return f"{value.dtype} {tuple(value.shape)}, {'new' if _is_new(value) else 'of the checkpoint'}"
+    origin = "not in the checkpoint" if _is_new(value) else "in the checkpoint"
+    return f"{value.dtype} {tuple(value.shape)} ({origin})"

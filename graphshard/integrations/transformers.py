@@ -71,7 +71,7 @@ class ShardedTrainerMixin(Trainer):
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Reject FSDP before creating an accelerator, which would set up FSDP process-wide."""
+        """Create the accelerator, but first reject FSDP, which it would set up process-wide."""
         for name in ("fsdp", "fsdp_config"):
             if value := getattr(self.args, name, None):
                 raise ValueError(
@@ -163,7 +163,7 @@ def _remove_input_hooks(model: nn.Module) -> None:
 
 
 def _drop_unreduced(model: nn.Module) -> None:
-    """Drop the gradients of microbatches after which training stopped, as ``zero_grad`` does."""
+    """Drop gradients that were not reduced yet when training stopped, as ``zero_grad`` does."""
     for sharded_param in filter(None, map(sharded_param_of, model.parameters())):
         for stand_in in sharded_param.stand_ins():
             stand_in.grad = None

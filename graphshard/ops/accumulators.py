@@ -1,4 +1,4 @@
-"""Accumulators for the gradients of microbatches, which graphs look up by number."""
+"""Accumulators for the gradients of microbatches; graphs look up an accumulator by number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from .._torch.autograd import current_backward, on_backward_end
 
-# Marker arguments that take an accumulator's stand-in or key.
+# Names of the marker arguments that take an accumulator's stand-in or key.
 UNSYNCED, PARTIAL = ACCUMULATOR_NAMES = ("unsynced", "partial")
 
 
@@ -21,13 +21,16 @@ _numbers = itertools.count()
 
 
 def take(key: torch.Tensor) -> torch.Tensor | None:
-    """Remove and return the total of an accumulator; None if it is gone or has no total."""
+    """Remove and return the total of the accumulator with this key.
+
+    Return None if the accumulator no longer exists or has no total.
+    """
     accumulator = _accumulators.get(int(key))
     return None if accumulator is None else accumulator.take()
 
 
 class Accumulator:
-    """A total of gradients that are not reduced yet, or only within a replica.
+    """A total of gradients that are not reduced yet, or are reduced only within a replica.
 
     Attributes:
         stand_in: zero, expanded to the gradient's shape; autograd accumulates in its ``.grad``.
@@ -66,7 +69,10 @@ class Accumulator:
         return total
 
     def drop_taken(self) -> None:
-        """Drop the totals taken in this backward, after their parameter has received them."""
+        """Drop the totals taken in this backward, so that they are not restored when it ends.
+
+        Called once the parameter has received these totals.
+        """
         self._taken.pop(current_backward(), None)
 
     def _put_back(self, backward: int) -> None:

@@ -39,7 +39,8 @@ def _copy_in(
     Args:
         rows: number of rows of each tensor to send to each rank, or 0 for a tensor without rows.
         buffer_dtypes: dtype of each buffer, or uint8 if its tensors are sent as bytes.
-        world: number of ranks that a reduce-scatter splits each buffer among; 1 for other kinds.
+        world: number of ranks that a reduce-scatter splits each buffer among; 1 for other
+            collectives.
     """
     buffers = _copy_in_fake(tensors, rows, wire_dtypes, counts, buffer_dtypes, world)
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -136,7 +137,12 @@ def _copy_out_fake(buffer: torch.Tensor, sizes: list[int], world: int) -> list[t
 def _add_accumulated(
     flat: torch.Tensor, keys: list[torch.Tensor], starts: list[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a copy of ``flat`` as ``dtype``, with the accumulators' totals added at ``starts``."""
+    """Take the totals of accumulators, and add them to a copy of ``flat`` in ``dtype``.
+
+    Args:
+        keys: keys of the accumulators; one without a total adds nothing.
+        starts: position in ``flat`` of the first element that each total is added to.
+    """
     result = flat.to(dtype, copy=True, memory_format=torch.contiguous_format)
     for key, start in zip(keys, starts):
         if (total := take(key)) is not None:

@@ -1,13 +1,14 @@
 """Copy-in, launch, wait and copy-out of a bucket's collective, eagerly or in a graph.
 
-A packed buffer holds its transfers rank by rank. Several buffers are sent in one coalesced
-collective, or in one all-to-all each:
+A bucket is a set of tensors that are sent together, in one or more buffers. A packed buffer holds
+several tensors, rank by rank. Several buffers are sent in one coalesced collective, or in one
+all-to-all each. For example, with one buffer:
 
-    a tensor sent as is   shard ─► all_gather_into_tensor ─► wait ─► full
-    any other buffer      shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► ..
+    one tensor, sent as is   shard ─► all_gather_into_tensor ─► wait ─► full
+    several tensors          shards ─► copy_in ─► all_gather_into_tensor ─► wait ─► copy_out ─► ..
 
-``copy_in`` casts, pads and packs all buffers of a bucket at once, except those of fp8 weights,
-which Inductor's kernels pack.
+``copy_in`` casts, pads and packs the tensors of all buffers of a bucket at once. It is not used for
+a tensor sent as is, nor for fp8 weights, which Inductor's kernels pack.
 """
 
 from __future__ import annotations
@@ -96,9 +97,10 @@ def buffer_dtype(kind: TransferKind, inputs: BufferInputs) -> torch.dtype:
 def launch_bucket(
     call: Call, kind: TransferKind, buffers: Sequence[BufferInputs], group: str, world: int
 ) -> list[Any]:
-    """Copy in and launch a bucket; return the results to wait for, one per buffer.
+    """Fill the buffers of a bucket and launch its collectives; return one result per buffer.
 
-    If buffers differ in dtype, all are sent as uint8.
+    The results must be waited for (``wait_buffer``). If buffers differ in dtype, all are sent as
+    uint8.
     """
     buffers = [[_cast_to_fp8(call, sent, group) for sent in inputs] for inputs in buffers]
     ready = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}

@@ -14,7 +14,7 @@ each row of the left matrix and each column of the right one. Unlike in torchao,
 ``w8`` of forward, with one scale per row of ``w``: ``g`` is divided by these scales, then scaled
 and cast itself.
 
-Functions that take a ``Call`` run ATen calls, or insert them into a graph.
+Functions that take a ``Call`` run operators, or insert them into a graph.
 """
 
 from __future__ import annotations
@@ -85,7 +85,11 @@ def cast(call: Call, x: _Value, scale: Value, dtype: torch.dtype, dim: int) -> _
 
 
 def quantized(call: Call, x: _Value, dtype: torch.dtype, recipe: str, dim: int) -> Scaled:
-    """Scale ``x`` by its largest absolute values and cast it, for a sum over ``dim``."""
+    """Cast ``x`` to fp8 with scales computed from its largest absolute values.
+
+    Args:
+        dim: dimension of ``x`` over which the matrix product sums; used by "rowwise".
+    """
     scale = scale_of(call, _amax(call, x, [] if recipe == TENSORWISE else [dim]), dtype, recipe)
     return Scaled(cast(call, x, scale, dtype, dim), call(_aten.reciprocal.default, scale))
 
@@ -99,14 +103,14 @@ def _amax(call: Call, x: _Value, dims: list[int]) -> _Value:
 
 
 def forward(call: Call, x: _Value, weight: Scaled, recipe: str) -> _Value:
-    """Return ``x @ weight.T``."""
+    """Return the fp8 product ``x @ weight.T`` in the dtype of ``x``."""
     left = quantized(call, x, E4M3, recipe, 1)
     left = left._replace(values=_row_major(call, left.values))
     return _product(call, left, _transposed(call, weight), value_of(x).dtype, recipe, fast=True)
 
 
 def grad_input(call: Call, grad: _Value, weight: Scaled, recipe: str) -> _Value:
-    """Return ``grad @ weight``."""
+    """Return the fp8 product ``grad @ weight`` in the dtype of ``grad``."""
     dtype = value_of(grad).dtype
     if recipe == ROWWISE:
         # grad @ (values / scale) sums over the weight's rows, whose scales differ: divide the
@@ -120,7 +124,7 @@ def grad_input(call: Call, grad: _Value, weight: Scaled, recipe: str) -> _Value:
 
 
 def grad_weight(call: Call, grad: _Value, x: _Value, recipe: str) -> _Value:
-    """Return ``grad.T @ x``."""
+    """Return the fp8 product ``grad.T @ x`` in the dtype of ``x``."""
     if value_of(x).device.type == "cuda":
         # Tensor cores can only sum over a multiple of ``ALIGNMENT`` rows.
         grad, x = padded(call, grad, 0, ALIGNMENT), padded(call, x, 0, ALIGNMENT)

@@ -65,7 +65,9 @@ def product(
             the weight in ``arguments``; ignored for weight gradients.
 
     Raises:
-        RuntimeError: torch or the device does not support the product.
+        RuntimeError: torch or the device does not support the product, or "mxfp8" would need blocks
+            along rows whose length is not a multiple of 32.
+        ValueError: torch rejects the sizes, dtypes or layouts of the matrices.
     """
     left, own, recipe = arguments[0], arguments[1], arguments[-1]
     if op is float8_mm_grad_weight:
@@ -88,7 +90,10 @@ for _op in PRODUCTS:
 
 @functools.cache
 def float8_error(device_type: str, recipe: str) -> str | None:
-    """Return torch's error for fp8 products on a type of device, or None if all are supported."""
+    """Return why a type of device cannot compute the products of an fp8 recipe, or None.
+
+    The reason is the first line of torch's error.
+    """
     values = torch.ones(mx_math.BLOCK, mx_math.BLOCK, dtype=torch.bfloat16, device=device_type)
     try:
         for op in PRODUCTS:
@@ -149,7 +154,8 @@ def _local_amax(
 ) -> torch.Tensor:
     """Return each shard's largest absolute value, rounded to ``dtype``, as float32 ``[shards]``.
 
-    "rowwise" has one value per row, ``[rows of all ranks' padded shards]``; 0 in other ranks' rows.
+    With the recipe "rowwise", return one value per row instead, ``[rows of all ranks' padded
+    shards]``, with 0 in the rows of other ranks.
     """
     # Rounding is monotonic, so the cast may come last.
     if recipe != ROWWISE:
@@ -175,7 +181,11 @@ def _local_amax_fake(
 
 @implement(own_rows)
 def _own_rows(full: torch.Tensor, group: str) -> torch.Tensor:
-    """Return this rank's rows of ``full``, ``[1, rows of all padded shards]``, as ``[rows, 1]``."""
+    """Return this rank's part of a row vector of scales, as a column ``[rows, 1]``.
+
+    Args:
+        full: scales, ``[1, rows of all ranks' padded shards]``.
+    """
     process = process_group(group)
     return full.view(process.size(), -1, 1)[process.rank()].clone()
 

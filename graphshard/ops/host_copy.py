@@ -5,8 +5,8 @@
 
 Each direction has a stream, on which copies run in order; a copy starts once the compute stream has
 reached its launch. The first wait for a copy makes the compute stream wait, and frees the source. A
-second wait, for copies that the host reads, makes the host wait. On a CPU, copies run at their
-launch. ``graphshard.planning.offload`` plans copies.
+second wait, for copies that the host reads, makes the host wait. If the device is a CPU, copies are
+complete when their launch returns. ``graphshard.planning.offload`` plans copies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ lower_as_collective(copy_to_host)
 def to_host_memory(tensor: torch.Tensor, host_memory: str | None) -> torch.Tensor:
     """Copy ``tensor`` to the given kind of host memory.
 
-    Return ``tensor`` itself if it is there already or on meta, or if ``host_memory`` is None.
+    Return ``tensor`` itself if it is on the CPU and pinned as required, if it is on meta, or if
+    ``host_memory`` is None. Pinned memory also counts as pageable.
     """
     if not host_memory or tensor.is_meta:
         return tensor

@@ -5,8 +5,8 @@
 Torch keeps a launched collective, with the memory that it reads and writes, until it is waited for.
 A user who catches "out of memory" and tries a smaller batch would have less memory each time.
 Therefore, before an error leaves a graph, its collectives are waited for; for host tensors, at most
-``LIMIT_S``. The traceback keeps the launched tensors alive, as local variables of generated code.
-There is no cost without an error.
+``LIMIT_S`` seconds. The traceback keeps the launched tensors alive, as local variables of generated
+code. Without an error, nothing is waited for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The operator library ``graphshard``: functions to define, implement and differentiate operators.
 
-Dynamo, AOTAutograd and Inductor see each operator as one opaque call.
+Dynamo, AOTAutograd and Inductor see an operator as one opaque call, unless its implementation is
+composite or it has a lowering of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def define(schema: str) -> OpOverload:
-    """Define and return an operator, such as ``"own_rows(Tensor full, str group) -> Tensor"``."""
+    """Define an operator by its schema, such as "copy(Tensor x) -> Tensor", and return it."""
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     return operator_named(schema.partition("(")[0])
 

@@ -1,4 +1,4 @@
-"""The arguments of every marker op, with their order and types.
+"""The arguments of the marker ops (except ``secondary_shard``), with their order and types.
 
 The fields of a spec are the arguments of its op. They define the op's schema and the arguments of a
 call; implementations and passes read arguments back into a spec:
@@ -130,8 +130,8 @@ class UnshardSpec(MarkerSpec):
             ``ops.mx_math.packed``), or None.
         device: device that the shard is copied to before the gather, or None if already there.
         host_memory: kind of host memory that holds the shard (``ops.host_copy``), or None.
-        unsynced: accumulator of full gradients, as a stand-in or a key (``ops.markers``).
-        partial: accumulator of reduced shards, as a stand-in or a key.
+        unsynced: accumulator of full gradients, as a stand-in or a key (``ops.markers``), or None.
+        partial: accumulator of reduced shards, as a stand-in or a key, or None.
     """
 
     name: ClassVar[str] = "unshard"
@@ -191,7 +191,10 @@ class UnshardSpec(MarkerSpec):
         )
 
     def partial_reduction(self, grad: torch.Tensor, padded_shape: torch.Size) -> ReduceGradSpec:
-        """Return the marker that reduces only over the shard group, in the reduction dtype."""
+        """Return the marker that reduces this parameter's gradient only over the shard group.
+
+        The result has the dtype of the reduction.
+        """
         whole = self.reduction(grad, padded_shape, used_dtype(grad, self.reduce_dtype))
         return dataclasses.replace(whole, replica_group=None, host_memory=None)
 
@@ -200,10 +203,12 @@ class UnshardSpec(MarkerSpec):
 class ReduceGradSpec(MarkerSpec):
     """Arguments of ``reduce_grad``, which returns this rank's padded shard of the mean gradient.
 
+    ``group``, ``replica_group`` and ``reduce_dtype`` are as in ``UnshardSpec``.
+
     Attributes:
         grad: full gradient, ``[rows, ...]``.
         padded_rows: number of rows of the shard, including padding: ``ceil(rows / world)``.
-        partial: key of an accumulator whose total is added before the mean over replicas.
+        partial: key of an accumulator whose total is added before the mean over replicas, or None.
         result_dtype: dtype of the shard, or None for the dtype of ``grad``.
         host_memory: kind of host memory that the shard is copied to, or None for no copy.
     """

@@ -13,8 +13,8 @@ gathers within a few ranks (hpZ); it is not lowered. ``offload_activation`` and
 ``secondary_shard``.
 
 The ops are opaque to Dynamo, AOTAutograd and Inductor's joint passes; ``graphshard.passes`` lowers
-them to functional collectives, host copies and casts. In eager parts of a model they run directly,
-through the same lowering.
+them to functional collectives, host copies and casts. In eager parts of a model, the ops run
+directly, by the same functions.
 """
 
 from __future__ import annotations

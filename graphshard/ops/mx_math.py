@@ -47,12 +47,12 @@ class Blocks(NamedTuple):
 
 
 def times_transposed(call: Call, left: Value, right: Blocks) -> Any:
-    """Return ``left @ right.T``."""
+    """Return the mxfp8 product ``left @ right.T`` in the dtype of ``left``."""
     return _product(call, by_rows(call, left), right, value_of(left).dtype)
 
 
 def grad_weight(call: Call, grad: Value, x: Value) -> Any:
-    """Return ``grad.T @ x``."""
+    """Return the mxfp8 product ``grad.T @ x`` in the dtype of ``x``."""
     return _product(call, by_columns(call, grad), by_columns(call, x), value_of(x).dtype)
 
 
@@ -64,19 +64,23 @@ def by_rows(call: Call, x: Value) -> Blocks:
     """
     columns = value_of(x).shape[1]
     if columns % BLOCK:
-        raise RuntimeError(f"mxfp8: rows have {columns} values; pad them to a multiple of {BLOCK}")
+        raise RuntimeError(
+            f"mxfp8: a linear multiplies rows of {columns} values, not a multiple of {BLOCK}: "
+            "pad in_features or out_features, or exclude the linear with fp8.filter_fn"
+        )
     return _cast(call, x, 1)
 
 
 def by_columns(call: Call, x: Value) -> Blocks:
-    """Return ``x.T`` in blocks along its rows, which are padded to a multiple of 32 values."""
+    """Cast ``x.T`` to mxfp8 in blocks along its rows, padded to a multiple of 32 values."""
     return _transposed(call, _cast(call, padded(call, x, 0, BLOCK), 0))
 
 
 def packed(call: Call, shard: Value, dim: int) -> Any:
-    """Return a matrix cast in blocks along ``dim``, as uint8 ``[rows, columns * 33 / 32]``.
+    """Return a matrix cast to mxfp8 in blocks along ``dim``, with scales, as one uint8 tensor.
 
-    Both sizes must be multiples of 32. Scales follow the values of each row; with ``dim=0``, the
+    Its shape is ``[rows, columns * 33 / 32]``. The number of columns must be a multiple of 32; with
+    ``dim=0``, the number of rows, too. Scales follow the values of each row; with ``dim=0``, the
     scales that 32 rows share are spread over these rows.
     """
     values, exponents = _cast(call, shard, dim)
@@ -110,7 +114,7 @@ def _transposed(call: Call, matrix: Blocks) -> Blocks:
 
 
 def _cast(call: Call, x: Value, dim: int) -> Blocks:
-    """Cast ``x`` in blocks along ``dim``; ``exponents`` has one element per block."""
+    """Cast ``x`` to mxfp8 in blocks along ``dim``; ``exponents`` has one element per block."""
     columns = value_of(x).shape[1]
     num_across = columns // BLOCK if dim else columns
     blocks = _view(call, x, [-1, num_across, BLOCK] if dim else [-1, BLOCK, columns])

@@ -67,9 +67,9 @@ class Muon(torch.optim.Muon):
     bfloat16.
 
     Raises:
-        ValueError: a parameter is not a matrix; or, in a step, is complex, or has another
-            placement, a sparse or differently placed gradient, or plain state for a DTensor (or
-            vice versa).
+        ValueError: a parameter is not a matrix; or, in a step, is complex, or has other placements,
+            a gradient that is sparse or has other placements, or plain state for a DTensor (or vice
+            versa).
         BackendError: in a step, on all ranks, if they do not step the same matrices.
     """
 
@@ -174,7 +174,7 @@ def _are_same(ours: Sequence[_Stepped], theirs: Sequence[_Stepped]) -> bool:
 
 
 def _has_fitting_gradient(param: Tensor) -> bool:
-    """Return whether the gradient is placed like ``param`` or, for a plain tensor, dense."""
+    """Return whether the gradient has ``param``'s placements or, for a plain tensor, is dense."""
     grad = param.grad
     assert grad is not None
     if isinstance(param, DTensor):
@@ -227,7 +227,11 @@ def _plan_mesh(
 
 
 def _mesh_of(param: Tensor, name: str) -> DeviceMesh | None:
-    """Return the mesh that splits the rows of a matrix, or None if this rank has all rows."""
+    """Return the mesh that splits the rows of a matrix, or None if this rank has all rows.
+
+    Raises:
+        ValueError: Muon cannot step the matrix.
+    """
     assert param.grad is not None
     if param.is_complex() or param.grad.is_sparse:
         what = "is complex" if param.is_complex() else "has a sparse gradient"

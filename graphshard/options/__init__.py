@@ -1,1 +1,1 @@
-"""User-facing options: frozen, and validated before anything changes."""
+"""User-facing options: frozen dataclasses whose values are checked when they are created."""

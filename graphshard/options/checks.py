@@ -12,5 +12,5 @@ def check_bool(name: str, value: object) -> None:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether ``value`` is a number; bools are not."""
+    """Return whether ``value`` is an int or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

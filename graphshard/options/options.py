@@ -77,10 +77,10 @@ class ParamOptions:
         return PINNED if pins else PAGEABLE
 
     def num_backward_ranks(self, num_shards: int) -> int | None:
-        """Return the number of ranks that backward gathers from, or None if kept unsharded.
+        """Return the number of ranks that backward gathers from, or None if it gathers nothing.
 
         Raises:
-            ValueError: the number does not divide ``num_shards``, the ranks of one replica.
+            ValueError: the number does not divide ``num_shards``, the number of shards per replica.
         """
         reshard = self.reshard_after_forward
         if isinstance(reshard, bool):

@@ -54,7 +54,7 @@ class SchedulePolicy:
             nodes with several GPUs, an exchange sends more through each network card than a ring.
             Without ``overlap``, "auto" is "ring".
         regions: whether to compile repeated layers only once: their parts between launches and
-            waits become calls of shared subgraphs. "auto" does so only if it saves Inductor more
+            waits become calls to shared subgraphs. "auto" does so only if it saves Inductor more
             time than the calls cost over a thousand steps.
         auto: whether to plan several strategies for saving tensors for backward, at the first
             compile, and to use the one predicted to be fastest within ``memory_budget_gb``, which

@@ -21,5 +21,5 @@
     memory_report              memory of a model on a rank
 
 State belongs to a ``ShardedParam``, a ``ShardedModel`` or a module, or is stored in
-``_graphshard_*`` attributes of users' objects. A comment on each global says why it exists.
+``_graphshard_*`` attributes of users' objects. Comments on the few globals say why they exist.
 """

@@ -40,8 +40,8 @@ def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
 def sync_buffers(model: nn.Module) -> None:
     """Copy the buffers of the mesh's first rank to all ranks.
 
-    This takes one broadcast, and another for buffers that tensor parallelism has split. Each rank
-    gets a split buffer from the first rank with the same coordinate along the tensor parallel axis.
+    Takes one broadcast for plain buffers and one for DTensors, as tensor parallelism creates them:
+    each rank gets those from the first rank with its coordinate along the tensor-parallel axis.
 
     As under FSDP2, the forwards of each rank update only that rank's buffers. DDP broadcasts them
     at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.

@@ -142,8 +142,9 @@ def _parameter_error(groups: Mapping[PlainParam, MeshGroups], allow_meta: bool) 
     for plain, own in groups.items():
         if any(had_sharded(*holder) for holder in plain.holders):
             error: str | None = (
-                "was replaced by a plain parameter after sharding: load full values with "
-                "load_state_dict, or copy_ a DTensor into it. " + FUNCTIONAL_CALL
+                "was replaced by a plain parameter after sharding: keep the sharded parameter, and "
+                "load full values with load_state_dict or copy_ a DTensor into the parameter. "
+                + FUNCTIONAL_CALL
             )
         else:
             error = _own_mesh_error(own) or _tensor_error(plain.param, own, all_meta)
@@ -188,7 +189,10 @@ def _own_mesh_error(groups: MeshGroups) -> str | None:
         return None
     slices = f'slices of one mesh, as in {_DP_MESH} and {{"mesh": mesh["efsdp"]}}'
     if not has_root_of(mesh, default.mesh):
-        return f"has {mesh} in overrides, but other parameters have {default.mesh}: pass {slices}"
+        return (
+            f"has mesh={mesh} in overrides, whose root mesh is not that of the model's mesh, "
+            f"{default.mesh}: pass {slices}"
+        )
     ranks = set(default.whole_mesh.mesh.flatten().tolist())
     for own in filter(None, (mesh, groups.tp_mesh)):
         if not set(own.mesh.flatten().tolist()) <= ranks:
@@ -207,7 +211,7 @@ def _tensor_error(param: nn.Parameter, groups: MeshGroups, all_meta: bool) -> st
             return error
     elif is_traceable_wrapper_subclass(param.data):
         return (
-            f"is a {type(param.data).__name__}: only plain tensors can be sharded"
+            f"is a {type(param.data).__name__}: only plain tensors and DTensors can be sharded"
             + _instead_of_subclass(param)
         )
     if param.is_meta and not all_meta:
@@ -304,11 +308,14 @@ def _nearest(glob: str, fqns: Sequence[str]) -> str:
     if not fqns:
         return "the model has none to shard"
     nearest = difflib.get_close_matches(glob, fqns, n=3, cutoff=0.0)
-    return f"the closest of the model's {len(fqns)} are {', '.join(map(repr, nearest))}"
+    return f"the closest of {len(fqns)} parameter names are {', '.join(map(repr, nearest))}"
 
 
 def _field_of_modules(policy: MixedPrecisionPolicy) -> str | None:
-    """Return a field of ``policy`` that is set and affects only inputs and outputs, or None."""
+    """Return a non-default setting of ``policy`` that only affects inputs or outputs, or None.
+
+    It is formatted for an error message, as in ``"cast_forward_inputs=False"``.
+    """
     if policy.output_dtype is not None:
         return f"output_dtype={policy.output_dtype}"
     return None if policy.cast_forward_inputs else "cast_forward_inputs=False"
@@ -343,7 +350,7 @@ def _spec_of(plain: PlainParam, groups: MeshGroups, options: ParamOptions) -> Pa
 
 
 def _dim(param: nn.Parameter, options: ParamOptions) -> int:
-    """Return the dimension to split, nonnegative; raise ValueError if ``param`` lacks it."""
+    """Return the dimension to split as a nonnegative index; raise ValueError if out of range."""
     dim, ndim = options.dim, max(param.ndim, 1)
     if not -ndim <= dim < ndim:
         raise ValueError(
@@ -404,9 +411,9 @@ def _fp8_error(
     has_fp8 = bool(recipes) or any(param.spec.float8_recipe for param in earlier)
     if not has_fp8 and any(plain.param.dim() == 2 for plain in plain_params):
         return (
-            "fp8 selects no parameter: all matrices are excluded by overrides, nn.Embedding or "
-            "fp8.filter_fn, which by default rejects output heads and sizes that are not multiples "
-            "of 16. Pass a different filter_fn, or omit fp8"
+            "fp8 selects no parameter: each matrix is excluded by overrides, belongs to an "
+            "nn.Embedding, or is rejected by fp8.filter_fn, which by default rejects output heads "
+            "and sizes that are not multiples of 16. Pass a different filter_fn, or omit fp8"
         )
     for recipe, plain in recipes.items():
         if error := float8_error(device_type, recipe):

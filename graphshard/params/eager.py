@@ -46,10 +46,10 @@ class _Read(NamedTuple):
 def full_parameters(
     model: ShardedModel, module: nn.Module, names: Sequence[str]
 ) -> dict[str, torch.Tensor] | None:
-    """Return a module's full parameters by name, or None outside of any forward of the model.
+    """Return a module's full parameters by name, or None outside of forwards and compiled calls.
 
-    They are differentiable unless frozen. This is a collective if the call in progress has not
-    gathered all of them yet.
+    Outside of inference mode, they are differentiable unless frozen. This is a collective if the
+    call in progress has not gathered all of them yet.
 
     Raises:
         BackendError: a full parameter was changed in place, or a shard was lost, replaced or not
@@ -211,7 +211,10 @@ def _reduce(
 def _used_on_any_rank(
     sharded_params: Sequence[ShardedParam], grads: Sequence[torch.Tensor | None]
 ) -> list[bool]:
-    """Return per parameter whether any rank has its gradient; a collective if there are several."""
+    """Return whether any rank has a gradient, for each parameter.
+
+    This is a collective if there are two or more parameters.
+    """
     used_here = [grad is not None for grad in grads]
     if len(sharded_params) <= 1:  # backward only runs if a gradient exists
         return used_here

@@ -80,7 +80,8 @@ def shard_before_first_forward(
 ) -> None:
     """Register a hook that shards a compiled module in its first forward, and casts the inputs.
 
-    Does nothing for a function, or for a module that is fully sharded. See [Note: first forward].
+    The hook replaces that of an earlier call. A function, or a module that is already fully
+    sharded, gets none. See [Note: first forward].
 
     Args:
         policy: policy that sets the dtype of the inputs.
@@ -103,8 +104,8 @@ def forget_first_forward(root: nn.Module) -> None:
 def has_yet_to_cast(root: nn.Module, call: CompiledCall) -> bool:
     """Return whether ``_FirstForward`` has yet to cast the inputs of the call in progress.
 
-    This is the case while an earlier hook runs. If so, also make ``_FirstForward`` cast the inputs
-    even if ``root`` is sharded by then.
+    This is the case while Dynamo compiles a pre-hook that runs before ``_FirstForward``. If so,
+    also make ``_FirstForward`` cast the inputs even if ``root`` is sharded by then.
     """
     # Global hooks, and hooks registered before torch.compile, run first. If Dynamo compiles one of
     # them, the module is sharded at that point, and ``_FirstForward`` only casts the inputs.
@@ -176,7 +177,7 @@ for _traced in (_FirstForward.__call__, _Copied.__call__):
 
 @dataclass(frozen=True)
 class _Watched:
-    """A module, a function, or the owner of a method that was passed to ``torch.compile``."""
+    """An object passed to ``torch.compile`` or, for a method, the object that it is bound to."""
 
     sharder: Sharder
     target: weakref.ref[Any]

@@ -30,7 +30,10 @@ def spec_of(dtensor: DTensor) -> ParamSpec | None:
 
 
 def gather(dtensor: DTensor) -> torch.Tensor | None:
-    """Gather ``dtensor`` in full on the host of the mesh's first rank; return None on others."""
+    """Gather ``dtensor`` in full on the host of the mesh's first rank; return None on other ranks.
+
+    All ranks of the mesh must call this.
+    """
     spec = spec_of(dtensor)
     is_first = int(dtensor.device_mesh.mesh.flatten()[0]) == dist.get_rank()
     if spec is None:
@@ -55,6 +58,8 @@ def receive(
     full: torch.Tensor | None, like: torch.Tensor, groups: MeshGroups, spec: ParamSpec | None
 ) -> torch.Tensor:
     """Receive a tensor from the first rank, as a DTensor or in full on the host.
+
+    All ranks must call this.
 
     Args:
         full: tensor to send, on any device; None on all but the first rank.
@@ -102,8 +107,8 @@ def _parts(padded: torch.Tensor, spec: ParamSpec) -> list[torch.Tensor]:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` detached, and dequantized if it is a quantized subclass."""
-    # The states of torchao's 8-bit optimizers are such subclasses; all have dequantize().
+    """Return ``tensor`` dequantized if it is a quantized subclass, otherwise detached."""
+    # The states of torchao's low-bit optimizers are such subclasses; all have dequantize().
     return tensor.dequantize() if is_traceable_wrapper_subclass(tensor) else tensor.detach()
 
 

@@ -1,4 +1,4 @@
-"""Control which backward passes reduce gradients, with the function names of FSDP2 and DDP."""
+"""Control when and how gradients are reduced; the functions are named as in FSDP2 and DDP."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -> None:
-    """Set whether gradients of later forwards are reduced, as in FSDP2.
+    """Set whether gradients of later forwards are reduced.
 
-    See :func:`no_sync`.
+    FSDP2's method of this name applies to later backwards instead. See :func:`no_sync`.
 
     Raises:
         ValueError: ``model`` is not a module, or ``requires_gradient_sync`` is not a bool.
@@ -74,11 +74,12 @@ def set_requires_gradient_sync(model: nn.Module, requires_gradient_sync: bool) -
 
 
 def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None:
-    """Set whether gradients of later forwards are averaged over replicas, as in FSDP2.
+    """Set whether gradients of later forwards are averaged over replicas.
 
     This is for a mesh with replicas (HSDP). Without the all-reduce, shards that were reduced within
     each replica accumulate, and the next backward that averages over replicas averages the total
-    once. Unlike :func:`no_sync`, this keeps no full gradients.
+    once. Unlike :func:`no_sync`, this keeps no full gradients. FSDP2's method of this name applies
+    to later backwards instead.
 
     Raises:
         ValueError: ``model`` is not a module, or ``requires_all_reduce`` is not a bool.
@@ -91,8 +92,9 @@ def set_requires_all_reduce(model: nn.Module, requires_all_reduce: bool) -> None
 def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     """Divide gradient sums by ``factor`` instead of by the number of ranks with different data.
 
-    Like FSDP2's method, but always for the whole model. Use 1.0 if the loss is already divided by a
-    total over all ranks, such as the number of tokens.
+    Use 1.0 if the loss is already divided by a total over all ranks, such as the number of tokens.
+    Unlike FSDP2's method of this name, this also affects parameters outside of ``model`` that the
+    same call of :func:`graphshard.shard` has sharded.
 
     Args:
         model: module that graphshard has sharded, or one of its submodules; may be compiled.

@@ -3,7 +3,8 @@
 A full parameter is a copy that was gathered for one forward. Compiling raises an error if a graph
 changes the copy in place (the change would be lost) or reads a parameter without its module.
 
-Backward gathers again from the shard that forward saved, and raises if the shard has changed since.
+Unless a parameter is kept unsharded, backward gathers it again from the shard that forward saved,
+and raises if the shard has changed since.
 Autograd does not notice such a change: an in-place op on a DTensor increments only the version of
 the DTensor, not the one that its local tensor shares with the shard. Each run of a graph therefore
 records the versions of the DTensors whose shards it saves. Autograd also ignores ``requires_grad``
@@ -90,9 +91,10 @@ def record_graph_breaks(
 
 
 def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> bool:
-    """Guard the shards that a trace has read, and sync those that its graph takes.
+    """Guard the shards that a trace has read, and sync the parameters whose shards its graph takes.
 
-    Return False if Dynamo must trace again.
+    Return False if Dynamo must trace again, because a shard was replaced or ``requires_grad`` has
+    changed.
     """
     # Dynamo drops a shard from the inputs if forward only reads attributes of its parameter.
     for shard in shards_read():
@@ -179,7 +181,8 @@ class _Hooked:
     """A graph whose backward has our hook."""
 
     node_type: type  # class of the graph's autograd nodes
-    saved: list[int] | None = None  # positions of the shards that it saves among its inputs
+    # Positions of the inputs that are shards and saved for backward; None until determined.
+    saved: list[int] | None = None
 
 
 def with_backward_hook(compiled: Callable[..., _R]) -> Callable[..., _R]:
@@ -205,7 +208,10 @@ def with_backward_hook(compiled: Callable[..., _R]) -> Callable[..., _R]:
 
 
 def _hook_backward(outputs: Sequence[object], args: Sequence[object]) -> _Hooked | None:
-    """Hook the backward of a graph; return None if the graph does not train."""
+    """Register ``_before_backward`` on the graph that has returned ``outputs``.
+
+    Return the hooked graph, or None if its outputs have no backward, as under ``no_grad``.
+    """
     # A graph may return its inputs, whose nodes belong to other graphs.
     nodes = set(compiled_nodes(outputs)).difference(compiled_nodes(args))
     if not nodes:
@@ -218,8 +224,8 @@ def _hook_backward(outputs: Sequence[object], args: Sequence[object]) -> _Hooked
 def _find_saved(node: Any, args: Sequence[object]) -> list[int]:
     """Return the positions of the inputs that are shards saved by ``node``.
 
-    Once a graph saves a shard, every optimizer step increments the versions of the DTensors that
-    have gradients.
+    If there are any, also register a hook that makes every optimizer step increment the versions of
+    DTensors that have gradients.
     """
     # Compared by storage: on a single rank, the gathered parameter is a view of its shard.
     # Parameters that are kept unsharded are not saved as shards, and keep their values.
@@ -260,7 +266,7 @@ def _raise_if_stale(node: Any) -> None:
             raise BackendError(
                 f"parameter {sharded_param.fqn!r} was modified by an inplace operation, such as "
                 "optimizer.step(), after the forward, and backward would gather its new values. "
-                "Call backward before the change, or forward again after it; "
+                "Call backward before the change, or run the forward again after it; "
                 "reshard_after_forward=False keeps the values that forward gathered"
             )
 

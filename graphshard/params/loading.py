@@ -110,7 +110,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _shard_of(full: torch.Tensor, spec: ParamSpec) -> DTensor:
-    """Return this rank's part of ``full``, on the shard's device or on meta if ``full`` is."""
+    """Return ``full`` as a DTensor split by ``spec``, on the shard's device unless on meta."""
     if spec.rows is None or spec.host_memory is not None or full.is_meta:
         return spec.dtensor(spec.padded_shard(full))
     return spec.dtensor(spec.padded(full[spec.part].to(spec.groups.device)))
@@ -128,7 +128,7 @@ def _own_shard(value: DTensor, spec: ParamSpec, name: str) -> torch.Tensor:
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise BackendError if an optimizer loads shards of another rank, or of another mesh."""
+    """Raise BackendError if the state to load has shards of another rank or of another mesh."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     for param, number in zip(params, numbers):  # torch itself checks the lengths

@@ -28,7 +28,7 @@ class MemoryReport:
 
     Attributes:
         parameters: shards, including padding, and parameters that are not sharded.
-        gradients: gradients of all parameters that require one, as after a backward.
+        gradients: gradients of all parameters that require one, whether or not they exist now.
         sums: unreduced microbatch gradients currently held, such as those of ``no_sync``.
         optimizer: current optimizer state of the model's parameters, 0 without an optimizer.
         gathered: planned peak of unsharded parameters, over all graphs compiled so far.
@@ -46,7 +46,7 @@ class MemoryReport:
 
     @property
     def total(self) -> MemoryBytes:
-        """Sum of all parts, including those on the host; ``gathered`` counts its planned peak."""
+        """Sum of all parts, in device or host memory, including the planned peak ``gathered``."""
         parts = [part for name, part in vars(self).items() if name != "on_host"]
         return MemoryBytes(*map(sum, zip(*parts)))
 

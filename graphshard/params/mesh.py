@@ -108,7 +108,7 @@ class MeshGroups:
         return None if self.tp_mesh is None else self.tp_mesh.get_group().group_name
 
     def regather_group(self, num_ranks: int) -> str:
-        """Return the group of ``num_ranks`` neighboring ranks, including this one.
+        """Return the group of ``num_ranks`` consecutive ranks of the mesh, including this rank.
 
         The first call may be a collective, because it may create the group.
         """
@@ -165,9 +165,9 @@ def eager_reduction(groups: MeshGroups, fqn: str) -> AbstractContextManager[None
 def agreed_exchange(
     groups: MeshGroups, text: str, *, is_new: bool = False
 ) -> AbstractContextManager[None]:
-    """Log communication; return the context to run it in.
+    """Log communication that ``text`` describes; return the context to run it in.
 
-    If ``text`` is new, wait until all ranks agree.
+    If this rank has not logged ``text`` before, waits until all ranks have logged it.
 
     Args:
         text: description that is equal on all ranks; its first line names the purpose.
@@ -185,7 +185,7 @@ def agreed_exchange(
 def agree_on_gathering(groups: MeshGroups, what: str, name: str, remedy: str) -> None:
     """Wait until all ranks have called ``what``, a function that gathers or saves ``name``.
 
-    If only some ranks call ``what``, the error quotes ``remedy``, the code to use instead.
+    If only some ranks call ``what``, the error quotes ``remedy``, which says what to call instead.
     """
     text = f"{what} of {name}, {BY_ALL_RANKS}: {remedy}"
     agreed_exchange(groups, text, is_new=True)

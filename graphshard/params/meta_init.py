@@ -1,7 +1,7 @@
 """Initialize a sharded model whose parameters are on the meta device.
 
 ``fill`` takes full tensors, in memory or in files, and each rank copies only its rows.
-``materialize`` calls the model's own initialization, with a few real parameters per call:
+``materialize`` calls the model's or the user's initialization, with a few real parameters per call:
 
     shard(model)             DTensors on the meta device
     init(model), pass 1      the first few parameters are plain, full and real, the rest on the meta
@@ -48,17 +48,17 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
     Args:
         model: model sharded by :func:`graphshard.shard`.
-        init: function that initializes the model it is passed. It is called several times; in each
-            call some parameters are plain and real, and all others are on the meta device, so it
-            cannot compute one parameter from another. By default, ``model.init_weights()`` if the
-            model has that method, otherwise ``reset_parameters()`` or ``_reset_parameters()`` of
-            every module that has one of them.
+        init: function that initializes the model it is passed. It may be called several times; in
+            each call, some parameters are plain and real, and all others are on the meta device, so
+            it cannot compute one parameter from another. By default, ``model.init_weights()`` if
+            the model has that method, otherwise ``reset_parameters()`` or ``_reset_parameters()``
+            of every module that has one of them.
 
     Raises:
         ValueError: the model is not sharded; a parameter differs between ranks (experts that were
-            not DTensors before sharding); or ``init`` replaces a parameter, does not write a
-            parameter or buffer, or reads a parameter that is on the meta device. The model then
-            stays on the meta device.
+            not DTensors before sharding); or ``init`` replaces a parameter by one of another shape
+            or on the meta device, leaves part of a parameter or buffer unwritten, or reads a
+            parameter that is on the meta device. The model then stays on the meta device.
     """
     root = checked_module(model, allow_meta=True)
     groups = mesh_groups_of(root)
@@ -233,7 +233,7 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
     if full.is_meta or full.shape != param.shape:
         raise BackendError(
             f"init replaced {name!r} of shape {tuple(param.shape)} with a parameter of shape "
-            f"{tuple(full.shape)} on {full.device}: write its values in place"
+            f"{tuple(full.shape)} on {full.device}: write values into the existing parameter"
         )
     if unwritten := num_uninitialized(full.contiguous()):
         raise BackendError(
@@ -253,7 +253,7 @@ def _marked(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _integer_mark(buffer: torch.Tensor) -> int | None:
-    """Return the value that marks integers as unwritten, or None for other dtypes."""
+    """Return the value that marks integers as unwritten, or None for bool and other dtypes."""
     if buffer.is_floating_point() or buffer.dtype == torch.bool:  # bools have no spare value
         return None
     limits = torch.iinfo(buffer.dtype)
@@ -291,7 +291,7 @@ def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:
 
 
 def fill(root: nn.Module, values: Mapping[str, torch.Tensor], groups: MeshGroups) -> None:
-    """Allocate the parameters of a sharded model, and write this rank's rows into its shards.
+    """Allocate a sharded model's meta parameters, and write this rank's rows of ``values``.
 
     Args:
         values: full tensors keyed by the first name of every parameter, in memory or still in files

@@ -152,7 +152,7 @@ def advise(error: BaseException) -> None:
             "graphshard: mp_policy casts the inputs of the model, not of its submodules: "
             "activations that a float32 buffer or norm promotes to float32 stay float32. "
             f"overrides={{{_repeated(model)!r}: {{'mp_policy': policy}}}} also casts the inputs of "
-            "these modules, as FSDP2 does for every module that it wraps."
+            "the matching modules, as FSDP2 does for every module that it wraps."
         )
 
 

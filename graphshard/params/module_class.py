@@ -1,11 +1,12 @@
 """Classes of sharded modules: forward reads full parameters, all other code reads DTensors.
 
 The class of a module that owns sharded parameters is replaced by a subclass with one property per
-parameter, its *accessor*:
+sharded parameter, its *accessor*, which returns:
 
-    under tracing       ``graphshard::unshard(shard)``, to Dynamo an ``nn.Parameter``
-                        (_torch/as_parameter.py)
-    in eager forwards   the result of running that op: after a graph break, in a plain call
+    under tracing       the result of the marker op, such as ``graphshard::unshard(shard)``; to
+                        Dynamo, an ``nn.Parameter`` (_torch/as_parameter.py)
+    in eager forwards   the full parameter, gathered outside of graphs (eager.py): after a graph
+                        break, in a plain call
     anywhere else       the DTensor
 
 ``named_parameters``, ``state_dict`` and ``torch.distributed.checkpoint`` never call the property:
@@ -57,7 +58,7 @@ class Reading(NamedTuple):
 
     marker: UnshardSpec | ReplicateSpec  # with names of module attributes instead of tensors
     dim: int  # dimension whose slices are the rows
-    tensor_parallel: TensorParallel | None  # wraps the result in a DTensor
+    tensor_parallel: TensorParallel | None  # how to wrap the result in a DTensor, if at all
 
 
 class ShardedModule(NoticesReplacement):
@@ -72,7 +73,8 @@ class ShardedModule(NoticesReplacement):
 
     # Slicing a ParameterList calls self.__class__(), which must make a plain module. The switch to
     # the plain class is in __init__, because copying and unpickling call cls.__new__(cls) and need
-    # an instance of cls. Dynamo cannot trace the switch: __new__ makes the module under tracing.
+    # an instance of cls. Dynamo cannot trace the switch: under tracing, __new__ makes the plain
+    # module.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         new: Any = super().__new__
@@ -215,7 +217,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def had_sharded(module: nn.Module, name: str) -> bool:
-    """Return whether parameter ``name`` was sharded in ``module``, even if replaced since."""
+    """Return whether parameter ``name`` was sharded in ``module``, even if replaced later."""
     return isinstance(module, ShardedModule) and name in type(module)._graphshard_readings
 
 
@@ -242,7 +244,10 @@ def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type
 
 
 def _attaching_copies(deepcopy: Callable[[Any, dict[int, Any]], Any]) -> Callable[..., Any]:
-    """Wrap a class's ``__deepcopy__``, which may bypass ``__reduce_ex__`` and ``__setstate__``."""
+    """Wrap a class's ``__deepcopy__`` to give the sharded parameters of a copy shards of their own.
+
+    The method may bypass ``__reduce_ex__`` and ``__setstate__``, which otherwise do so.
+    """
 
     @functools.wraps(deepcopy)
     def copy(self: ShardedModule, memo: dict[int, Any]) -> Any:
@@ -275,7 +280,7 @@ def _accessor(name: str, reading: Reading) -> property:
 
 
 def _converted(getter: Callable[[Any], Any], convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return ``getter`` with ``convert`` applied to its result in graphs."""
+    """Wrap ``getter`` to apply ``convert`` to its result under tracing."""
 
     def get(self: Any) -> Any:
         value = getter(self)

@@ -25,6 +25,7 @@ class Padding:
     Attributes:
         names: parameters with fewer rows than shards, largest first.
         rows: number of rows of the first parameter in ``names``.
+        shards: number of shards of each parameter.
         held_bytes: bytes of all split parameters on a rank, including padding.
         even_bytes: bytes of all split parameters on a rank if they were split evenly.
     """
@@ -37,23 +38,29 @@ class Padding:
 
     def __str__(self) -> str:
         first, others = self.names[0], len(self.names) - 1
-        who = f"{first} has" if not others else f"{first} and {others} more parameters have"
+        what = f"{first} has fewer rows ({self.rows})"
+        if others:
+            more = f"{others} more parameter{'s' if others > 1 else ''}"
+            what = f"{first} (rows: {self.rows}) and {more} have fewer rows"
         return (
-            f"{who} fewer rows ({self.rows}) than the {self.shards} ranks that share them: a rank "
-            f"holds {self.held_bytes / 1e6:,.0f} MB of parameters, "
+            f"{what} than the {self.shards} ranks that share them: a rank holds "
+            f"{self.held_bytes / 1e6:,.0f} MB of parameters, "
             f"{self.held_bytes / self.even_bytes:.3g} times the even share of "
             f"{self.even_bytes / 1e6:,.0f} MB"
         )
 
     def splits_evenly(self, num_ranks: int) -> bool:
-        """Return whether HSDP with ``rows`` shards per replica would avoid this padding."""
+        """Return whether HSDP over ``rows`` of ``num_ranks`` ranks would split ``names[0]`` evenly.
+
+        False for a single row, which HSDP over one rank would replicate.
+        """
         return self.rows > 1 and num_ranks % self.rows == 0
 
 
 def find_padding(
     shapes: Mapping[str, Sequence[int]], shards: int, held_bytes: float, full_bytes: float
 ) -> Padding | None:
-    """Return the overhead, or None if it is small or no parameter has fewer rows than shards.
+    """Return the padding overhead; None if it is small or no parameter has fewer rows than shards.
 
     Args:
         shapes: shapes of all split parameters, ``[rows, ...]``, keyed by name.
@@ -70,7 +77,11 @@ def find_padding(
 
 
 def padding_advice(itemsizes: Mapping[ParamSpec, int]) -> str:
-    """Return a description of notable padding with a remedy, or "" if there is none."""
+    """Return a description of notable padding with a remedy, or "" if there is none.
+
+    Args:
+        itemsizes: bytes per element of each parameter's shard.
+    """
     by_groups: dict[MeshGroups, dict[ParamSpec, int]] = {}
     for spec, itemsize in itemsizes.items():
         if spec.rows is not None:
@@ -98,12 +109,12 @@ def _remedy(padding: Padding, largest: ParamSpec) -> str:
         return f"overrides={{{padding.names[0]!r}: {{'dim': {dim}}}}} splits it evenly"
     if padding.rows == 1:
         overrides = {padding.names[0]: {"shard": False}}
-        return f"With overrides={overrides}, a rank needs no more memory, and no gather"
-    evenly = "One parameter per row, as in nn.ParameterList, would be split evenly"
+        return f"overrides={overrides} takes no more memory on a rank, and avoids the gather"
+    by_row = "One parameter per row, as in nn.ParameterList, would need less padding"
     if not padding.splits_evenly(num_ranks):
-        return evenly
+        return by_row
     shape = (num_ranks // padding.rows, padding.rows)
     return (
-        f"{evenly}; on a mesh of {shape}, i.e. HSDP over {padding.rows} ranks, a rank needs no "
-        "more memory, and no padding is sent"
+        f"{by_row}; HSDP over {padding.rows} ranks, on a mesh of {shape}, would not pad "
+        f"{padding.names[0]}, but would split other parameters over fewer ranks, too"
     )

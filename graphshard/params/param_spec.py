@@ -47,8 +47,8 @@ class TensorParallel(NamedTuple):
 def reader(dim: int, parallel: TensorParallel | None) -> Callable[[Any], Any]:
     """Return a function that converts gathered rows to the tensor that forward reads.
 
-    With tensor parallelism, it returns a DTensor whose local tensor is this rank's part, and whose
-    gradient gets the same placements.
+    With tensor parallelism, that function returns a DTensor whose local tensor is this rank's part,
+    and whose gradient gets the same placements.
     """
     if parallel is None:
         return lambda rows: rows.movedim(0, dim) if dim else rows
@@ -251,7 +251,8 @@ class ParamSpec:
 
         Args:
             shard: tensor, name of a module attribute, or None to use only the marker's reductions.
-            accumulators: stand-ins or keys: see [Note: unreduced gradients] in ``sharded_param``.
+            accumulators: stand-ins or keys of accumulators, or names of module attributes that hold
+                them: see [Note: unreduced gradients] in ``sharded_param``.
         """
         if self.rows is None:
             return ReplicateSpec(
@@ -282,9 +283,9 @@ class ParamSpec:
     def reduce(
         self, grad: torch.Tensor, result_dtype: torch.dtype, partial: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Reduce ``grad`` to this rank's padded shard of its mean, eagerly.
+        """Average ``grad`` over all ranks of ``groups.mesh`` to this rank's padded shard, eagerly.
 
-        ``partial`` is the key of an accumulator, as in ``ReduceGradSpec``.
+        ``partial`` is the key of an accumulator whose total is added, as in ``ReduceGradSpec``.
         """
         marker: Any = self.marker(None)
         reduction = marker.reduction(grad, self.padded_shape, result_dtype, partial)

@@ -58,7 +58,7 @@ class _Recipe:
 
 
 def copy_gradients(gradients: Sequence[torch.Tensor], memo: dict[int, Any]) -> None:
-    """Copy gradients before deepcopy reaches the state that has them."""
+    """Store copies of gradients in ``memo``, for deepcopy to use instead of making its own."""
     # ``Tensor.__deepcopy__`` fails on a DTensor whose local tensor is only part of a storage, such
     # as a gradient that is a slice of a reduction buffer.
     for grad in gradients:

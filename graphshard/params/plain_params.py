@@ -61,7 +61,7 @@ def note_ignored(root: nn.Module, ignored: Set[nn.Parameter]) -> None:
 
 
 def noted_ignored(root: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of ``root`` that :func:`note_ignored` recorded, or replacements."""
+    """Return the parameters of ``root`` whose names :func:`note_ignored` recorded."""
     return {
         param
         for module in root.modules()

@@ -1,8 +1,8 @@
 """``save_pretrained`` of a sharded model, and the adapters of a sharded peft model.
 
     model.save_pretrained(folder)    gathers the full state dict (adapters only, if peft) on the
-                                     first rank; there, ``state_dict()`` of every module returns it
-                                     while the library's own ``save_pretrained`` writes it
+                                     first rank; there, ``state_dict()`` of every module returns its
+                                     part of it while the library's own ``save_pretrained`` runs
 
 This works for any library's method, whether it takes a state dict or not (transformers, peft,
 diffusers, huggingface_hub). Before the gather, peft selects the tensors to save from meta tensors.
@@ -146,7 +146,8 @@ def adapter_state_dict(model: nn.Module) -> StateDict:
     Raises:
         ValueError: ``model`` is not a ``PeftModel``, or uses prompt learning, which peft saves by
             running a forward.
-        Exception: peft's own error, on the first rank; the others raise a ``ValueError`` that
+        BackendError: on all ranks, if not all of them call this.
+        Exception: peft's own error, on the first rank; the others raise a ``BackendError`` that
             quotes it.
     """
     root: Any = uncompiled(model)

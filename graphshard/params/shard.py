@@ -1,8 +1,9 @@
 """Shard a module's parameters in place.
 
-Before anything changes, one reduction compares the modules and options of all ranks, and checks
-whether any rank has an error. Then, one parameter at a time, values are broadcast and split, and
-the full copy is freed: peak memory is the full model plus one parameter.
+Before any parameter is sharded, one reduction compares the modules and options of all ranks, and
+checks whether any rank has an error. Then, one parameter at a time, values are broadcast and split,
+and the full copy is freed: peak memory is the full model plus one parameter. A full copy that a
+forward may have used stays alive until its backward.
 
     find_plain_params ─► PlainParam of each parameter       plain_params.py
     find_error        ─► its ParamSpec, or an error         checks.py, param_spec.py
@@ -78,11 +79,11 @@ class _Stale:
 
 
 class StaleParameter(_Stale, nn.Parameter):
-    """Class of a parameter after its DTensor has replaced it: any use raises an error."""
+    """Class of a parameter after its DTensor has replaced it: operations on it raise an error."""
 
 
 class StaleDTensor(_Stale, DTensor):
-    """Class of a tensor-parallel parameter after another DTensor replaced it: any use raises."""
+    """Class of a tensor-parallel parameter after another DTensor replaced it: operations raise."""
 
     __slots__ = ()  # as in DTensor: ``__class__`` can only change between equal layouts
 
@@ -118,7 +119,7 @@ def shard_module(
     # Sorted by name: ranks may have registered parameters in different orders.
     by_name = sorted(plain_params, key=lambda plain: plain.fqn)
     for own in dict.fromkeys([groups, *(plain.spec.groups for plain in by_name)]):
-        call_log_of_mesh(own)  # start the watcher before any compile
+        call_log_of_mesh(own)  # starts the log's watcher thread before any compile
         require_collective_save(own)
     _warn_of_torchao(root)
     model = ShardedModel(type(root).__name__, options)
@@ -180,7 +181,7 @@ def _advice(name: str, ours: str, theirs: str) -> str:
             "only one rank has, use load_full_state_dict after materialize or to_empty"
         )
     if ours.removesuffix(_WITH_GRADIENT) == theirs.removesuffix(_WITH_GRADIENT):
-        return "Call zero_grad() on all ranks first, or on none: has one run a backward alone?"
+        return "Call zero_grad() on all ranks first, or on none: did only one run a backward?"
     if ours.removesuffix(_REQUIRES_GRAD) == theirs.removesuffix(_REQUIRES_GRAD):
         return "Freeze the same parameters on all ranks: does only one rank load or freeze them?"
     return "Build the same model on all ranks: does its code or config depend on the rank?"
@@ -216,7 +217,10 @@ def _raise_if_used_unequal(
 
 
 def _new_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers of modules that are not sharded yet: later, each rank updates its own."""
+    """Return the buffers of modules that are not sharded yet, keyed by name.
+
+    Buffers of sharded modules may differ between ranks, because each rank updates its own.
+    """
     sharded = (module for module in root.modules() if sharded_model_of(module) is not None)
     old = {id(buffer) for module in sharded for buffer in module.buffers(recurse=False)}
     return {name: buffer for name, buffer in root.named_buffers() if id(buffer) not in old}
@@ -286,7 +290,7 @@ def _shard_parameters(
 
 
 def _free(param: nn.Parameter) -> None:
-    # Free the memory now, because a running trace still refers to the parameter.
+    # Free the memory now, because a running trace may still refer to the parameter.
     if isinstance(param, DTensor):
         set_local_tensor(param, local_tensor(param).detach().new_empty(0))
     else:

@@ -79,7 +79,7 @@ _numbers = itertools.count()
 
 
 def shard_attribute(name: str) -> str:
-    """Return the module attribute that holds the shard of parameter ``name``."""
+    """Return the name of the module attribute that holds the shard of parameter ``name``."""
     return f"_graphshard_shard_of_{name}"
 
 
@@ -228,7 +228,10 @@ class ShardedParam:
         return self.sync_requires_grad()
 
     def sync_requires_grad(self) -> bool:
-        """Copy the DTensor's ``requires_grad`` to its leaves; return False if it differed."""
+        """Copy the DTensor's ``requires_grad`` to the shard and the stand-ins of accumulators.
+
+        Return False if the shard's differed.
+        """
         required = self.dtensor.requires_grad
         if required == self.shard.requires_grad:
             return True
@@ -252,7 +255,7 @@ class ShardedParam:
     # --- gradients ---
 
     def gradient(self, padded_grad: torch.Tensor) -> torch.Tensor:
-        """Make the DTensor's gradient from this rank's padded one, and run the DTensor's hooks.
+        """Return the DTensor's gradient, made from this rank's padded one and passed to its hooks.
 
         ``padded_grad`` is scaled in place if the divisor is not the size of the parameter's mesh.
         """
@@ -414,7 +417,10 @@ def refresh_accessors(module: nn.Module) -> None:
 
 
 def in_sync(shard: torch.Tensor) -> bool:
-    """Guard on every shard: sync it, and return whether the compiled graph may use it."""
+    """Sync ``shard`` with its DTensor; return False if the DTensor or its storage was replaced.
+
+    A guard on every shard: Dynamo calls this to decide whether a compiled graph may be used.
+    """
     sharded_param = sharded_param_of(shard)
     if sharded_param is None or sharded_param.is_replaced():
         return False  # Dynamo tries another graph, or calls the backend
@@ -465,7 +471,8 @@ class ShardedModel:
         compiled: whether a graph was compiled for this model, rather than for an identical one.
         reads_eagerly: whether any parameter was read outside of graphs.
         trains_eagerly: whether any gradient was computed outside of graphs.
-        gathered_bytes: planned peak bytes of unsharded parameters, over all graphs so far.
+        gathered_bytes: largest planned size of the unsharded parameters that are alive at once, in
+            bytes, over all graphs so far.
         padding: description of notable padding with a remedy, or "".
         changed_in_place: FQN of a parameter whose full copy an eager forward changed, or None.
         gradient_divide_factor: divisor of summed gradients, or None for the number of ranks with

@@ -3,8 +3,8 @@
     full_state_dict         shards ──gather──► full tensor ──► host of the first rank
     load_full_state_dict    host of the first rank ──► full tensor ──scatter──► shards ──► copy_
 
-Tensors are sent one at a time: the first rank holds at most one full tensor in addition to its
-shards and the state dict, and other ranks hold none. Exception: while a parameter that tensor
+Sharded tensors are sent one at a time: the first rank holds at most one full tensor in addition to
+its shards and the state dict, and other ranks hold none. Exception: while a parameter that tensor
 parallelism has split is sent, every rank holds the full tensor. To load, the first rank
 broadcasts names, shapes and dtypes, and then the tensors of unsharded entries; torch's
 ``load_state_dict`` walks the modules on every rank, and a sharded parameter's tensor is sent when
@@ -126,13 +126,13 @@ def load_full_state_dict(
         strict: as in ``load_state_dict``.
 
     Returns:
-        Missing and unexpected keys, as ``load_state_dict`` does.
+        Missing and unexpected keys of the model, as ``load_state_dict`` does.
 
     Raises:
         RuntimeError: names (if ``strict``) or shapes differ; raised by ``load_state_dict``.
-        ValueError: on all ranks, if ``model`` is not sharded yet or is on the meta device, a
-            parameter differs between ranks (experts that are not DTensors), or the first rank's
-            state dicts cannot be loaded.
+        ValueError: ``model`` is not sharded yet or is on the meta device, ``optim`` is not its
+            optimizer, or a parameter differs between ranks (experts that are not DTensors); or, on
+            all ranks, the first rank's state dicts cannot be loaded.
         BackendError: on all ranks, if they have registered parameters in different orders.
     """
     root = checked_module(model, optim)
@@ -160,7 +160,7 @@ def _check_same_order(root: nn.Module, groups: MeshGroups) -> None:
     raise_if_different(
         {f"sharded parameter {i}": name for i, name in enumerate(order)},
         groups.all_ranks,
-        lambda *_: "Register modules in the same order on all ranks: does a set decide it?",
+        lambda *_: "Register modules in the same order on all ranks: does code iterate over a set?",
     )
 
 
@@ -333,7 +333,10 @@ def _model_error(state: object) -> str | None:
         return f"state_dict is a {type(state).__name__}: pass a dict of full tensors"
     for name, value in state.items():
         if isinstance(value, DTensor):
-            return f"{name!r} is a DTensor: pass full tensors, or call model.load_state_dict"
+            return (
+                f"state_dict entry {name!r} is a DTensor: pass full tensors, or call "
+                "model.load_state_dict"
+            )
     return None
 
 
@@ -349,7 +352,10 @@ def _optimizer_error(state: object, names: list[list[str]]) -> str | None:
         )
     if different := sorted(own ^ (saved.keys() | state["state"].keys())):
         where = "optim" if different[0] in own else "optim_state_dict"
-        return f"parameter {different[0]!r} is only in {where}: load the state of the same model"
+        return (
+            f"parameter {different[0]!r} is only in {where}: optim and optim_state_dict must have "
+            "the same parameters"
+        )
     for group in names:
         if len({saved.get(name) for name in group}) > 1:
             return (

@@ -4,8 +4,9 @@
     c = torch.cat([a, b], 1)           computes nothing: c records the operator and its arguments
     read_stored(c, slice(2, 4))        reads rows 2 and 3 of a and b, and runs the operator on them
 
-Code that casts, fuses or splits the tensors of a checkpoint runs unchanged. If it uses operators of
-``_BY_ROWS``, each rank reads only the data that its rows of the results need.
+Code that casts, fuses or splits the tensors of a checkpoint out of place runs unchanged. In most
+calls of the operators in ``_BY_ROWS``, each rank reads only the data that its rows of the result
+need; for any other call, it reads the arguments in full.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class StoredTensor(torch.Tensor):
     ) -> Any:
         if writes_arguments(op):
             raise NotImplementedError(
-                f"{op} is in-place and has an argument that is still in its file: use an "
+                f"{op} writes to its arguments, but an argument is still in its file: use an "
                 "out-of-place operator"
             )
         call = _Call(op, args, kwargs or {}, 0)

@@ -1,4 +1,4 @@
-"""Handlers for torch calls that take a sharded parameter; ``shard`` registers them.
+"""Handlers for torch calls that take a sharded parameter; ``shard_module`` registers them.
 
 The calls are ``torch.autograd.grad``, ``backward(inputs=)`` and ``p.data = x``.
 """

@@ -29,7 +29,13 @@ def uncompiled_modules(values: Iterable[object]) -> Iterator[nn.Module]:
 def checked_module(
     model: nn.Module, optim: torch.optim.Optimizer | None = None, *, allow_meta: bool = False
 ) -> nn.Module:
-    """Validate the arguments; return ``model`` without the wrapper of ``torch.compile``."""
+    """Validate the arguments; return ``model`` without the wrapper of ``torch.compile``.
+
+    Raises:
+        ValueError: ``model`` is not a module, has a parameter on the meta device (unless
+            ``allow_meta``), or has one that differs between ranks (experts that are not DTensors);
+            or ``optim`` is not an optimizer.
+    """
     root = uncompiled_module(model)
     if optim is not None and not isinstance(optim, torch.optim.Optimizer):
         raise ValueError(f"optim is a {type(optim).__name__}: pass a torch.optim.Optimizer")
@@ -65,6 +71,6 @@ def is_first_rank(groups: MeshGroups | None) -> bool:
 def plain_name(name: str) -> str:
     """Return a parameter name, or a prefix ending in ".", without the prefixes of wrappers.
 
-    These are ``torch.compile`` and ``checkpoint_wrapper``.
+    The wrappers are ``torch.compile`` and ``checkpoint_wrapper``.
     """
     return name.replace(COMPILED_PREFIX, "").replace(CHECKPOINT_PREFIX, "")

@@ -52,8 +52,9 @@ from .settings import CompileSettings
 from .traced_graph import TracedGraph
 
 # Fraction of the budget reserved for Inductor's own passes, which run after the partitioner.
-# Measured: they added 10 % to the peak of a GPT of one layer; ATen added nothing. A larger value
-# saves less than would fit; with a smaller one, the chosen candidate may exceed the budget.
+# Measured: they added 10 % to the peak of a GPT of one layer; compiler="aot_eager" added nothing. A
+# larger value saves less than would fit; with a smaller one, the chosen candidate may exceed the
+# budget.
 RESERVED_FRACTION = 0.1
 
 # Free memory is rounded down to a multiple of this fraction of a GPU's memory, because it is part
@@ -121,10 +122,10 @@ def choose_saving(
 
 @dataclass
 class _Chooser:
-    """Chooser of what a graph saves: for all ranks on the first one, only to save less on others.
+    """Chooser of what a graph saves: on the first rank for all; on another, only to save less.
 
     Attributes:
-        raised: error of this rank, or the ``Restart`` that makes Dynamo trace the frame again.
+        raised: error of this rank, ``Restart`` if Dynamo has to trace the frame again, or None.
         budget_gb: budget in use, or None if not known yet. An earlier choice's budget is kept:
             gradients and optimizer states may have reduced the GPU's free memory since.
         own: candidates that this rank tried, or None if it follows the first rank.
@@ -184,7 +185,7 @@ class _Chooser:
     def excess(self, text: str) -> int:
         """Return ``FITS``, ``MAY_FIT`` or ``NOTHING_FITS`` for this rank under a new choice.
 
-        An error is kept in ``raised`` instead of raised, and ``FITS`` is returned.
+        Keeps an error in ``raised`` instead of raising it, and returns ``FITS``.
         """
         choice = SavingChoice.from_json(text)
         if choice.best is None:

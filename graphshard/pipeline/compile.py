@@ -101,12 +101,12 @@ def compile_traced(
 ) -> CompiledGraph:
     """Compile a Dynamo graph with plans that all ranks follow.
 
-    If the graphs communicate, their groups' call logs record every call of the result.
+    If the graphs communicate, their groups' call logs record every call to the result.
 
     Raises:
         BackendError: ranks compile graphs with different communication, a rank has left or does
-            not arrive in time, no schedule fits the memory budget, or this backend's pass would
-            replace one that the user has set.
+            not arrive in time, no schedule fits the memory budget, or the user has set an option
+            of Inductor that this backend needs for its own passes.
         ValueError: as :func:`choose_saving`.
     """
     start_s = time.perf_counter()

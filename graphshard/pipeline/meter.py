@@ -42,7 +42,7 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """Times at which the current stream reaches an event; reading them does not synchronize."""
+    """A clock whose times are events on the current CUDA stream; it never waits for the device."""
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -90,9 +90,9 @@ class _TimedRun:
 
 
 class Meter:
-    """Counter of a compiled graph's runs, which times some of them.
+    """Meter of a compiled graph: counts all of its runs, and times one in ``EVERY``.
 
-    It does not keep the graph alive: ``torch._dynamo.reset()`` frees the graph.
+    A meter does not keep its graph alive: ``torch._dynamo.reset()`` frees the graph.
 
     Args:
         waits: whether the graph waits for collectives or host copies.
@@ -169,7 +169,7 @@ class _Sample(NamedTuple):
 
 
 class Interval:
-    """The time since the last call of ``metrics`` with ``steps``."""
+    """The time since the last call to ``metrics`` with ``steps``."""
 
     def __init__(self) -> None:
         self._start: _Sample | None = None

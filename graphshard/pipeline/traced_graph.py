@@ -48,7 +48,7 @@ class TracedGraph:
         return next((tensor.device for tensor in self.tensors), torch.device("cpu"))
 
     def trains(self) -> bool:
-        """Return whether there will be a backward graph."""
+        """Return whether grad mode is on and an input requires a gradient."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
     def batch_sizes(self) -> tuple[str, bool]:

@@ -72,8 +72,9 @@ class Queue:
     Args:
         cap: maximum bytes of a candidate with more than one transfer, or None for no limit.
         order: indices into ``Problem.transfers``, hardest to hide first.
-        yields: whether a bucket that is ready just before a user collective is launched just after
-            the collective instead. For a reduction, this can take more memory.
+        yields: whether a bucket that could be launched right before a user collective is launched
+            right after the user collective's launch instead, unless it is due by then. For a
+            reduction, this can take more memory.
         reduce: see ``ScheduleLimits``.
     """
 
@@ -215,11 +216,11 @@ def compare_reductions(
     launch: int,
     wait: int,
 ) -> ReductionChoice:
-    """Compare a ring with an exchange for gradients that ``may_exchange`` allows.
+    """Compare a ring with an exchange of the same gradients, for which ``may_exchange`` is true.
 
     The exchange is chosen if, at ``EXCHANGE_MARGIN`` times its predicted duration, it takes less
     time on the link and no more compute time, including the slowdown by the collective. It then
-    wins whether or not compute hides it, even if all links or kernels are slower than predicted.
+    wins whether or not compute hides it, even if all links are slower than predicted.
     """
     ring, exchange = (
         packed_bucket(problem, members, cost_model, launch, wait, exchanges=exchanges)
@@ -268,7 +269,7 @@ def packed_bucket(
 
 
 def _packed(sent: Mapping[int, Transfer], cost_model: TransferCostModel) -> list[tuple[int, ...]]:
-    """Return one shared buffer, or two if packing mixed dtypes costs more than another buffer."""
+    """Group transfers into one shared buffer, or two if packing mixed dtypes would cost more."""
     # One kernel packs gradients for all ranks if their dtypes are equal (``chunk_cat_`` in
     # ``graphshard._torch.tensors``); otherwise packing takes one kernel per gradient.
     cast = tuple(i for i, t in sent.items() if t.casts)

@@ -37,15 +37,17 @@ def bucket_of(
 
 
 def may_exchange(problem: Problem, members: Sequence[int]) -> bool:
-    """Return whether an exchange may reduce the transfers at positions ``members``."""
+    """Return whether all ``members`` may be exchanged (see ``Transfer.exchange_dtype``)."""
     return all(problem.transfers[i].exchange_dtype for i in members)
 
 
 def shortest_lived(problem: Problem, members: Sequence[int], *, exchanges: bool = False) -> Bucket:
-    """Return a bucket of one buffer, whose launch and wait minimize how long it holds memory.
+    """Return a one-buffer bucket that holds memory for the shortest possible time.
+
+    It is launched and waited for at one step: the last possible for a fetch, otherwise the first.
 
     Args:
-        exchanges: whether gradients with an ``exchange_dtype`` are exchanged.
+        exchanges: whether gradients that all have an ``exchange_dtype`` are exchanged.
     """
     transfers = [problem.transfers[i] for i in members]
     if transfers[0].kind.is_fetch:
@@ -62,7 +64,7 @@ def is_copied_in(buffer: Sequence[Transfer]) -> bool:
 
 
 def replica_bucket(bucket: Bucket, transfers: Sequence[Transfer]) -> Bucket | None:
-    """Return the all-reduce over replicas that follows a reduce-scatter, or None.
+    """Return the all-reduce over replicas that follows ``bucket``, or None if none follows.
 
     It reduces the output buffers of ``bucket``; its launch and wait are both ``bucket.wait``.
     """
@@ -96,7 +98,7 @@ class BucketEvent(NamedTuple):
 def events_by_step(
     num_steps: int, buckets: Sequence[Bucket], users: Sequence[UserCollective] = ()
 ) -> list[list[BucketEvent]]:
-    """Return the sorted events before each step; the last list is at the graph's end."""
+    """Return the sorted events before each step and, as the last list, at the graph's end."""
     events: list[list[BucketEvent]] = [[] for _ in range(num_steps + 1)]
     launches, waits = [bucket.launch for bucket in buckets], [bucket.wait for bucket in buckets]
     for step, _, _, is_launch, i in sorted_events(launches, waits, next_in_chain(buckets), users):

@@ -26,9 +26,9 @@ def follow_plan(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tu
 
     A bucket keeps its position among the user collectives. Its launch moves to the nearest step at
     which its transfers are ready in ``problem`` and not yet due. Its wait moves to the step at
-    which the bucket is due. If the bucket is due at the end of the graph, its wait stays, or moves
-    to the launch if that is later. The wait for a reduction that is then averaged over replicas
-    moves to the launch of the average.
+    which the bucket is due. If that is the end of the graph, the wait stays, but comes no earlier
+    than the launch and no later than the end. The wait for a reduction that is then averaged over
+    replicas moves to the launch of the average.
 
     Args:
         plan: first rank's plan for the same transfers and user collectives (compared by
@@ -58,7 +58,7 @@ def follow_plan(problem: Problem, params: Sequence[PlanParam], plan: Plan) -> tu
         launch = min(max(bucket.launch, bounds.earliest), bounds.latest)
         wait = wait if wait < end else min(max(bucket.wait, launch), end)
         placed.append(dataclasses.replace(bucket, launch=launch, wait=wait))
-    averages = next_in_chain(placed)  # there are no host copies, so a chain only adds an average
+    averages = next_in_chain(placed)  # without host copies, only averages continue a chain
     return tuple(
         dataclasses.replace(b, wait=placed[averages[i]].launch) if i in averages else b
         for i, b in enumerate(placed)

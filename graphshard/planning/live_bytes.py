@@ -6,7 +6,7 @@ before it (with copy-out), and its nodes run. The graph's end has the first two:
     point    0 launches  1 waits  2 step 0   3 launches  4 waits  5 step 1   6 launches  7 waits
 
 A gather allocates memory at its launch, for packed and received data, and at its wait, for copies
-out of shared buffers. A reduction packs gradients at its launch, which frees them; its wait frees
+out of shared buffers. A reduction packs gradients at its launch, then frees them; its wait frees
 the sent data, except after an all-reduce, which is in place. A tensor that is alone in its buffer
 is not copied out, and is packed only to be cast, padded or made contiguous.
 

@@ -135,7 +135,8 @@ def place_waits(
     """Return the step before which each reduction is waited for.
 
     Args:
-        sent: reductions in launch order; they are waited for in this order or when they are due.
+        sent: reductions in launch order. Each is waited for when it is due, or before that, the
+            oldest first, to stay within the limits.
         alive: bytes alive at each point in time if each reduction is waited for at its launch.
         max_alive: maximum bytes alive while reductions stay in flight after their launch.
         in_flight: bytes of other buckets between launch and wait, in each step.

@@ -202,8 +202,8 @@ def choose_offloaded(
     """Return the positions in ``saved`` of the activations to offload; none without a peak limit.
 
     A graph may need offloading to fit ``limits.peak``. Offloading more can save time, because the
-    freed memory lets gathers launch earlier. This tries a few amounts, and chooses the smallest
-    whose predicted time exceeds the best by at most ``MIN_GAIN``.
+    freed memory lets gathers launch earlier. Therefore, a few amounts are tried. The smallest whose
+    predicted time exceeds the best by at most the fraction ``MIN_GAIN`` is chosen.
 
         budget   ├──────────── least memory ──────────┤     all gathers exposed
                  ├─────── least memory ───┤ prefetch ─┤     hidden, if the copies are hidden
@@ -245,10 +245,11 @@ def _offload_enough(
 ) -> list[int]:
     """Return the positions in ``saved`` to offload so that both graphs fit into ``budget``.
 
+    If no choice makes them fit, return those of all activations whose offloading lowers memory that
+    exceeds ``budget``.
+
     Args:
         least: least live bytes at each point, of forward and of backward.
-
-    If they cannot, return every activation whose offloading lowers memory that exceeds ``budget``.
     """
     alive = [LiveBytes(list(by_point)) for by_point in least]
     chosen = []

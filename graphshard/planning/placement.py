@@ -91,7 +91,7 @@ class Score(NamedTuple):
 
 
 class CandidateSchedule(NamedTuple):
-    """A candidate schedule.
+    """A candidate schedule with its score.
 
     Attributes:
         sizes: sizes that the search started from. Local search changes the splits, but keeps
@@ -115,11 +115,11 @@ class CandidateSchedule(NamedTuple):
 class Placer:
     """Places and scores candidate schedules of one problem.
 
-    Memory costs nothing up to the modest peak: the smallest peak of any schedule plus
-    ``MODEST_BUCKETS`` buckets of ``modest_bytes``.
+    Without a memory limit, memory costs nothing up to the modest peak: the smallest peak of any
+    schedule plus ``MODEST_BUCKETS`` buckets of ``modest_bytes``.
 
-    With b buckets and s steps, one candidate schedule takes O(b log b + s). With a memory limit,
-    each gather adds the number of points in time at which it is in flight.
+    With b buckets and s steps, one candidate schedule takes O(b log b + s) time. With a memory or
+    in-flight limit, each gather adds the number of points in time at which it is in flight.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ def _placed(
     reduction_waits: Sequence[int],
     average_waits: Sequence[int] | None = None,
 ) -> list[_Placed]:
-    """Place all gathers, then all reductions, then ``splits.averages``.
+    """Return all gathers, then all reductions, then ``splits.averages``, with launches and waits.
 
     An average is launched where its reduction is waited for.
 
@@ -319,7 +319,7 @@ def _placed(
 
 
 def _successors(splits: Splits, order: Sequence[int]) -> dict[int, int]:
-    """Map each reduction to its all-reduce over replicas; both are indices into ``order``."""
+    """Map reductions to their all-reduces over replicas, if any, as indices into ``order``."""
     # ``order`` has positions in the list of all gathers, reductions and averages.
     num_gathers = len(splits.gathers)
     averaged = [i for i, c in enumerate(splits.reductions, num_gathers) if c.replica_average]

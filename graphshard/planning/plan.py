@@ -166,7 +166,8 @@ class UserCollective:
         num_bytes: size of the result or, for a reduction, of the tensors that each rank reduces.
         group, world, stride: same as in ``Transfer``; "", 1 and 1 if the graph computes the group.
         launch: step of its launch.
-        wait: step that begins with its wait; ``Problem.num_steps`` if the graph does not wait.
+        wait: step that begins with its wait, or the step after ``launch`` if the operator itself
+            waits; ``Problem.num_steps`` if the graph does not wait.
     """
 
     op: str
@@ -230,12 +231,14 @@ class Bucket:
     """Transfers of one kind that share a collective or a host copy.
 
     Attributes:
-        kind: kind of the transfers or, for a stage on their shards before or after them,
-            ``COPY_TO_DEVICE``, ``ALL_REDUCE_SHARDS`` or ``COPY_TO_HOST``.
+        kind: kind of the transfers. A separate bucket that copies their shards to the device,
+            averages them over replicas or copies them to the host has the kind ``COPY_TO_DEVICE``,
+            ``ALL_REDUCE_SHARDS`` or ``COPY_TO_HOST``.
         buffers: positions in ``Problem.transfers``, grouped by buffer. Transfers that share a
             buffer are copied in and, if gathered, out; a transfer that is alone in its buffer is
-            copied only to be cast, padded or made contiguous.
-        num_bytes: total size of the full tensors or, in such a stage, of the shards.
+            copied in only if it is cast or ``Transfer.copied_in`` is set.
+        num_bytes: total size of the full tensors in their wire dtypes or, for a separate bucket of
+            shards, of the shards.
         group, world, stride: same as in ``Transfer``.
         launch: step before which it is launched.
         wait: step before which it is waited for.
@@ -294,8 +297,8 @@ class Plan:
         problem: problem that the plan solves.
         buckets: buckets in launch order.
         kept: positions in ``params`` of the parameters that stay unsharded for backward.
-        reasons: pairs of a position in ``params`` and the reason why that parameter is not sent in
-            a smaller dtype.
+        reasons: pairs of a position in ``params`` and the reason why that parameter is not sent, or
+            not used, in a narrower dtype.
         regions: regions of the lowered graph.
     """
 
@@ -348,7 +351,7 @@ class Plan:
         return dataclasses.replace(self, params=params)
 
     def collectives_text(self) -> str:
-        """Describe the graph's collectives, ours and the user's, in launch order, one per line."""
+        """Return the kind of graph, then all its collectives in launch order, one per line."""
         # All ranks must launch in the same order; otherwise two groups could wait for each other.
         users = [f"user collective: {user}" for user in self.problem.user_collectives]
         lines, num_done = [f"{self.graph} graph"], 0

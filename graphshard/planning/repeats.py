@@ -1,10 +1,10 @@
 """Find repeats in a sequence, such as the layers of a graph, and cut them into pieces.
 
     labels     a b | c d e f | c d e f | c d e f | g     one repeat: start 2, length 4, count 3
-    cut at 8                     ^                       pieces: c d | e f | c d | e f | c d | e f
+    cut at 8                       ^                     pieces: c d | e f | c d | e f | c d | e f
 
-A cut in one part is made in all parts. Pieces at the same offset are therefore equal and share one
-compiled subgraph.
+A cut before a label of one part is made in all parts. Pieces at the same offset are therefore equal
+and share one compiled subgraph.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def saves_time(regions: Regions) -> bool:
 
 
 def find_repeats(labels: Sequence[int], least_saved: int) -> list[Repeat]:
-    """Return disjoint repeats whose ``num_saved`` is at least ``least_saved``, in order."""
+    """Return repeats whose ``num_saved`` is at least ``least_saved``, in order.
+
+    Their parts are disjoint, but the ``rest`` of a repeat may overlap with the next one.
+    """
     # Choose the largest repeat, then the largest on either side of it, and so on.
     found: list[Repeat] = []
     pending = [(0, len(labels))]

@@ -60,8 +60,9 @@ def find_schedule(
     """Search for a schedule within ``limits``; return its buckets in launch order.
 
     Args:
-        problem: problem without host copies, whose buckets ``offload.add_host_copies`` adds.
-        refine: whether to run the local search; without it, the search takes a tenth of the time.
+        problem: problem without host copies; ``offload.add_host_copies`` adds their buckets.
+        refine: whether to run the local search; without it, the search takes about a tenth of the
+            time.
 
     Raises:
         BudgetError: no schedule fits ``limits.peak``.

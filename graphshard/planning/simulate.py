@@ -3,7 +3,8 @@
 The compute lane runs the steps in order. Before each step it issues the launches of that step, then
 blocks on its waits. The communication lane runs one collective after the other in launch order,
 like NCCL on the stream of a group. Host copies have a lane for each direction. User collectives
-have another lane; if they use the same interconnect as ours, only one of the two runs at a time:
+have another lane; if they use the same interconnect as the communication lane, only one of the two
+lanes runs at a time:
 
     compute           [step 0][step 1]......[step 2]..............[step 3]
     communication     [gather a][gather b  ][reduce c ]
@@ -142,7 +143,8 @@ class Timeline:
         alive_bytes: peak bytes alive in each step.
         in_flight_bytes: bytes of the buckets between launch and wait in each step.
         total_us: time until all lanes are done.
-        slowdown_us: estimated time that hidden collectives take from compute; not in ``total_us``.
+        slowdown_us: estimated time by which buckets slow down concurrent compute; not in
+            ``total_us``.
         user_exposed_us: time that the compute lane is blocked at the wait for each user collective.
     """
 
@@ -233,6 +235,8 @@ class Clock:
 
     Attributes:
         step_us: start time of each step, then the time when the compute lane is done.
+        exposed_us: same as in ``Timeline``.
+        total_us: same as in ``Timeline``.
     """
 
     step_us: list[float]
@@ -276,7 +280,8 @@ def sweep(
 
     Args:
         start_us: result of ``start_times_us``.
-        launches: launch step of each bucket, ascending, in the order of ``waits`` and ``costs``.
+        launches: launch step of each bucket, ascending.
+        waits: wait step of each bucket.
         costs: costs of the buckets, then of ``users``.
         successors: result of ``buckets.next_in_chain``.
     """
@@ -344,7 +349,10 @@ def _lane_us(bucket: Bucket, sizes: Sequence[int], cost_model: TransferCostModel
 
 
 def user_costs(problem: Problem, cost_model: TransferCostModel) -> list[BucketCost]:
-    """Return the costs of user collectives; ``shares`` is set if ours use their interconnect."""
+    """Return the costs of user collectives.
+
+    ``BucketCost.shares`` is set if transfers of ``problem`` use the same interconnect.
+    """
     groups = {(t.world, t.stride) for t in problem.transfers if t.group}
     groups |= {(t.num_replicas, t.replica_stride) for t in problem.transfers if t.replicas}
     ours = {cost_model.crosses_nodes(*group) for group in groups}

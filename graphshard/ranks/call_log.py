@@ -55,7 +55,7 @@ class CallLog:
         self._watcher = None if is_alone else Watcher(members, self._history)
 
     def release_also(self, group: dist.ProcessGroup) -> None:
-        """Register ``group``: after an error, this rank's collectives of it raise, too."""
+        """Register ``group``: after an error, this rank's collectives in it raise, too."""
         self._members.release_also(group)
 
     def run(self, plan_id: str) -> None:

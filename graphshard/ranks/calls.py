@@ -1,8 +1,9 @@
 """The numbered calls of a rank, and descriptions of differences from another rank's calls.
 
 A text describes the plan that a call runs. Its first line names the call, such as graphs for
-training, an eager gather, an optimizer's step or a choice; further lines list its transfers and
-dependencies. An error shows the first difference and its most likely cause.
+training, an eager gather, an optimizer's step or a choice that the first rank makes for all;
+further lines list its transfers and dependencies. An error shows the first difference and its most
+likely cause.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CALL_TOGETHER = (
     "torch.no_grad(), alone?"
 )
 
-_SAVE_TOGETHER = "Call it on all ranks: each has rows of every parameter"
+_SAVE_TOGETHER = "Gather or save on all ranks together: each has rows of every parameter"
 _STEP_TOGETHER = (
     "Call step() on all ranks, with gradients of the same parameters: did a rank set .grad to "
     "None, or skip a step?"

@@ -32,7 +32,7 @@ LINGER_S = 1.0  # time for which connections stay open after their reads have en
 
 
 class Members:
-    """The ranks of a process group; ``rank`` is this process's. May outlive the group."""
+    """The ranks of a process group, with this process's ``rank``. May outlive the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.name, self.rank = group.group_name, group.rank()

@@ -44,7 +44,7 @@ _Key = tuple[str, tuple[weakref.ref[dist.ProcessGroup], ...]]
 
 
 class PlanConsensus:
-    """Cache of the first rank's plans for the graphs of one backend."""
+    """Cache of the first rank's plans and choices for the graphs of one backend."""
 
     def __init__(self) -> None:
         self._plans: dict[_Key, list[Plan]] = {}
@@ -169,7 +169,7 @@ def _max_over_groups(number: int, groups: Sequence[str]) -> int:
 def log_every_call(
     compiled: Callable[..., R], plans: Sequence[Plan], groups: Sequence[str]
 ) -> Callable[..., R]:
-    """Wrap a compiled graph to record each call in its groups' logs, if it communicates."""
+    """Wrap a compiled graph, if it communicates, to log its calls in the logs of ``groups``."""
     numbers = _group_numbers(plans)
     common = [_with_group_names(plan, numbers) for plan in plans]
     text = f"{_communication_text(common)}\n{collectives_text(common)}"

@@ -3,8 +3,9 @@
 A group's thread compares the peers' calls with this rank's calls, wakes this rank when an awaited
 event has arrived and, after an error, releases it from a blocked collective.
 
-A second thread ticks the watchers of all groups. It posts this rank's last call once the rank has
-stalled, and detects that a rank waits for a call that another rank can never make:
+A second thread, one for all groups, regularly calls ``Watcher.tick``. It posts this rank's last
+call once the rank has stalled, and detects that a rank waits for a call that another rank can never
+make:
 
     rank 0   waits in call 7                       rank 1   waits in dist.barrier(), before call 7
              ─► posts "call 7 runs plan P"                  ─► posts "I am in collective 12"

@@ -25,7 +25,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def _dumps(path: Path) -> list[Dump]:
-    """Return the dump in a file, or the dumps in a folder; name those that cannot be read."""
+    """Return the dump in a file, or the readable dumps in a folder; report the others on stderr."""
     dumps = []
     for file in _files(path):
         try:
@@ -61,7 +61,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run the command ``diff``; return 1 if the plans differ, and 0 otherwise."""
+    """Run the command ``diff``; return 1 if it reports a difference, and 0 otherwise."""
     before, after = _load(args.before), _load(args.after)
     report = diff(before, after)
     if args.html is not None:

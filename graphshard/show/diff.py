@@ -1,12 +1,13 @@
 """Report the changes between two plans of a graph, as text or as a page.
 
-Buckets of one kind that share a parameter are related. A set of related buckets yields one line if
-their number, order or parameters changed:
+Buckets of one kind that share a parameter are related, directly or through other buckets. A set of
+related buckets yields one line if their number, order or parameters changed. The line starts with
+"merged", "split", "regrouped", "changed", "added" or "removed":
 
-    merged     2 all_gather -> 1: norm.weight, up.weight -> norm.weight .. up.weight (2)
-    split, regrouped, changed, added, removed
+    merged: 2 all_gather -> 1: norm.weight, up.weight -> norm.weight .. up.weight (2)
 
-Otherwise, each change of a bucket yields a line: moved, resized or packed differently.
+Otherwise, each change of a bucket yields a line that starts with "moved", "resized" or "packed
+differently". Other lines show changes of settings, parameters and totals.
 """
 
 from __future__ import annotations

@@ -139,9 +139,10 @@ class Dump:
         return f"{index} {steps[index]}" if index < len(steps) else "end"
 
     def step_modules(self) -> list[str]:
-        """Return, for each step, the module whose parameter it uses or whose gradient it computes.
+        """Return, for each step, the name of the module to which it belongs.
 
-        A step that does neither belongs to the previous step's module; "" before the first module.
+        This is the module of a parameter that the step is the first to use, or whose gradient it
+        computes. Other steps belong to the previous step's module; "" before the first module.
         """
         used: dict[int, int] = {}
         reduced: dict[int, int] = {}
@@ -185,7 +186,14 @@ class Dump:
 
     @classmethod
     def from_json(cls, text: str, source: str = "dump") -> Dump:
-        """Parse a dump; raise a ValueError that names ``source`` if it is malformed or outdated."""
+        """Parse a dump.
+
+        Args:
+            source: name of the file, for error messages.
+
+        Raises:
+            ValueError: ``text`` is not a dump of this version.
+        """
         try:
             raw = json.loads(text)
             if "plan" in raw and raw["version"] != VERSION:

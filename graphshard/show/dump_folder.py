@@ -14,9 +14,9 @@ Files of passes that do not run are left out:
     index.html                                                  the page of all graphs
 
 All but ``joint`` and ``saving`` also exist for ``backward``; an inference graph has only
-``NN-inference`` files. Each backend needs its own folder: at its first compile, it deletes all
-files with such names, which are from an earlier run. The page also shows measurements from profiles
-in the folder, which are kept.
+``NN-inference`` and ``NN-regions-inference`` files. Each backend needs its own folder: at its first
+compile, it deletes files with such names that are older than itself. The page also shows
+measurements from profiles in the folder, which are kept.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _profiles(folder: Path) -> Iterator[Trace]:
 
 
 def delete_dumps(folder: Path, before_ns: int) -> None:
-    """Delete the dumps and the page in ``folder`` that are older; warn if that fails.
+    """Delete the dumps and page in ``folder`` older than ``before_ns``; warn if that fails.
 
     Args:
         before_ns: time in nanoseconds since the epoch.

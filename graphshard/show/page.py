@@ -84,7 +84,7 @@ def steps_data(
     optimizer_us: float | None = None,
     note: str = "",
 ) -> list[Json]:
-    """Return the training step, if any graph trains, and the run of all inference graphs, if any.
+    """Return data of the training step and of the evaluation, each only if it has graphs.
 
     Args:
         graphs: data of each dump.

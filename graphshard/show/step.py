@@ -55,8 +55,8 @@ def training_step(
 
     Args:
         dumps: all graphs, each backward graph after its forward graph.
-        runs: number of runs of each graph in a profile; their ratio gives the number of
-            microbatches under ``no_sync``, at least one. Without a profile, one is assumed.
+        runs: number of runs of each graph in a profile, which gives the number of microbatches
+            under ``no_sync``, at least one. Without a profile, one is assumed.
         microbatches: number of microbatches that reduce gradients.
     """
     syncing, local = _split(_pairs(dumps))

@@ -227,7 +227,7 @@ def _bucket_row(dump: Dump, i: int) -> _Row:
 
 
 def _reduced_by(dump: Dump, i: int) -> str:
-    """Return how a bucket is reduced, and the alternative's time; "" if there is no alternative."""
+    """Return "ring" or "exchange", and the time of the other; "" if a bucket has no choice."""
     problem, bucket = dump.plan.problem, dump.plan.buckets[i]
     members = sorted(bucket.transfers)
     if bucket.kind != TransferKind.REDUCE_SCATTER or not may_exchange(problem, members):

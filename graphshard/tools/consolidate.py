@@ -210,7 +210,7 @@ def _under(state: Mapping[str, object], key: str, source: Path) -> dict[str, obj
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+    """Run the command ``consolidate`` and return its exit status."""
     try:
         consolidate(args.source, args.target, args.key, strip_prefix=args.strip_prefix)
     except ValueError as error:

@@ -43,18 +43,18 @@ class Settings:
 
     @property
     def timed(self) -> slice:
-        """Steps on the real wire from which speeds are computed."""
+        """Range of the steps whose times give the speed without the modelled wire."""
         return slice(self.num_untimed, self.num_steps)
 
     @property
     def num_wire_steps(self) -> int:
-        """Number of steps on the modelled wire, after the others; 0 on GPUs or with one rank."""
+        """Number of further steps, on the modelled wire; 0 on GPUs or with one rank."""
         has_wire = self.device == "cpu" and self.num_ranks > 1
         return max(3, self.num_steps // 3) if has_wire else 0
 
     @property
     def wired(self) -> slice:
-        """Steps on the modelled wire from which speeds are computed: all but the first."""
+        """Range of the modelled wire's steps whose times give the speed: all but the first."""
         return slice(self.num_steps + 1, None)
 
     def rate(self, seconds: Sequence[float]) -> float:

@@ -129,7 +129,7 @@ def test_error_for_unknown_option_points_to_help_of_command(
         ([LLAMA + ",num_hidden_layers"], "must be key=value"),
         ([LLAMA + ",hiden_size=8"], "has no 'hiden_size'; did you mean 'hidden_size'?"),
         ([LLAMA, "--batch", "many"], "samples x tokens"),
-        ([LLAMA, "--batch", "1x8", "--strategy", "hsdp:3"], "3 does not divide 8 GPUs"),
+        ([LLAMA, "--batch", "1x8", "--strategy", "hsdp:3"], "3 must divide the number of GPUs, 8"),
         ([LLAMA, "--batch", "1x8", "--device", "abacus"], "must be one of"),
         (["gpt2", "--batch", "1x2048"], "gpt2 has only 1024 positions for 2048 tokens"),
         (
@@ -150,13 +150,13 @@ def test_error_for_unknown_option_points_to_help_of_command(
             [LLAMA, "--offload", "--device", "cpu", "--memory", "1"],
             "shards are in host memory already",
         ),
-        ([LLAMA, "--batch", "1x8", "--tp", "3"], "tp=3: does not divide 8 GPUs"),
+        ([LLAMA, "--batch", "1x8", "--tp", "3"], "tp=3: must divide the number of GPUs, 8"),
         (
             [LLAMA, "--batch", "1x8", "--tp", "3", "--formula"],
-            "error  ValueError: tp=3: does not divide",
+            "error  ValueError: tp=3: must divide",
         ),
-        ([LLAMA, "--batch", "1x8", "--tp", "4"], "tp=4: does not divide num_key_value_heads=2"),
-        ([LLAMA, "--batch", "1x7", "--tp", "2"], "does not divide the 7 tokens of a sample"),
+        ([LLAMA, "--batch", "1x8", "--tp", "4"], "tp=4: must divide num_key_value_heads=2"),
+        ([LLAMA, "--batch", "1x7", "--tp", "2"], "tp=2: must divide the 7 tokens of a sample"),
         (["gpt2", "--batch", "1x8", "--tp", "2"], "gpt2 has no base_model_tp_plan: pass a"),
         ([LLAMA, "--tp", "2", "--dtype", "fp8"], "split parameters cannot use fp8"),
         (
@@ -166,7 +166,7 @@ def test_error_for_unknown_option_points_to_help_of_command(
         ([LLAMA, "--json", "nowhere/plan.json"], "must be a file in a folder that exists"),
         (
             [LLAMA, "--batch", "1x8", "--tp", "4", "--largest"],
-            "tp=4: does not divide num_key_value",
+            "tp=4: must divide num_key_value",
         ),
         (["gpt2", "--batch", "1x8", "--tp", "2", "--search"], "gpt2 has no base_model_tp_plan: "),
         (
@@ -200,7 +200,7 @@ def test_search_finds_fastest_recipe_that_fits(
     assert _plan(LLAMA, *options, "--html", str(page), "--json", str(numbers)) == 0
     out = capsys.readouterr().out
     assert "Not planned: fp8: A100-40GB has no fp8 matrix products" in out
-    assert "Not planned: tensor parallelism: tp=4: does not divide num_key_value_heads=2" in out
+    assert "Not planned: tensor parallelism: tp=4: must divide num_key_value_heads=2" in out
     data = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[0])
     rows = next(t["rows"] for t in data["tables"] if t["title"] == "recipes that fit")
     times = [float(row[-2]) for row in rows]

@@ -39,10 +39,10 @@ def test_experts_are_split_and_their_all_to_alls_are_priced() -> None:
 def test_unsupported_models_and_recipes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"experts of LlamaForCausalLM: .* just two parameters"):
         forecast(_workload("llama"), Recipe(ep=4), cluster("H100", 8))
-    with pytest.raises(ValueError, match="ep=16: does not divide 8 experts"):
+    with pytest.raises(ValueError, match="ep=16: must divide the number of experts in"):
         forecast(_workload("mixtral"), Recipe(ep=16), cluster("H100", 16))
     odd = find_workload(f"mixtral:{SIZES},{LAYERS}", BatchShape(1, 17))
-    with pytest.raises(ValueError, match="ep=4: does not divide the 17 tokens of a microbatch"):
+    with pytest.raises(ValueError, match="ep=4: must divide the 17 tokens of a microbatch"):
         forecast(odd, Recipe(ep=4), cluster("H100", 8))
     with pytest.raises(ValueError, match="ep=4 with strategy='hsdp:2': use zero3 or zero2"):
         Recipe("hsdp:2", ep=4)

@@ -178,7 +178,7 @@ def test_measured_network_scales_with_node_size() -> None:
     [
         ({"device": "V100", "gpus": 8}, "V100.*must be one of"),
         ({"device": "H100", "gpus": 0}, "gpus=0"),
-        ({"device": "H100", "gpus": 11}, "gpus=11: cannot be divided into equal nodes of 2 to 8"),
+        ({"device": "H100", "gpus": 11}, "gpus=11: cannot be divided into equal nodes of 2 to 8 "),
         ({"device": "H100", "gpus": 8, "nodes": 3}, "divides gpus=8"),
         ({"device": "H100", "gpus": 8, "link": "fast"}, "100Gb/s,5us"),
         ({"device": "H100", "gpus": 8, "link": "0Gb/s"}, "link='0Gb/s': the bandwidth must be"),
@@ -241,7 +241,7 @@ def test_invalid_recipes_and_batches_are_refused() -> None:
             Recipe(budget_gb=budget_gb)
     with pytest.raises(ValueError, match="is unknown; use bf16"):
         Recipe(dtype="fp8", offload=True)
-    with pytest.raises(ValueError, match="3 does not divide 16 GPUs"):
+    with pytest.raises(ValueError, match="3 must divide the number of GPUs, 16"):
         Recipe("hsdp:3").ranks(16)
     assert BatchShape.parse("2x8192") == BatchShape(2, 8192) and BatchShape.parse(
         "64"

@@ -58,9 +58,9 @@ def _all_cases() -> dict[str, list[str]]:
 
 REMEDIES = {
     "two rows": "overrides={'up': {'dim': 1}} splits it evenly",
-    "two rows, odd": "on a mesh of (2, 2), i.e. HSDP over 2 ranks, a rank needs no more",
-    "three rows, odd": "One parameter per row, as in nn.ParameterList, would be split evenly",
-    "one row, odd": "With overrides={'up': {'shard': False}}, a rank needs no more memory, and",
+    "two rows, odd": "HSDP over 2 ranks, on a mesh of (2, 2), would not pad up, but would split",
+    "three rows, odd": "One parameter per row, as in nn.ParameterList, would need less padding",
+    "one row, odd": "overrides={'up': {'shard': False}} takes no more memory on a rank, and avoids",
 }
 
 

@@ -256,7 +256,7 @@ def test_override_that_matches_no_parameter_raises(name: str) -> None:
     model = Norms()
     overrides = {name: {"reshard_after_forward": False}}
     with pytest.raises(
-        RuntimeError, match="matches no parameter: the closest of the model's 6 are '"
+        RuntimeError, match="matches no parameter: the closest of 6 parameter names are '"
     ):
         graphshard.shard(model, world_mesh(), overrides=overrides)
     assert type(model.up.weight) is nn.Parameter

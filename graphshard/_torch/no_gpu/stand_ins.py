@@ -2,8 +2,9 @@
 
 With them, Inductor and Triton compile for the device, and the generated code runs on fake tensors.
 ``no_gpu.cpp``, which must be loaded before torch, makes autograd accept ``cuda``, with streams and
-events that have no effect. `install` replaces the rest permanently: the process cannot do anything
-else afterwards. All replacements of torch's and Triton's Python code are in this module.
+events that have no effect. `install` replaces the rest permanently: the process must not be used
+for anything else afterwards. This module contains all replacements of Python code in torch and
+Triton.
 
 Relies on torch 2.13 and Triton 3.7.
 """

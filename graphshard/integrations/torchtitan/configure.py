@@ -189,4 +189,7 @@ def _check(dims: ParallelDims, parallelism: ParallelismConfig) -> None:
             f"parameters itself; set it to {_SPMD!r}"
         )
     if parallelism.enable_fsdp_symm_mem:
-        raise ValueError("parallelism.enable_fsdp_symm_mem requires FSDP2: set it to False")
+        raise ValueError(
+            "parallelism.enable_fsdp_symm_mem=True: requires FSDP2, which graphshard replaces; set "
+            "it to False"
+        )
