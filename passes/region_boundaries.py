@@ -111,7 +111,13 @@ def recompute_at_users(graph: fx.Graph, runs: Sequence[list[fx.Node]]) -> list[l
 
 
 class _Recomputation:
-    """Copies of nodes for users outside the nodes' regions; copies in regions join ``home``."""
+    """Copies of nodes that their users recompute, because no region returns them.
+
+    Constants are copied into every region that uses them.
+
+    Args:
+        home: region of each node that is in one; copies are added.
+    """
 
     def __init__(self, graph: fx.Graph, home: dict[fx.Node, int]) -> None:
         self._graph, self._home = graph, home

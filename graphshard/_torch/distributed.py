@@ -68,12 +68,12 @@ def new_local_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGro
 
 
 def name_for_graphs(group: dist.ProcessGroup) -> str:
-    """Register the group under a name that numbers only groups used in graphs; return the name.
+    """Register ``group`` as ``graphshard_N``, counting only groups used in graphs; return the name.
 
-    ``process_group`` and torch's collectives find the group by this name. Torch's own names number
-    all groups of a job. If graphs used those names, creating another group first would change the
-    code and cache keys of graphs, and replicas, whose groups have different numbers, could not
-    share code. The default group keeps its name.
+    ``process_group`` and torch's collectives find the group by this name. The numbers in torch's
+    own names count all groups of a job. If graphs used those names, creating another group first
+    would change the code and cache keys of graphs, and replicas, whose groups have different
+    numbers, could not share code. The default group keeps its name.
     """
     if group is dist.group.WORLD:
         return group.group_name

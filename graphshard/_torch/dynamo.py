@@ -362,5 +362,5 @@ def _empty(wrappers: weakref.WeakSet[_FreedOnReset]) -> None:
 
 def _is_dropped(*args: object) -> None:
     raise RuntimeError(
-        "torch._dynamo.reset() freed this graph while its forward was running: call the model again"
+        "torch._dynamo.reset() freed this graph during the model's forward: call the model again"
     )

@@ -1,12 +1,12 @@
 """Changes that graphshard makes to torch for the whole process.
 
-`PATCHES` are attributes of torch that `patch` replaces; `ENTRIES` are tables of torch to which we
-add entries. ``tests/graph/test_patches.py`` compares both with torch after a training step.
-The two tables do not list these temporary or conditional changes:
+`PATCHES` lists attributes of torch that `patch` replaces; `ENTRIES` lists registries of torch to
+which we add entries. ``tests/graph/test_patches.py`` compares both with torch after a training
+step. Temporary or conditional changes are not listed, for example:
 
 - ``distributed.replace_wait`` replaces ``wait_tensor`` while the waits of a graph are timed.
-- During compilation, or while a checkpoint is loaded or a group created, ``mock.patch.object``
-  replaces a function (``cpp_kernels.py``, ``integrations/pretrained.py``, ``distributed.py``).
+- ``mock.patch.object`` replaces a class or function while a graph is compiled (``cpp_kernels.py``)
+  or a process group is created (``distributed.py``).
 - ``no_gpu/stand_ins.py`` simulates a GPU in the process that ``graphshard.check`` starts.
 - With expert parallelism in torchtitan, ``dynamo.capture_scalar_outputs`` sets Dynamo's option.
 """

@@ -79,7 +79,7 @@ Action: TypeAlias = Allocate | Free | Work | Record | WaitEvent | RecordStream
 
 
 class Launch(NamedTuple):
-    """A collective, or a group of host copies."""
+    """A launched collective or group of host copies."""
 
     op: str
     group: str  # name of the process group; "" for host copies

@@ -199,9 +199,9 @@ def find_hardware_or_default(name: str) -> Hardware:
         return find_hardware(name)
     except ValueError:
         warnings.warn(
-            f"graphshard: hardware {name!r} is not in the device table: rates that are not "
-            f"calibrated are those of {DEFAULT}; run `python -m graphshard calibrate` and pass its "
-            "file as SchedulePolicy(hardware=FILE)",
+            f"graphshard: hardware {name!r} is not in the device table. Rates that were not "
+            "measured by `python -m graphshard calibrate` and passed as "
+            f"SchedulePolicy(hardware=FILE) are those of {DEFAULT}",
             stacklevel=2,
         )
         return HARDWARE[DEFAULT]

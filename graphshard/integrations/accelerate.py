@@ -139,7 +139,7 @@ class ShardedAccelerator(Accelerator):
     _sharded: dict[nn.Module, list[Optimizer]] | None = None
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return a state dict; a sharded model's is full on the first rank and empty on others.
+        """Return a state dict: for a sharded model, full on the first rank and empty on others.
 
         During ``save_state``, which saves shards, it is empty on all ranks.
         """

@@ -202,7 +202,7 @@ class ShardedFabricStrategy(_DataParallel, FabricStrategy):
         if unknown := sorted(options.keys() - theirs - ours):
             raise ValueError(
                 f"{unknown[0]}={options[unknown[0]]!r}: neither Lightning's ModelParallelStrategy "
-                f"nor graphshard.backend has this argument: choose from {[*theirs, *ours]}"
+                f"nor graphshard.backend accepts this argument: choose from {[*theirs, *ours]}"
             )
         settings = {name: options.pop(name) for name in options.keys() & theirs}
         super().__init__(self._shard, tensor_parallel_size=tensor_parallel_size, **settings)

@@ -321,7 +321,10 @@ def _gathered(call: Call, inputs: BufferInputs, buffer: Value, world: int) -> li
 
 
 def _gathered_shape(sent: CollectiveInput, buffer: torch.dtype, world: int) -> torch.Size:
-    """Return ``[world * padded rows, ...]``, plus a dimension of bytes if sent as bytes."""
+    """Return the shape of a gathered tensor with its padding, ``[world * padded rows, ...]``.
+
+    If elements of several bytes are sent as uint8, the last dimension holds an element's bytes.
+    """
     rows, *others = sent.shape
     size = sent.wire_dtype.itemsize
     as_bytes = buffer != sent.wire_dtype and size > 1

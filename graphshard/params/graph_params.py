@@ -186,10 +186,10 @@ class _Hooked:
 
 
 def with_backward_hook(compiled: Callable[..., _R]) -> Callable[..., _R]:
-    """Wrap a compiled graph so that its backward notices changes made since the forward.
+    """Wrap a compiled graph so that its backward detects parameters changed since the forward.
 
-    Backward follows changes of ``requires_grad``. It raises if it gathers a parameter that has
-    changed, unless the forward ran under saved-tensor hooks.
+    Backward honors changes to ``requires_grad``. It raises if it would gather a parameter whose
+    values have changed, unless the forward ran under saved-tensor hooks.
     """
     hooked: _Hooked | None = None
 

@@ -97,7 +97,7 @@ class CompileSettings:
         return f"{self.compiler} {chosen} {hardware} {self.first_rank_plans}"
 
     def facts(self) -> str:
-        """Return the facts that a compile depends on besides its Dynamo graph, one per line."""
+        """Return ``fingerprint`` and ``baked_in`` as lines of text."""
         return f"options: {self.fingerprint()!r}\n{self.baked_in}"
 
     def cache_key(self, *texts: str) -> bytes:

@@ -72,10 +72,9 @@ class Queue:
     Args:
         cap: maximum bytes of a candidate with more than one transfer, or None for no limit.
         order: indices into ``Problem.transfers``, hardest to hide first.
-        yields: whether a bucket that could be launched right before a user collective is launched
-            right after the user collective's launch instead, unless it is due by then. For a
+        yields: whether a bucket gives way to user collectives: if it could be launched right before
+            one, it is launched one step later, unless it must be waited for at that step. For a
             reduction, this can take more memory.
-        reduce: see ``ScheduleLimits``.
     """
 
     def __init__(

@@ -285,7 +285,10 @@ class Placer:
 
 
 def _with_average(candidate: CandidateBucket) -> Footprint:
-    """Return a reduction's footprint, with its all-reduce over replicas done at the same wait."""
+    """Return a reduction's footprint, including that of its all-reduce over replicas, if any.
+
+    The all-reduce is assumed to be launched and waited for at the reduction's wait.
+    """
     taken, average = candidate.footprint, candidate.replica_average
     if average is None:
         return taken

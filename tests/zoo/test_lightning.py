@@ -203,7 +203,7 @@ def test_fabric_strategy_takes_arguments_of_lightning_and_backend() -> None:
     strategy: Any = ShardedFabricStrategy(timeout=timeout, process_group_backend="gloo", **SHARDING)
     assert strategy._timeout == timeout and strategy.process_group_backend == "gloo"
     assert strategy._options == SHARDING
-    with pytest.raises(ValueError, match=r"reshard=False: neither .* has this argument: choose"):
+    with pytest.raises(ValueError, match=r"reshard=False: neither .* accepts this argument"):
         ShardedFabricStrategy(reshard=False)
 
 
