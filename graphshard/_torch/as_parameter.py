@@ -85,7 +85,9 @@ class ParameterGetter:
             *map(ConstantVariable.create, self.constants),
             *(module.var_getattr(tx, name) if name else none for name in self.accumulators),
         ]
-        return TorchInGraphFunctionVariable(self.op).call_function(tx, arguments, {})
+        # ``call_function`` would dispatch to a user's function mode, which must not see this op.
+        handler = TorchInGraphFunctionVariable._get_handlers()[self.op]
+        return handler(TorchInGraphFunctionVariable(self.op), tx, *arguments)
 
 
 run_as_python(ParameterGetter.__call__)

@@ -55,6 +55,11 @@ def new_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def without_torch_function() -> AbstractContextManager[object]:
+    """Bypass the ``__torch_function__`` of subclasses and of active modes."""
+    return torch._C.DisableTorchFunction()
+
+
 def quiet_fake_tensors() -> AbstractContextManager[object]:
     """Suppress the log of errors that operators raise on fake tensors."""
     return mock.patch.object(logging.getLogger(FakeTensor.__module__), "disabled", True)

@@ -26,6 +26,7 @@ from .._torch.autograd import address_of, version_of
 from .._torch.distributed import process_group
 from .._torch.frames import call_scope
 from .._torch.nn import NoticesReplacement, parameters_of
+from .._torch.tensors import without_torch_function
 from ..errors import BackendError
 from ..ops.accumulators import PARTIAL, UNSYNCED
 from ..ops.bucket_copy import add_accumulated
@@ -86,7 +87,9 @@ class _Gathered:
         self._tensors: Sequence[torch.Tensor] = ()
         self._states: list[tuple[int, int]] = []
         shards = [param.shard for param in sharded_params]
-        with torch.enable_grad():  # a tensor read under no_grad may be used outside of it
+        # A tensor read under no_grad may be used outside of it. A user's function mode must not
+        # change it.
+        with torch.enable_grad(), without_torch_function():
             tensors = _Unshard.apply(sharded_params, *shards)
             self.full = {p: _as_read(p, tensor) for p, tensor in zip(sharded_params, tensors)}
         self._tensors = tensors

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import graphshard
 from tests import ranks
@@ -90,6 +92,19 @@ def _attribute(model: Reader, x: Tensor) -> Tensor:
     return x @ getattr(model, "weight") + sum(m.weight.sum() for m in (model.first, model.linear))  # noqa: B009
 
 
+class _Doubled(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if isinstance(result, Tensor) else result
+
+
+def _in_function_mode(model: Reader, x: Tensor) -> Tensor:
+    with _Doubled():
+        return F.linear(x, model.weight)
+
+
 EVERYWHERE = {
     read.__name__.strip("_"): read
     for read in (
@@ -103,6 +118,7 @@ EVERYWHERE = {
         _read_without_grad,
         _used_without_grad,
         _attribute,
+        _in_function_mode,
     )
 }
 
