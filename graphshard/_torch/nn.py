@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -157,6 +159,16 @@ def before_loading_optimizers(act: Callable[[Optimizer, dict[str, Any]], None]) 
         return load
 
     patch("torch.optim.optimizer.Optimizer.load_state_dict", wrap)
+
+
+@contextmanager
+def unnoticed_steps(optimizer: Optimizer) -> Iterator[None]:
+    """Call no step hooks; afterwards, restore the attributes of ``optimizer``, not their items."""
+    own: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
+    shared: dict[str, Any] = {"_global_optimizer_pre_hooks": {}, "_global_optimizer_post_hooks": {}}
+    # ``mock.patch.dict`` restores every attribute.
+    with mock.patch.dict(vars(optimizer), own), mock.patch.multiple(Optimizer.__module__, **shared):
+        yield
 
 
 def orthogonalized(

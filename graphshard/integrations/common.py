@@ -29,14 +29,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._torch.nn import unflatten_state_dict
+from .._torch.dtensor import values_on_rank
+from .._torch.nn import unflatten_state_dict, unnoticed_steps
 from ..dynamo_backend import Backend, shard
 from ..params.grad_sync import no_sync
 from ..params.sharded_param import sharded_model_of, sharded_param_of
 from ..params.state_dict import optimizer_by_name, optimizer_by_number, parameters_by_name
 from ..params.trained_module import checked_module, is_first_rank
-
-_STATE = ("optim", "state")  # keys of the optimizers' state in a checkpoint
 
 # The backend of each module that an integration has compiled.
 _backends: WeakKeyDictionary[nn.Module, Backend] = WeakKeyDictionary()
@@ -153,7 +152,7 @@ def load_sharded(
         )
     state = _state(model, optimizers, weights)
     if optimizers:
-        state["optim"]["state"] = _saved_state(folder, model, optimizers)
+        state["optim"] |= _saved_optim(folder, model, optimizers)
     dcp.load(state, checkpoint_id=folder)
     if weights:
         set_model_state_dict(model, state["model"])
@@ -175,27 +174,34 @@ def _state(model: nn.Module, optimizers: Sequence[Optimizer], weights: bool) -> 
     return state
 
 
-def _saved_state(
-    folder: Path, model: nn.Module, optimizers: Sequence[Optimizer]
-) -> dict[str, dict[str, Any]]:
-    """Return tensors to load the optimizer state of ``folder`` into, keyed by parameter name."""
+def _saved_optim(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return tensors and None to load what ``folder`` has under the key ``optim`` into."""
     metadata = dcp.FileSystemReader(folder).read_metadata()
-    paths = {key: path[2:] for key, path in metadata.planner_data.items() if path[:2] == _STATE}
-    saved = {name for name, *_ in paths.values()}
+    paths = {k: path[1:] for k, path in metadata.planner_data.items() if path[0] == "optim"}
+    saved = {path[1] for path in paths.values() if path[0] == "state"}
     params: dict[str, nn.Parameter] = {}
     made: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for optimizer in optimizers:
         its_params = parameters_by_name(model, optimizer)
         own = {name: param for name, param in its_params.items() if name in saved}
         made |= _made_by_step(model, optimizer, list(own.values()))
         params |= own
+        for group in optimizer.param_groups:
+            options |= group
+    likes: dict[str, object] = {}
+    for key, (kind, owner, *rest) in paths.items():
+        if kind == "param_groups":
+            likes[key] = options.get(rest[0])  # has the device of a learning rate
+        elif owner in params and owner not in made:
+            # State like a scalar parameter may be its step, on the host: the optimizer moves it.
+            likes[key] = params[owner] if params[owner].ndim else None
     flat = {
-        key: _uninitialized(metadata.state_dict_metadata[key], params[name])
-        for key, (name, *_) in paths.items()
-        if name in params and name not in made
+        key: _uninitialized(metadata.state_dict_metadata[key], like) for key, like in likes.items()
     }
     empty: dict[str, Any] = unflatten_state_dict(flat, paths)
-    return {**empty, **{name: made[name] for name in params if name in made}}
+    state = {**empty.get("state", {}), **{name: made[name] for name in params if name in made}}
+    return {**empty, "state": state}  # without "param_groups" if no optimizer was saved
 
 
 def _made_by_step(
@@ -203,22 +209,22 @@ def _made_by_step(
 ) -> dict[str, Any]:
     """Return the state that an optimizer makes in a step with zero gradients, or {} if it raises.
 
-    Keyed by parameter name. The optimizer and its parameters stay as they are.
+    Keyed by parameter name. The optimizer and its parameters stay as they are: the step is undone.
     """
     state, groups = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
     everything = [param for group in groups for param in group["params"]]
     gradients = [param.grad for param in everything]
+    # A step changes parameters even without gradients, by weight decay or averaging for example.
+    values = [values_on_rank(param.detach()).clone() for param in everything]
     try:
         optimizer.state.clear()
         for param in everything:
             param.grad = None
         for param in params:
             param.grad = torch.zeros_like(param)
-        for group in optimizer.param_groups:
-            if (lr := group.get("lr")) is not None:
-                group["lr"] = 0 * lr
-        optimizer.step()
-        made: dict[str, Any] = optimizer_by_name(model, optimizer)["state"]
+        with unnoticed_steps(optimizer):
+            optimizer.step()
+            made: dict[str, Any] = optimizer_by_name(model, optimizer)["state"]
     except Exception:  # such as a schedule-free optimizer outside of training
         made = {}
     finally:
@@ -227,15 +233,16 @@ def _made_by_step(
         for group, before in zip(optimizer.param_groups, groups):
             group.clear()
             group.update(before)
-        for param, gradient in zip(everything, gradients):
+        for param, gradient, value in zip(everything, gradients, values):
             param.grad = gradient
+            values_on_rank(param.detach()).copy_(value)
     return made
 
 
-def _uninitialized(metadata: object, param: nn.Parameter) -> torch.Tensor | None:
+def _uninitialized(metadata: object, like: object) -> torch.Tensor | None:
     if not isinstance(metadata, TensorStorageMetadata):
         return None  # replaced by the saved object
     dtype = metadata.properties.dtype
-    if param.ndim and metadata.size == param.shape:
-        return torch.empty_like(param, dtype=dtype)
+    if isinstance(like, torch.Tensor) and metadata.size == like.shape:
+        return torch.empty_like(like, dtype=dtype)
     return torch.empty(metadata.size, dtype=dtype, device="cpu")

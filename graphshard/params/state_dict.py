@@ -208,14 +208,19 @@ def optimizer_by_number(
 ) -> dict[str, Any]:
     """Return a state dict for ``optim`` to load, from one that is keyed by parameter names.
 
-    A param group takes its options from the group in ``by_name`` that has its first parameter, and
-    keeps its own if there is none. Entries of parameters that ``optim`` lacks are left out.
+    A param group takes its options from the first group in ``by_name`` that has one of its
+    parameters, in their order, and keeps options that this group lacks. Entries of parameters that
+    ``optim`` lacks are left out.
     """
     names = parameter_names(root, optim)
     options = {name: g for g in by_name["param_groups"] for name in g["params"]}
     numbers = {name: number for number, name in enumerate(itertools.chain(*names))}
     groups = [
-        {**options.get(next(iter(group), None), own), "params": [numbers[n] for n in group]}
+        {
+            **own,
+            **next((options[name] for name in group if name in options), {}),
+            "params": [numbers[name] for name in group],
+        }
         for own, group in zip(optim.param_groups, names)
     ]
     state = {numbers[n]: values for n, values in by_name["state"].items() if n in numbers}
@@ -293,6 +298,7 @@ class _States(NamedTuple):
                 for key, value in values.items()
             }
 
+        # Missing in a checkpoint of an optimizer without state: DCP keeps no empty containers.
         states = self.optim.get("state", {}).items()
         optim = {"state": {name: converted(values, "optim", name) for name, values in states}}
         return _States(converted(self.model), self.versions, {**self.optim, **optim})
@@ -341,7 +347,7 @@ def _model_error(state: object) -> str | None:
 
 
 def _optimizer_error(state: object, names: list[list[str]]) -> str | None:
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+    if not isinstance(state, Mapping) or "param_groups" not in state:
         return "optim_state_dict is not an optimizer's state dict: pass one from full_state_dict"
     own = {name for group in names for name in group}
     saved = {name: number for number, g in enumerate(state["param_groups"]) for name in g["params"]}
@@ -350,7 +356,7 @@ def _optimizer_error(state: object, names: list[list[str]]) -> str | None:
             "optim_state_dict has numbers instead of parameter names: get it from full_state_dict "
             "or from torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
         )
-    if different := sorted(own ^ (saved.keys() | state["state"].keys())):
+    if different := sorted(own ^ (saved.keys() | state.get("state", {}).keys())):
         where = "optim" if different[0] in own else "optim_state_dict"
         return (
             f"parameter {different[0]!r} is only in {where}: optim and optim_state_dict must have "

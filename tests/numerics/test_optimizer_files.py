@@ -15,6 +15,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import graphshard
 from graphshard.integrations.common import load_sharded, save_sharded
@@ -138,8 +142,9 @@ def test_folder_has_exactly_the_state_of_stepped_parameters(tmp_path: Path, step
     assert all(param.grad is not None for param in other.parameters())
 
 
+@pytest.mark.parametrize("weights", [True, False])
 @on_ranks(2)
-def test_state_remains_if_folder_lacks_a_parameter(tmp_path: Path) -> None:
+def test_state_remains_if_folder_lacks_a_parameter(tmp_path: Path, weights: bool) -> None:
     save_sharded(tmp_path, graphshard.shard(torch.nn.Linear(3, 4), world_mesh()), [])
     model = graphshard.shard(Even(), world_mesh())
     optimizer = _adam(model)
@@ -148,8 +153,78 @@ def test_state_remains_if_folder_lacks_a_parameter(tmp_path: Path) -> None:
     optimizer.step()
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(CheckpointException, match="Missing key"):
-        load_sharded(tmp_path, model, [optimizer])
+        load_sharded(tmp_path, model, [optimizer], weights=weights)
     _assert_equal(optimizer.state_dict(), before)
+
+
+def _sgd(model: torch.nn.Module, lrs: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return an optimizer with a param group for each key, which lists its parameters."""
+    groups = [
+        {"params": [model.get_parameter(name) for name in names.split()], "lr": lr}
+        for names, lr in lrs.items()
+    ]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+# Learning rates that the groups of a new optimizer get from those that were saved.
+REGROUPED = {
+    "fewer": {"up.weight": 0.125, "down.weight": 0.5},
+    "more": {"up.bias": 0.25, "down.bias": 9.0, "down.weight": 0.5, "up.weight": 0.125},
+    "joined": {"down.bias down.weight": 0.5, "up.weight": 0.125},
+}
+
+
+@pytest.mark.parametrize("as_lr", [float, torch.tensor])
+@pytest.mark.parametrize("case", REGROUPED)
+@on_ranks(2)
+def test_groups_take_saved_settings_by_name(tmp_path: Path, case: str, as_lr: Any) -> None:
+    model = graphshard.shard(Even(), world_mesh())
+    saved = {"up.weight": 0.125, "up.bias": 0.25, "down.weight": 0.5}
+    save_sharded(tmp_path, model, [_sgd(model, {k: as_lr(lr) for k, lr in saved.items()})])
+    loaded = _sgd(model, dict.fromkeys(REGROUPED[case], as_lr(9.0)))
+    torch.optim.lr_scheduler.OneCycleLR(loaded, 4.0, 10)  # adds settings that were not saved
+    load_sharded(tmp_path, model, [loaded])
+    for group, lr in zip(loaded.param_groups, REGROUPED[case].values(), strict=True):
+        assert type(group["lr"]) is type(as_lr(lr)) and group["max_lr"] == 4
+        assert group["lr"] == lr or lr == 9
+
+
+class _Lookahead(torch.optim.SGD):
+    """SGD that counts its steps, and halves all weights in every second one."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for param in self.param_groups[0]["params"]:
+                param.data.mul_(0.5)
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_loading_calls_no_hooks_and_changes_only_state(tmp_path: Path) -> None:
+    model = graphshard.shard(Even(), world_mesh())
+    optimizer = _Lookahead(model.parameters(), 0.1, momentum=0.9)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    save_sharded(tmp_path, model, [optimizer])
+    before, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    hook = mock.Mock(return_value=None)
+    with (
+        optimizer.register_step_pre_hook(hook),
+        optimizer.register_step_post_hook(hook),
+        register_optimizer_step_pre_hook(hook),
+        register_optimizer_step_post_hook(hook),
+    ):
+        load_sharded(tmp_path, model, [optimizer], weights=False)
+        assert not hook.called and optimizer.steps == 1
+        _assert_equal(optimizer.state_dict(), state)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.to_local(), before[name].to_local()), name
+        optimizer.step()
+        assert hook.called and optimizer.steps == 2
 
 
 class _Refusing(torch.optim.Adam):
