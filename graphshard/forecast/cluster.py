@@ -64,8 +64,8 @@ def cluster(
         OSError: the device's file cannot be read.
     """
     hardware = load_hardware(device) if isinstance(device, str) else device
-    if not (isinstance(gpus, int) and gpus > 0):
-        raise ValueError(f"gpus={gpus!r}: must be a positive integer")
+    if not (isinstance(gpus, int) and 0 < gpus <= 1_000_000):
+        raise ValueError(f"gpus={gpus!r}: must be an integer from 1 to 1000000")
     if nodes is None and gpus > (most := hardware.ranks_per_node) and gpus % most:
         nodes = next(number for number in range(gpus // most + 1, gpus + 1) if gpus % number == 0)
         if gpus // nodes < most / 4:

@@ -201,14 +201,17 @@ class Dump:
                     f"dump of version {raw['version']!r}: this graphshard reads version {VERSION}; "
                     "compile again to write a new dump"
                 )
-            return cls(
+            dump = cls(
                 plan=Plan.from_json(json.dumps(raw["plan"])),
                 hardware=Hardware.from_json(json.dumps(raw["hardware"])),
                 limits=ScheduleLimits(**raw["limits"]),
                 compiled=raw["compiled"],
             )
+            # Impossible numbers, such as of a step that does not exist, raise here.
+            _ = dump.slots, dump.totals, list(map(dump.bucket_label, dump.plan.buckets))
+            return dump
         # Valid JSON, but not a dump.
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(
                 f"{source}: is not a dump from graphshard: pass a .json file that "
                 "graphshard.backend(dump=...) wrote"

@@ -272,10 +272,11 @@ def profile(
                 stale.unlink()
     else:
         path = path.with_name(f"{name}.rank{rank}.{suffixes}")
+    # If the block raises, a barrier would hold back the error.
+    with torch.profiler.profile(activities=activities) as profiler:
+        yield profiler
     dumps: list[Dump] = []
     try:
-        with torch.profiler.profile(activities=activities) as profiler:
-            yield profiler
         if rank == 0 or all_ranks:
             dumps = [Dump.load(dump_path) for dump_path in dump_paths(folder)]
             merged = with_predictions(_measured_trace(profiler), dumps)

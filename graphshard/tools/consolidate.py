@@ -8,6 +8,7 @@ A checkpoint is a folder that ``torch.distributed.checkpoint`` (DCP) wrote.
 
 The conversion runs in one process, without a process group. Output goes to a scratch path that is
 renamed once complete. No code from a checkpoint is run; errors for damaged files name the file.
+Empty containers are not kept, because DCP does not save them.
 """
 
 from __future__ import annotations
@@ -110,10 +111,10 @@ def _save(state: Mapping[str, object], folder: Path) -> OSError | None:
     try:
         dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
     except dcp.CheckpointException as error:
-        failures = [failure for failure, _ in error.failures.values()]
-        if failures and isinstance(failures[0], OSError):
-            return failures[0]
-        raise
+        failure = next(failure for failure, _ in error.failures.values())
+        if isinstance(failure, OSError):
+            return failure
+        raise failure from error
     return None
 
 

@@ -178,6 +178,7 @@ def test_measured_network_scales_with_node_size() -> None:
     [
         ({"device": "V100", "gpus": 8}, "V100.*must be one of"),
         ({"device": "H100", "gpus": 0}, "gpus=0"),
+        ({"device": "H100", "gpus": 10**12}, "must be an integer from 1 to 1000000"),
         ({"device": "H100", "gpus": 11}, "gpus=11: cannot be divided into equal nodes of 2 to 8 "),
         ({"device": "H100", "gpus": 8, "nodes": 3}, "divides gpus=8"),
         ({"device": "H100", "gpus": 8, "link": "fast"}, "100Gb/s,5us"),

@@ -161,6 +161,8 @@ def test_impossible_conversions_are_refused(
     torch.save([torch.ones(2)], tensors)
     numbers = tmp_path / "numbers.pt"
     torch.save({7: torch.ones(2)}, numbers)
+    clashing = tmp_path / "clashing.pt"
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, clashing)
     dcp.save({"q": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=quaternions, no_dist=True)
     bad = [
         ((folder, tmp_path / "x.bin"), "must end in one of .pt"),
@@ -174,6 +176,7 @@ def test_impossible_conversions_are_refused(
         ((folder, text / "x.pt"), f"{text / 'x.pt'}: cannot be written from {folder}: FileExists"),
         ((tensors, tmp_path / "x"), "holds a list, not a state dict"),
         ((numbers, tmp_path / "x", "--strip-prefix", "net"), "no name starts with 'net.'"),
+        ((clashing, tmp_path / "x"), "ValueError: duplicated flatten key a.b"),
         (
             (quaternions, tmp_path / "x.safetensors"),
             "'q' is torch.complex128, which safetensors cannot store",
@@ -185,6 +188,7 @@ def test_impossible_conversions_are_refused(
         assert stopped.value.code == 2
         assert said in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "clashing.pt",
         "empty",
         "numbers.pt",
         "quaternions",

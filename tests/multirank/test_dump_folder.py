@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from graphshard.show.trace import PID
 from tests import ranks
 from tests.models import MLP
 from tests.multirank.test_errors import ERRORS
+from tests.ranks import on_ranks
 
 PLANS = [
     f"{name}.{end}" for name in ("forward", "backward") for end in ("json", "trace.json", "txt")
@@ -125,6 +127,20 @@ def test_profile_contains_predicted_trace(tmp_path: Path) -> None:
     assert page.count('"lanes":{"0":{"compute":') == page.count('"1":{"compute":') == 2
     unknown = json.loads((tmp_path / "dump" / "none.json").read_text())["traceEvents"]
     assert unknown and all(event["pid"] != PID for event in unknown)
+
+
+@pytest.mark.parametrize("in_block", [True, False])
+@on_ranks(1)
+def test_profile_releases_peers_unless_block_raises(tmp_path: Path, in_block: bool) -> None:
+    (tmp_path / "00-forward.json").touch()  # cannot be read
+    with (
+        pytest.raises(ValueError, match="bad batch" if in_block else "00-forward.json"),
+        mock.patch.object(dist, "barrier") as barrier,
+        profile(tmp_path / "step.json", all_ranks=True),
+    ):
+        if in_block:
+            raise ValueError("bad batch")
+    assert barrier.called != in_block  # a barrier would hold back the error of the block
 
 
 def _bad_folder(path: Path) -> None:

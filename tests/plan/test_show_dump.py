@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,16 @@ def _with(**changes: Any) -> str:
     return json.dumps({**json.loads(by_hand().to_json()), **changes})
 
 
+def _with_number(value: object, *keys: str | int) -> str:
+    raw = json.loads(by_hand().to_json())
+    outer = functools.reduce(operator.getitem, keys[:-1], raw)
+    outer[keys[-1]] = value
+    return json.dumps(raw)
+
+
+# A bucket cannot be launched before this step.
+IMPOSSIBLE = _with_number(10**9, "plan", "buckets", 0, "launch")
+
 BAD = [
     ("", "Expecting value"),
     ("[1, 2]", "is not a dump from graphshard"),
@@ -58,6 +70,10 @@ BAD = [
     (_with(plan={"version": 8}), "is not a dump from graphshard"),
     (_with(hardware={"version": 9}), "version 9: this graphshard reads version 4"),
     (_with(limits={"top": 3}), "is not a dump from graphshard"),
+    (IMPOSSIBLE, "is not a dump from graphshard"),
+    (_with_number(-1, "plan", "buckets", 0, "launch"), "is not a dump from graphshard"),
+    (_with_number(0, "plan", "buckets", 0, "world"), "world=0, num_bytes=20: must be at least 1"),
+    (_with_number(10**9, "plan", "problem", "transfers", 0, "param"), "is not a dump"),
 ]
 
 
@@ -167,11 +183,12 @@ def test_show_prints_tables(two: tuple[Path, Path], capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == f"{tables[0]}\n\n\n{tables[1]}\n"
 
 
+@pytest.mark.parametrize("text", [by_hand().to_json()[:99], IMPOSSIBLE])
 def test_show_skips_files_of_folder_that_are_not_dumps(
-    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    text: str, two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     tables = [table(Dump.load(path)) for path in two]
-    two[1].write_text(two[1].read_text()[:99])
+    two[1].write_text(text)
     assert main(["show", str(two[0].parent)]) == 0
     seen = capsys.readouterr()
     assert seen.out == f"{tables[0]}\n"
