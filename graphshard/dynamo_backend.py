@@ -62,6 +62,7 @@ from .params.first_forward import (
     stop_watching,
     watch,
     watch_idle,
+    watch_sharded,
 )
 from .params.graph_params import (
     check_reads,
@@ -228,6 +229,7 @@ class Backend:
         progress.report(f"sharding {type(root).__name__} over {mesh.size()} ranks")
         ignored = self.ignored(root)
         shard_module(root, mesh, self.options, ignored, in_use=in_use, allow_meta=False)
+        watch_sharded(root)
         stop_watching(self)
 
     @property
@@ -446,6 +448,7 @@ def shard(
     options = Options.from_arguments(arguments)
     mesh, ignored = mesh_for(options, root.parameters()), options.ignored_params
     shard_module(root, mesh, options, ignored, in_use=False, allow_meta=True)
+    watch_sharded(root)
     return model
 
 

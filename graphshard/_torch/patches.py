@@ -54,8 +54,8 @@ ENTRIES = {
         "Records modules with submodules, for `live_instances`."
     ),
     "torch.optim.optimizer._global_optimizer_pre_hooks": (
-        "Raises if an optimizer steps parameters of a compiled model that was never sharded; warns "
-        "if a backend was never used. Registered only while there are such models or backends."
+        "Raises if an optimizer steps parameters that should be sharded but are not; warns if a "
+        "backend was never used."
     ),
     "torch.optim.optimizer._global_optimizer_post_hooks": (
         "Increments the versions of stepped DTensors, so that backward detects changed parameters."

@@ -22,6 +22,8 @@ symptom is an optimizer step on plain parameters that have gradients:
 
     torch.compile gets a model, or a function that refers to it    watched until it is sharded
     an optimizer steps plain parameters of a watched model         error
+    an optimizer steps plain parameters added to a sharded model   error: the next compiled call
+                                                                   would have sharded them
     an optimizer steps any plain parameters while a backend has
     sharded nothing and has no known model                         warning: they may be unrelated
 
@@ -54,7 +56,7 @@ from ..errors import BackendError
 from ..options.options import Options
 from .compare_traces import ForwardCheck
 from .mixed_precision import cast_inputs
-from .plain_params import find_reduced_by_ddp
+from .plain_params import find_reduced_by_ddp, noted_ignored
 from .sharded_param import sharded_model_of, sharded_param_of
 from .trained_module import uncompiled_modules
 
@@ -172,7 +174,7 @@ for _traced in (_FirstForward.__call__, _Copied.__call__):
     run_as_python(_traced)
 
 
-# --- raise if a model is trained that was never sharded ------------------------------------------
+# --- raise if parameters are trained that were never sharded -------------------------------------
 
 
 @dataclass(frozen=True)
@@ -192,10 +194,13 @@ class _Watched:
 
 # Modules and functions passed to torch.compile, until sharded. Global, like the optimizer hook.
 _watched: list[_Watched] = []
+# Sharded modules, to which the user may add parameters.
+_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# All backends: parameters added to a sharded module may be among the ``ignored_params`` of any.
+_backends: weakref.WeakSet[Sharder] = weakref.WeakSet()
 # Backends that have sharded nothing and were never passed to ``torch.compile`` with a model.
 _idle: weakref.WeakSet[Sharder] = weakref.WeakSet()
-# Hook on all optimizers, because only a step shows that a parameter is trained; empty while nothing
-# is watched.
+# Hook on all optimizers, because only a step shows that a parameter is trained.
 _hook: list[RemovableHandle] = []
 
 
@@ -208,6 +213,7 @@ def is_plain(value: object) -> bool:
 
 def watch_idle(sharder: Sharder) -> None:
     """Watch a new backend, whose model is not known yet: see [Note: never sharded]."""
+    _backends.add(sharder)
     _idle.add(sharder)
     _hook_optimizers()
 
@@ -223,8 +229,15 @@ def watch(sharder: Sharder, compiled: object) -> None:
     if not any(w.sharder is sharder and w.target() is target for w in _watched):
         with contextlib.suppress(TypeError):  # the object cannot be weakly referenced
             _watched.append(_Watched(sharder, weakref.ref(target)))
-    if any(True for _ in _modules_named_by(target)):  # bool(module) may raise
+    for module in _modules_named_by(target):
         _idle.discard(sharder)
+        if sharded_model_of(module) is not None:  # a copy of a sharded model, for example
+            watch_sharded(module)
+
+
+def watch_sharded(root: nn.Module) -> None:
+    """Watch a sharded module for parameters that are added to it: see [Note: never sharded]."""
+    _sharded.add(root)
     _hook_optimizers()
 
 
@@ -232,9 +245,6 @@ def stop_watching(sharder: Sharder) -> None:
     """Stop watching ``sharder`` itself, and all models that are sharded by now."""
     _idle.discard(sharder)
     _watched[:] = [w for w in _watched if any(w.plain_modules())]
-    if not _watched and not _idle:
-        while _hook:
-            _hook.pop().remove()
 
 
 def _hook_optimizers() -> None:
@@ -265,13 +275,17 @@ def _modules_named_by(target: object) -> Iterator[nn.Module]:
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if torch.compiler.is_compiling():
         return
-    stepped = _stepped_plainly(optimizer) if _watched or _idle else set()
+    stepped = _stepped_plainly(optimizer)
     if not stepped:
         return
     for watched in _watched:
         if watched.sharder.options.num_ranks() > 1:
             for module, plain in watched.plain_modules():
                 _raise_if_stepped(optimizer, module, stepped.intersection(plain))
+    for root in list(_sharded):
+        model = sharded_model_of(root)
+        if model is not None and model.options.num_ranks() > 1:
+            _raise_if_stepped(optimizer, root, _unignored(root, stepped))
     for sharder in list(_idle):
         # Only a warning: the parameters may have nothing to do with the backend.
         if sharder.options.num_ranks() > 1 and stepped - find_reduced_by_ddp():
@@ -287,9 +301,16 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 def _stepped_plainly(optimizer: Optimizer) -> set[nn.Parameter]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    # A DTensor is sharded by something else, such as FSDP2.
-    plain = (p for p in params if is_plain(p) and not isinstance(p, DTensor))
+    # A DTensor is sharded, by graphshard or something else. Most are: this check is the fastest.
+    plain = (p for p in params if not isinstance(p, DTensor) and is_plain(p))
     return {p for p in plain if p.grad is not None}
+
+
+def _unignored(root: nn.Module, stepped: set[nn.Parameter]) -> set[nn.Parameter]:
+    added = stepped.intersection(root.parameters())
+    if added:  # collecting ignored parameters takes longer
+        added -= noted_ignored(root).union(*(b.options.ignored_params for b in _backends))
+    return added
 
 
 def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.Parameter]) -> None:
@@ -297,12 +318,20 @@ def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.P
     if not stepped:
         return
     name = next(name for name, param in module.named_parameters() if param in stepped)
-    raise BackendError(
-        f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which "
+    why = (
         "torch.compile(..., backend=graphshard.backend(...)) has not sharded: the model never ran "
         "compiled, so each rank trains its own copy. Call the model that torch.compile "
         "returned, with compilation enabled (no disable=True, TORCH_COMPILE_DISABLE=1, "
         "set_stance('force_eager') or suppress_errors); or call graphshard.shard(model, mesh), "
-        "which also shards models that never run compiled; or list its parameters in "
-        "ignored_params if you reduce their gradients yourself"
+        "which also shards models that never run compiled"
+    )
+    if sharded_model_of(module) is not None:
+        why = (
+            "was added after graphshard sharded the model, and which no compiled call has sharded "
+            "since, so each rank trains its own copy. Call graphshard.shard(model, mesh) whenever "
+            "you have added or replaced modules"
+        )
+    raise BackendError(
+        f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which {why}; or "
+        "list its parameters in ignored_params if you reduce their gradients yourself"
     )

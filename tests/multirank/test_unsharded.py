@@ -286,6 +286,74 @@ def test_eager_model_in_compiled_function_raises_at_step() -> None:
     dist.barrier()
 
 
+class _EagerHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(7, 7), _Disabled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def _body_in_place(model: nn.Module, backend: graphshard.Backend) -> nn.Module:
+    graphshard.shard(model, world_mesh()).get_submodule("body").compile(backend=backend)
+    return model
+
+
+REPLACED: list[tuple[Any, Compile, str]] = [
+    (_EagerHead, _compiled, "head"),
+    (_EagerHead, _function, "head"),
+    (_EagerHead, _body_in_place, "head"),
+    (sequential, _in_place, "2"),
+]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(("kind", "compile", "name"), REPLACED)
+@on_ranks(2)
+def test_optimizer_step_on_module_replaced_after_sharding_raises(
+    kind: Any, compile: Compile, name: str, copied: bool
+) -> None:
+    model = kind()
+    called = compile(model, backend := _backend())
+    _step(model, called)
+    if copied:
+        model = copy.deepcopy(model)
+        called = compile(model, backend)
+    setattr(model, name, kind().get_submodule(name))
+    sgd(model).step()  # the new module has no gradient yet
+    with pytest.raises(RuntimeError, match=rf"steps '{name}\..* added after.*graphshard\.shard"):
+        _step(model, called)
+    graphshard.shard(model, world_mesh())
+    _step(model, called)
+    assert_sharded(model)
+
+
+def _ignore_by_shard(model: nn.Module, head: nn.Module) -> nn.Module:
+    return graphshard.shard(model, world_mesh(), ignored_params=head.parameters())
+
+
+def _ignore_by_backend(model: nn.Module, head: nn.Module) -> Any:
+    return torch.compile(model, backend=_backend(ignored_params=head.parameters()))
+
+
+@pytest.mark.parametrize("ignore", [_ignore_by_shard, _ignore_by_backend])
+@on_ranks(2)
+def test_module_replaced_after_sharding_may_be_ignored(ignore: Any) -> None:
+    model = graphshard.shard(_EagerHead(), world_mesh())
+    model.head = _Disabled()
+    _step(model, ignore(model, model.head))
+    assert_plain(model.head)
+
+
+@on_ranks(2)
+def test_optimizers_may_step_plain_rest_of_partly_sharded_model() -> None:
+    model = _EagerHead()
+    graphshard.shard(model.body, world_mesh())
+    _step(model, model)
+    assert_plain(model.head)
+
+
 @on_ranks(2)
 def test_compiled_function_that_shards_nothing_warns() -> None:
     # graphshard cannot see models passed as arguments of a function.
