@@ -61,18 +61,25 @@ class PlanCache:
         write_whole(self._path(plan.graph), plan.to_json())
 
     def load(self, kind: GraphKind) -> Plan | None:
-        path = self._path(kind)
-        return Plan.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+        """Return the saved plan of one graph, or None if its file is missing or damaged."""
+        try:
+            return Plan.from_json(self._path(kind).read_text(encoding="utf-8"))
+        # The last three: valid JSON, but not a plan.
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            return None
 
     def save_code(self, code: Mapping[str, str]) -> None:
         write_whole(self._code_path(), json.dumps(code))
 
     def load_code(self) -> dict[str, str]:
-        """Return code keyed by file name, or {} if this graph was compiled without a dump."""
-        path = self._code_path()
-        if not path.exists():
+        """Return code keyed by file name.
+
+        Return {} if this graph was compiled without a dump, or if the file is damaged.
+        """
+        try:
+            code: dict[str, str] = json.loads(self._code_path().read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):  # includes JSONDecodeError, UnicodeDecodeError
             return {}
-        code: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
         return code
 
     @contextlib.contextmanager

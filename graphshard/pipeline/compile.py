@@ -206,7 +206,7 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
         run = _compile_graphs(traced, lowering, traced.inductor_options)
     plans = lowering.known_plans()
     has_code = not (writer.dumps and lowering.has_loaded) or writer.write_all(cache.load_code())
-    if not has_code or not _is_complete(plans):  # plans may be missing if files were deleted
+    if not has_code or not _is_complete(plans):  # files may be deleted or damaged
         uncached = {**traced.inductor_options, "force_disable_caches": True}
         run = _compile_graphs(traced, lowering, uncached)
         plans = lowering.known_plans()

@@ -238,9 +238,15 @@ def test_unchanged_restart_compiles_nothing(unchanged: list[list[Found]]) -> Non
         assert new.hits and new.plans == old.plans and len(new.plans) == 2
 
 
-def test_lost_plan_file_is_rebuilt(unchanged: list[list[Found]], caches: Path) -> None:
-    for path in (caches / "graphshard").glob("*-backward.json"):
+def test_lost_and_damaged_plan_files_are_rebuilt(
+    unchanged: list[list[Found]], caches: Path
+) -> None:
+    folder = caches / "graphshard"
+    for path in folder.glob("*-backward.json"):
         path.unlink()
+    for path in folder.glob("*-forward.json"):
+        path.write_text("")
     after = _in_new_processes(REPLICAS, caches)
     for old, new in zip(unchanged[0], after):
         assert new.plans == old.plans and len(new.plans) == 2
+    assert any(path.read_text() for path in folder.glob("*-forward.json"))
