@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from .dynamo import run_with_callees_as_python
+from .dynamo import run_as_python, run_with_callees_as_python
 from .patches import patch
 
 _R = TypeVar("_R")
@@ -91,10 +91,10 @@ class _BackwardEnd:
             act()
 
     # Autograd calls this object only if backward succeeds, but drops it in any case.
+    @run_with_callees_as_python
     def __del__(self) -> None:
         self._act()
 
-    @run_with_callees_as_python
     def _act(self) -> None:
         while self.acts:
             self.acts.pop(0)()
@@ -141,24 +141,32 @@ def on_backward_success(act: Callable[[], None]) -> None:
 
 
 def on_graph_error(
-    compiled: Callable[..., _R], act: Callable[[BaseException], None]
+    compiled: Callable[..., _R],
+    act: Callable[[BaseException], None],
+    start_backward: Callable[[], None] | None = None,
 ) -> Callable[..., _R]:
     """Wrap a compiled graph to call ``act`` with every error that it or its backward raises.
 
     The error then propagates. If a graph is wrapped again, the inner ``act`` runs first.
+    ``start_backward`` is called before each of its backwards.
     """
-    forward, is_first = _acting_on_errors(compiled, act), True
+    forward, is_wrapped = _acting_on_errors(compiled, act), False
 
     def run(*args: object) -> _R:
-        nonlocal is_first
+        nonlocal is_wrapped
         outputs = forward(*args)
-        if is_first and isinstance(outputs, Sequence):
+        if not is_wrapped and isinstance(outputs, Sequence):
             # AOTAutograd creates one ``autograd.Function`` class per compiled graph, whose
             # ``backward`` runs the backward graph (torch/_functorch/_aot_autograd/
-            # runtime_wrappers.py).
-            for function in {type(node)._forward_cls for node in compiled_nodes(outputs)}:
+            # runtime_wrappers.py). A graph may return its inputs, whose nodes are of other graphs.
+            if nodes := set(compiled_nodes(outputs)):
+                nodes.difference_update(compiled_nodes(args))
+            for node in {type(node): node for node in nodes}.values():
+                if start_backward is not None:
+                    before_backward(node, lambda _: start_backward())
+                function = node._forward_cls
                 function.backward = staticmethod(_acting_on_errors(function.backward, act))
-        is_first = False
+            is_wrapped = bool(nodes)
         return outputs
 
     return run
@@ -175,6 +183,7 @@ def _acting_on_errors(
             act(error)
             raise
 
+    run_as_python(run)
     return run
 
 
@@ -187,6 +196,8 @@ def before_backward(node: Any, act: Callable[[Any], None]) -> None:
         act(ctx)
         return backward(ctx, *args)
 
+    run_as_python(run)
+    run_with_callees_as_python(act)
     node._forward_cls.backward = staticmethod(run)
 
 
@@ -195,12 +206,17 @@ def compiled_nodes(outputs: Iterable[object]) -> list[Any]:
 
     A node is the ``ctx`` of its graph's backward and accepts new attributes.
     """
-    nodes = [value.grad_fn for value in outputs if isinstance(value, torch.Tensor)]
-    direct = [node for node in nodes if _is_compiled(type(node))]
-    # Skip compiled nodes: their ``next_functions`` has an entry per parameter, which is slow.
-    views = [node for node in nodes if node is not None and node not in direct]
-    bases = [node for view in views for node, _ in view.next_functions]
-    return direct + [node for node in bases if _is_compiled(type(node))]
+    nodes = (value.grad_fn for value in outputs if isinstance(value, torch.Tensor))
+    return [found for node in nodes if node is not None for found in _compiled_below(node)]
+
+
+def _compiled_below(node: Any) -> list[Any]:
+    # AOTAutograd may replay a chain of views outside of the graph. Stop at compiled nodes: their
+    # ``next_functions`` has an entry per parameter, which is slow.
+    nodes = [node]
+    while len(nodes) == 1 and nodes[0] is not None and not _is_compiled(type(nodes[0])):
+        nodes = [below for below, _ in nodes[0].next_functions]
+    return [node for node in nodes if _is_compiled(type(node))]
 
 
 def _is_compiled(node_type: Any) -> bool:
@@ -253,6 +269,9 @@ def substitute_backward_inputs(
             for value, own, result in zip(inputs, leaves, results)
         )
 
+    run_as_python(run_backward)
+    for function in (leaves_of, gradient_of):
+        run_with_callees_as_python(function)
     # The modules that ``torch.compiler`` also patches during tracing (torch/compiler/__init__.py).
     for module in ("torch.autograd.graph", "torch.autograd"):
         patch(f"{module}._engine_run_backward", lambda _: run_backward)

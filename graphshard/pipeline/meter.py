@@ -15,6 +15,7 @@ import torch
 
 from .._torch.autograd import compiled_nodes, on_backward_end
 from .._torch.distributed import replace_wait, restore_wait, wait_tensor
+from .._torch.dynamo import run_with_callees_as_python
 from .traced_graph import Runnable
 
 # A timed wait costs a GPU's host two events, about 10 us: with 100 waits in a step of 10 ms, 0.1 %
@@ -62,12 +63,14 @@ class _TimedRun:
         self._waits: list[tuple[Any, Any]] = []
         self._start = self._end = None
 
+    @run_with_callees_as_python
     def begin(self, *_: object) -> None:
         self._waits.clear()  # times of an earlier backward through the same graph
         self._end, self._start = None, self._clock.now()
         replace_wait(self._wait)
         on_backward_end(restore_wait)  # ``end`` is not called if the graph raises
 
+    @run_with_callees_as_python
     def end(self, *_: object) -> None:
         restore_wait()
         self._end = self._clock.now()

@@ -5,9 +5,10 @@ different graph. Graphs with different collectives hang or mix up data. Each ran
 its calls to compiled graphs and logs their plans, and ranks compare calls through the group's
 store:
 
-    a rank      runs a graph or an eager gather for the first time, changes the grad mode (gloo
-                only), or has made no call for a few seconds (the first rank also posts
-                periodically) ─► posts "call 7 runs plan P"
+    a rank      runs a graph for the first time, or for the first time after another one, makes an
+                eager gather for the first time, changes the grad mode (gloo only), or has made no
+                call for a few seconds (the first rank also posts periodically)
+                ─► posts "call 7 runs plan P"
     the others  compare with their own call 7, past or future ─► agree, or post an error
     a rank      waits for a peer that is blocked in a collective, which the waiting rank would
                 only reach later (``watcher``) ─► posts an error
@@ -57,6 +58,10 @@ class CallLog:
     def release_also(self, group: dist.ProcessGroup) -> None:
         """Register ``group``: after an error, this rank's collectives in it raise, too."""
         self._members.release_also(group)
+
+    @property
+    def last_plan_id(self) -> str:
+        return self._history.last_plan_id
 
     def run(self, plan_id: str) -> None:
         """Log a call just before it starts, without waiting for other ranks.
@@ -184,7 +189,8 @@ class CallLog:
 
     def _post_lost_peer(self, watcher: Watcher, error: RuntimeError) -> NoReturn:
         text = (
-            "a rank has exited, or does not respond: look for the cause in its output. "
+            "a rank has exited, does not respond, or is in another collective: look for the cause "
+            "in its output. "
             f"{self._history.position()}: {str(error).splitlines()[0]}"
         )
         with contextlib.suppress(RuntimeError):  # with the store gone, only this rank raises

@@ -19,6 +19,7 @@ from .store import BlockedEvent, CallEvent
 NUM_LOGGED = 4096
 
 TRAINING, INFERENCE = "graphs for training", "a graph for inference"
+BACKWARD = "backward of"  # start of the first line, for the backward graph of graphs for training
 OPTIMIZER_STEP = "a step"  # start of the first line, for a step in which ranks exchange data
 # Part of the first line of an eager gather in code that Dynamo has given up compiling.
 LIMIT = "the recompile limit is reached"
@@ -40,6 +41,10 @@ CALL_TOGETHER = (
     "torch.no_grad(), alone?"
 )
 
+_BACKWARD_TOGETHER = (
+    "All ranks must call backward() together, and equally often: did a rank skip backward(), for "
+    "example because its loss was not finite?"
+)
 _SAVE_TOGETHER = "Gather or save on all ranks together: each has rows of every parameter"
 _STEP_TOGETHER = (
     "Call step() on all ranks, with gradients of the same parameters: did a rank set .grad to "
@@ -72,6 +77,7 @@ class CallHistory:
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         self._rank, self._global_ranks = rank, global_ranks  # global ranks only for messages
         self.num_calls = 0  # also the number of the next call
+        self.last_plan_id = ""
         self._checksum = 0
         self._calls = [("", 0)] * NUM_LOGGED  # plain tuples: a LoggedCall takes longer to make
         self.plan_texts: dict[str, str] = {}  # texts of known plans, keyed by id
@@ -81,6 +87,7 @@ class CallHistory:
         call = self.num_calls
         self._checksum = zlib.crc32(plan_id.encode(), self._checksum)
         self._calls[call % NUM_LOGGED] = plan_id, self._checksum
+        self.last_plan_id = plan_id
         self.num_calls = call + 1  # the watcher reads the entry only after this
         return call
 
@@ -142,19 +149,32 @@ def _cause(ours: str, theirs: str) -> str:
         return _SAVE_TOGETHER
     if any(LIMIT in head for head in heads):
         return _RECOMPILE
+    if any(head.startswith(BACKWARD) for head in heads) and ours != theirs:
+        return _BACKWARD_TOGETHER
     if any(INFERENCE in head for head in heads) and any(TRAINING in head for head in heads):
         return CALL_TOGETHER
     return SAME_GRAPHS
 
 
 def _first_difference(ours: Sequence[str], theirs: Sequence[str], names: Sequence[str]) -> str:
-    """Describe the first line that only one rank has, or else the first that is out of order."""
+    """Describe the first lines that only one rank has, or else the first that are out of order.
+
+    The two lines are of the same kind if there are such lines.
+    """
     only = [[line for line in a if line not in set(b)] for a, b in ((ours, theirs), (theirs, ours))]
     if not any(only):
         pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing")
         only = [list(side) for side in zip(*(pair for pair in pairs if pair[0] != pair[1]))]
+    else:
+        of_kind = {_kind(line): line for line in reversed(only[1])}
+        pairs_of_kind = ([[a], [of_kind[_kind(a)]]] for a in only[0] if _kind(a) in of_kind)
+        only = next(pairs_of_kind, only)
     shown = _excerpts(*(side[0].strip() if side else "nothing more" for side in only))
     return f"{shown[0]} ({names[0]}) differs from {shown[1]} ({names[1]})"
+
+
+def _kind(line: str) -> str:
+    return line.strip().partition(" ")[0]  # such as "all_gather"
 
 
 def _excerpts(ours: str, theirs: str) -> list[str]:

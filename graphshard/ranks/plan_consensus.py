@@ -26,12 +26,13 @@ import torch.distributed as dist
 
 from .._torch.autograd import on_graph_error
 from .._torch.distributed import process_group
+from .._torch.dynamo import run_with_callees_as_python
 from ..kinds import GraphKind, TransferKind
 from ..planning.offload import without_host_copies
 from ..planning.plan import RANK_DEPENDENT, Plan, PlanParam, Transfer
 from .agree import broadcast_from_rank, digest, max_over_ranks
 from .call_log import CallLog, call_log_of
-from .calls import CHOICE_AGAIN, INFERENCE, TRAINING
+from .calls import BACKWARD, CHOICE_AGAIN, INFERENCE, TRAINING
 
 R = TypeVar("R")
 
@@ -169,42 +170,62 @@ def _max_over_groups(number: int, groups: Sequence[str]) -> int:
 def log_every_call(
     compiled: Callable[..., R], plans: Sequence[Plan], groups: Sequence[str]
 ) -> Callable[..., R]:
-    """Wrap a compiled graph, if it communicates, to log its calls in the logs of ``groups``."""
+    """Wrap a compiled graph to log its calls in the logs of ``groups``, if it communicates.
+
+    The calls are runs of the graph, and runs of its backward graph if that communicates, too.
+    """
     numbers = _group_numbers(plans)
     common = [_with_group_names(plan, numbers) for plan in plans]
     text = f"{_communication_text(common)}\n{collectives_text(common)}"
+    logs_backward = _communicate([plan for plan in plans if plan.graph == GraphKind.BACKWARD])
     for group in groups if _communicate(plans) else ():
-        compiled = _logged(compiled, group, list(numbers), digest(text), text)
+        compiled = _logged(compiled, group, list(numbers), text, logs_backward)
     return compiled
 
 
 def _logged(
-    compiled: Callable[..., R], group: str, released: Sequence[str], plan_id: str, text: str
+    compiled: Callable[..., R],
+    group: str,
+    released: Sequence[str],
+    text: str,
+    logs_backward: bool,
 ) -> Callable[..., R]:
     call_log: CallLog | None = None
-    is_first = True
+    plan_id, backward_text = digest(text), f"{BACKWARD} {text}"
+    backward_id = digest(backward_text)
+    known: set[tuple[str, str]] = set()  # calls, and the calls that they have followed
 
     def raise_posted_error(error: BaseException) -> None:
         assert call_log is not None  # set by ``call``
         call_log.raise_posted_error(error)
 
-    run = on_graph_error(compiled, raise_posted_error)
-
-    def call(*args: object) -> R:
-        nonlocal call_log, is_first
-        current = call_log_of(process_group(group))
-        if current is not call_log:  # the first call, or the first one in a new group of this name
-            call_log, is_first = current, True
-            for name in released:
-                call_log.release_also(process_group(name))
-        # ``enters_mode`` comes first, since it has to see the mode of every run.
-        if call_log.enters_mode(torch.is_grad_enabled()) or is_first:
+    def log(plan_id: str, text: str, changes_mode: bool) -> None:
+        assert call_log is not None
+        # If a rank skips backward, for example, an order of calls is new to it. Its peers would
+        # notice only when they hang, or never if only gradients of replicated parameters mix.
+        order = call_log.last_plan_id, plan_id
+        if changes_mode or order not in known:
+            known.add(order)
             call_log.first_run(plan_id, text)
         else:
             call_log.run(plan_id)
-        outputs = run(*args)
-        is_first = False
-        return outputs
+
+    @run_with_callees_as_python
+    def log_backward() -> None:
+        log(backward_id, backward_text, False)
+
+    run = on_graph_error(compiled, raise_posted_error, log_backward if logs_backward else None)
+
+    def call(*args: object) -> R:
+        nonlocal call_log
+        current = call_log_of(process_group(group))
+        if current is not call_log:  # the first call, or the first one in a new group of this name
+            call_log = current
+            known.clear()
+            for name in released:
+                call_log.release_also(process_group(name))
+        log(plan_id, text, call_log.enters_mode(torch.is_grad_enabled()))
+        return run(*args)
 
     return call
 

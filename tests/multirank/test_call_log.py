@@ -24,6 +24,7 @@ import graphshard.ranks.watcher
 from graphshard.errors import BackendError
 from graphshard.ranks import members
 from graphshard.ranks.call_log import CallLog, call_log_of
+from graphshard.ranks.calls import describe_difference
 from graphshard.ranks.plan_consensus import choose_on_first_rank
 from tests import ranks
 
@@ -144,6 +145,13 @@ def test_rank_several_calls_late_agrees() -> None:
 
 
 # Different plans.
+
+
+def test_difference_is_shown_between_lines_of_same_kind() -> None:
+    texts = ["graphs\nall_gather of b\nmemory 3", "graphs\nmemory 4"]
+    for ours, theirs in (texts, texts[::-1]):
+        said = describe_difference([ours, theirs], ["rank 0", "rank 1"])
+        assert f"{ours.splitlines()[-1]} (rank 0) differs from {theirs.splitlines()[-1]}" in said
 
 
 def _compile_other(group: Group, call_log: CallLog, other_rank: int) -> str:

@@ -31,8 +31,13 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def _compiled(group: dist.ProcessGroup, dynamic: bool | None = None, layers: int = LAYERS) -> Any:
-    backend = graphshard.backend(mesh_of(group), compiler="aot_eager")
+def _compiled(
+    group: dist.ProcessGroup,
+    dynamic: bool | None = None,
+    layers: int = LAYERS,
+    **options: Any,
+) -> Any:
+    backend = graphshard.backend(mesh_of(group), compiler="aot_eager", **options)
     return torch.compile(Net(layers), backend=backend, dynamic=dynamic)
 
 
@@ -115,6 +120,30 @@ def _evaluate_known_graphs_alone(group: dist.ProcessGroup, _: CallLog, alone: in
 def test_evaluation_of_known_graphs_on_one_rank_is_an_error(alone: int) -> None:
     parts = ("calls a graph for inference", "calls graphs for training", "torch.no_grad()")
     _assert_told(run(3, _evaluate_known_graphs_alone, alone), *parts)
+
+
+def _skip_backward(group: dist.ProcessGroup, _: CallLog, at: int, shards: bool, runs: int) -> str:
+    """Train, but call backward `runs` times on rank 1 in step `at`; otherwise, once."""
+    overrides: Any = None if shards else {"*": {"shard": False}}
+    model, x = _compiled(group, overrides=overrides), torch.ones(4, DIM)
+
+    def train() -> None:
+        for step in range(at + 2):
+            loss = model(x)
+            for _ in range(runs if step == at and group.rank() == 1 else 1):
+                loss.backward(retain_graph=True)
+
+    return _first_line(train)
+
+
+@pytest.mark.parametrize(
+    ("at", "shards", "runs"), [(0, True, 0), (2, True, 0), (2, False, 0), (2, True, 2)]
+)
+def test_other_number_of_backwards_on_one_rank_is_an_error(
+    at: int, shards: bool, runs: int
+) -> None:
+    messages = run(2, _skip_backward, at, shards, runs)
+    _assert_told(messages, "calls backward of graphs for training", "did a rank skip backward()")
 
 
 def _step_alone(group: dist.ProcessGroup, call_log: CallLog) -> str:

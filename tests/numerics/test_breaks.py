@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from torch.utils.checkpoint import checkpoint
 
+import graphshard
 from tests.models import MLP, Trainable
-from tests.numerics.compare import Twins, assert_close, draw, graphshard_warnings
+from tests.numerics.compare import Twins, assert_close, draw, graphshard_warnings, world_mesh
 from tests.ranks import on_ranks
 
 DIM = 7
@@ -287,6 +291,28 @@ def test_function_with_graph_breaks_trains(
 ) -> None:
     twins = Twins(kind(), function=function, fullgraph=False)
     twins.train(kind.batch)
+
+
+@pytest.mark.parametrize("kind", [MLP, DisabledFirst])
+@on_ranks(2)
+def test_backward_in_compiled_function_runs_our_code_in_python(kind: Trainable) -> None:
+    def with_backward(model: nn.Module) -> Callable[[Tensor], None]:
+        params = list(model.parameters())
+        return lambda x: model(x).backward(inputs=params)
+
+    plain = kind()
+    model = graphshard.shard(copy.deepcopy(plain), world_mesh())
+    twins = Twins(model, plain, function=with_backward, fullgraph=False)
+    clear_compilation_metrics()
+    for step in range(4):  # the third is timed
+        batches = draw(kind.batch, step)
+        with graphshard_warnings():
+            twins.compiled(batches[dist.get_rank()])
+        torch.stack([twins.reference(batch) for batch in batches]).mean().backward()
+        twins.check()
+    files = {str(metrics.co_filename) for metrics in get_compilation_metrics()}
+    ours = str(Path(graphshard.__file__).parent)
+    assert files and not [file for file in files if file.startswith(ours)]
 
 
 class Debugged(MLP):

@@ -209,6 +209,30 @@ def test_output_returned_by_later_call_stays_stale() -> None:
         stale.backward()
 
 
+def _as_views(model: nn.Module) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        loss = model(x)
+        return loss.view(1, 1).t(), loss.view(1, 1, 1).transpose(0, 1).squeeze(0)
+
+    return run
+
+
+@on_ranks(2)
+def test_graph_that_returns_only_views_detects_changes() -> None:
+    twins = Twins(MLP(), function=_as_views, **ZERO3)
+    x = draw(MLP.batch, 0)[dist.get_rank()]
+    for change in (_clamp, lambda model: model.down.requires_grad_(False)):
+        loss, _ = twins.compiled(x)
+        assert type(loss.grad_fn.next_functions[0][0]).__name__ == "ViewBackward0"
+        change(twins.model)
+        if twins.model.down.weight.requires_grad:
+            with pytest.raises(ValueError, match=r"'mid.weight' was modified"):
+                loss.sum().backward()
+    loss.sum().backward()
+    assert twins.model.mid.weight.grad is not None
+    assert twins.model.down.weight.grad is None
+
+
 # Sharding between forward and backward.
 
 
