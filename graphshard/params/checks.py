@@ -247,6 +247,11 @@ def _layout_error(param: DTensor, groups: MeshGroups) -> str | None:
 
 def _tp_mesh_error(tp_mesh: DeviceMesh, mesh: DeviceMesh) -> str | None:
     slices = f'slices of one mesh, as in parallelize_module(model, mesh["tp"], plan) and {_DP_MESH}'
+    if tp_mesh == mesh and mesh.size() > 1:
+        return (
+            "the mesh to shard over: if it was made from a sharded parameter, as by weight_norm, "
+            f"make it before sharding; if tensor parallelism has split it, pass different {slices}"
+        )
     if slice_equal_to(tp_mesh, mesh) is None:
         return f"and cannot be sharded over {mesh}: both meshes must be {slices}"
     if tp_mesh.ndim != 1:

@@ -68,7 +68,7 @@ def clip_grad_norm_(
 def _largest(grads: list[Any], foreach: bool | None) -> torch.Tensor:
     """Return the infinity norm of DTensor gradients that share a mesh, over all its ranks."""
     local = [local_tensor(grad) for grad in grads]
-    dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in local))
+    dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in local)).to_real()
     norm = torch.zeros((), dtype=dtype, device=local[0].device)
     # Ranks without rows have empty gradients, whose infinity norm torch cannot compute.
     if filled := [grad for grad in local if grad.numel()]:

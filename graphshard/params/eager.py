@@ -24,8 +24,9 @@ from torch import nn
 from .._torch.as_parameter import GatheredParameter
 from .._torch.autograd import address_of, version_of
 from .._torch.distributed import process_group
+from .._torch.dynamo import run_with_callees_as_python
 from .._torch.frames import call_scope
-from .._torch.nn import NoticesReplacement, parameters_of
+from .._torch.nn import NoticesReplacement
 from .._torch.tensors import without_torch_function
 from ..errors import BackendError
 from ..ops.accumulators import PARTIAL, UNSYNCED
@@ -33,7 +34,7 @@ from ..ops.bucket_copy import add_accumulated
 from ..ops.marker_specs import used_dtype
 from .mesh import eager_gather, eager_reduction
 from .param_spec import reader
-from .sharded_param import ShardedModel, ShardedParam, is_unattached, owned_by, sharded_model_of
+from .sharded_param import ShardedParam, has_replacement, owned_by, sharded_model_of
 
 
 class _Read(NamedTuple):
@@ -44,9 +45,7 @@ class _Read(NamedTuple):
     version: int  # version of the shard: after a change, it is gathered again
 
 
-def full_parameters(
-    model: ShardedModel, module: nn.Module, names: Sequence[str]
-) -> dict[str, torch.Tensor] | None:
+def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
     """Return a module's full parameters by name, or None outside of forwards and compiled calls.
 
     Outside of inference mode, they are differentiable unless frozen. This is a collective if the
@@ -56,10 +55,11 @@ def full_parameters(
         BackendError: a full parameter was changed in place, or a shard was lost, replaced or not
             initialized.
     """
-    scope = call_scope(lambda called: sharded_model_of(called) is model)
+    # Not only calls of the same model: models may share a module, or hold a copy of another's.
+    scope = call_scope(lambda called: sharded_model_of(called) is not None)
     if scope is None:
         return None
-    if any(is_unattached(parameters_of(module).get(name)) for name in names):
+    if any(has_replacement(module, name) for name in names):
         cast(NoticesReplacement, module)._graphshard_on_replacement()
     reads: dict[str, _Read] = {}
     for name in names:
@@ -74,7 +74,8 @@ def full_parameters(
         scope.update((read, gathered) for read in reads.values() if read.param in gathered.full)
     for group in {value for value in scope.values() if isinstance(value, _Gathered)}:
         group.note_changes()
-    model.raise_if_changed()
+    for read in reads.values():
+        read.param.model.raise_if_changed()
     return {name: scope[read].full[read.param] for name, read in reads.items()}
 
 
@@ -161,6 +162,7 @@ class _Unshard(torch.autograd.Function):
         return _Unshard.apply(sharded_params, *shards), (None,) * len(shards)
 
     @staticmethod
+    @run_with_callees_as_python
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         first = ctx.sharded_params[0]
         first.model.trains_eagerly = True

@@ -93,8 +93,8 @@ def set_gradient_divide_factor(model: nn.Module, factor: float) -> None:
     """Divide gradient sums by ``factor`` instead of by the number of ranks with different data.
 
     Use 1.0 if the loss is already divided by a total over all ranks, such as the number of tokens.
-    Unlike FSDP2's method of this name, this also affects parameters outside of ``model`` that the
-    same call of :func:`graphshard.shard` has sharded.
+    All ranks must set the same factor. Unlike FSDP2's method of this name, this also affects
+    parameters outside of ``model`` that the same call of :func:`graphshard.shard` has sharded.
 
     Args:
         model: module that graphshard has sharded, or one of its submodules; may be compiled.

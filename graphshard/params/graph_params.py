@@ -33,7 +33,7 @@ from .._torch.autograd import (
     saves_unpacked,
     version_of,
 )
-from .._torch.dynamo import Source, Trace, run_with_callees_as_python, sources
+from .._torch.dynamo import Source, Trace, sources
 from .._torch.frames import CompiledCall
 from .._torch.tensors import storage_of, traced_storage, traced_value
 from ..errors import BackendError
@@ -249,7 +249,6 @@ def _record_versions(outputs: Sequence[object], args: Sequence[object], hooked: 
             setattr(node, _VERSIONS, [(p, version_of(p.dtensor)) for p in params if p is not None])
 
 
-@run_with_callees_as_python
 def _before_backward(node: Any) -> None:
     _raise_if_stale(node)
     for accumulation, _ in node.next_functions:

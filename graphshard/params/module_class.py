@@ -43,6 +43,7 @@ from .param_spec import ParamSpec, TensorParallel, reader
 from .pickling import Reduced, copy_gradients, copyable_only
 from .save_pretrained import METHOD, has_save_pretrained, save_in_full
 from .sharded_param import (
+    FUNCTIONAL_CALL,
     ShardedModel,
     ShardedParam,
     join_model,
@@ -308,7 +309,7 @@ def _eager_value(module: ShardedModule, name: str) -> torch.Tensor | None:
     # have registered them in different orders.
     readings = sorted(type(module)._graphshard_readings)
     names = [name for name in readings if parameters.get(name) is not None]
-    full = full_parameters(model, module, names)
+    full = full_parameters(module, names)
     if full is None:  # outside of any forward
         return param
     if not model.warned and compiled_call().backend is not None:
@@ -346,6 +347,11 @@ def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> Shard
         return known  # a fresh copy, by copy.deepcopy
     like = known or previous
     assert like is not None
+    if not dtensor.is_leaf:
+        raise BackendError(
+            f"parameter {like.fqn!r} was replaced by a DTensor that was computed from others, "
+            "which would get no gradients: detach it. " + FUNCTIONAL_CALL
+        )
     _check_placements(dtensor, like.spec)
     return ShardedParam(like.spec, like.model)
 

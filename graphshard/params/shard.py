@@ -45,7 +45,7 @@ from .full_tensor import as_bytes
 from .loading import check_optimizer_state
 from .mesh import MeshGroups, call_log_of_mesh, eager_reduction
 from .mixed_precision import cast_at_boundary, find_cast_boundaries
-from .module_class import ShardedModule, had_sharded, install
+from .module_class import ShardedModule, install
 from .padding import padding_advice
 from .param_spec import ParamSpec
 from .pickling import require_collective_save
@@ -54,7 +54,7 @@ from .save_pretrained import has_save_pretrained
 from .sharded_param import (
     ShardedModel,
     ShardedParam,
-    is_unattached,
+    has_replacement,
     join_model,
     sharded_model_of,
     sharded_param_of,
@@ -252,10 +252,7 @@ def take_replacements(root: nn.Module) -> bool:
         module
         for module in root.modules()
         if isinstance(module, ShardedModule)
-        and any(
-            is_unattached(param) and had_sharded(module, name)
-            for name, param in parameters_of(module).items()
-        )
+        and any(has_replacement(module, name) for name in parameters_of(module))
     ]
     for module in replaced:
         module._graphshard_on_replacement()

@@ -399,14 +399,19 @@ def is_offloaded(param: object) -> bool:
     return sharded_param is not None and sharded_param.spec.host_memory is not None
 
 
-def is_unattached(param: object) -> bool:
-    """Return whether ``param`` is a DTensor without a shard, such as one made by the user."""
-    return isinstance(param, DTensor) and sharded_param_of(param) is None
-
-
 def owned_by(module: nn.Module, name: str) -> ShardedParam | None:
     """Return the sharded parameter whose shard ``module`` holds for ``name``, or None."""
     return sharded_param_of(module.__dict__.get(shard_attribute(name)))
+
+
+def has_replacement(module: nn.Module, name: str) -> bool:
+    """Return whether parameter ``name`` is a DTensor whose shard ``module`` does not hold yet.
+
+    The user may have made the DTensor, or put back the one that another had replaced.
+    """
+    param, owned = parameters_of(module).get(name), owned_by(module, name)
+    is_dtensor = isinstance(param, DTensor)
+    return is_dtensor and owned is not None and sharded_param_of(param) is not owned
 
 
 def refresh_accessors(module: nn.Module) -> None:

@@ -137,13 +137,15 @@ def test_integrations_accept_iterator_of_ignored_parameters() -> None:
     assert type(model[1].weight) is nn.Parameter
 
 
-@pytest.mark.parametrize("norm_type", [float("inf"), "inf"])
+@pytest.mark.parametrize(("norm_type", "value"), [(math.inf, -2.0), ("inf", 3 + 4j)])
 @on_ranks(2)
-def test_infinity_norm_includes_ranks_without_rows(norm_type: Any) -> None:
-    model = graphshard.shard(nn.Linear(8, 1, bias=False), world_mesh())
-    model(torch.full((1, 8), -2.0)).sum().backward()
-    assert graphshard.clip_grad_norm_(model.parameters(), 1.0, norm_type) == 2
-    assert torch.allclose(whole(model.weight.grad), torch.full((1, 8), -1.0))
+def test_infinity_norm_includes_ranks_without_rows(norm_type: Any, value: complex) -> None:
+    x = torch.full((1, 8), value)
+    model = graphshard.shard(nn.Linear(8, 1, bias=False, dtype=x.dtype), world_mesh())
+    model(x).sum().abs().backward()
+    norm = graphshard.clip_grad_norm_(model.parameters(), 1.0, norm_type)
+    assert float(norm) == pytest.approx(abs(value))
+    assert torch.allclose(whole(model.weight.grad).abs(), torch.ones(1, 8))
 
 
 @pytest.mark.parametrize("norm_type", [0, -math.inf, math.nan])

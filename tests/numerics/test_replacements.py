@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import graphshard
 from tests.models import MLP
-from tests.numerics.compare import Twins, world_mesh
+from tests.numerics.compare import Twins, assert_close, world_mesh
 from tests.ranks import on_ranks
 
 
@@ -58,6 +59,63 @@ def test_parameter_replaced_before_first_step_is_trained(compiled: bool) -> None
     if not compiled:
         twins.compiled = model
     twins.train(MLP.batch)
+
+
+def _call_with(model: nn.Module, params: Mapping[str, Any], x: Tensor) -> Tensor:
+    result: Tensor = torch.func.functional_call(model, dict(params), (x,))
+    return result
+
+
+def _assign_and_restore(model: nn.Module, params: Mapping[str, Any], x: Tensor) -> Tensor:
+    own = dict(model.named_parameters())
+    _assign(model, params)
+    result: Tensor = model(x)
+    _assign(model, own)
+    return result
+
+
+def _assign(model: nn.Module, params: Mapping[str, Any]) -> None:
+    for name, param in params.items():
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, param)
+
+
+def _doubled(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(param.detach() * 2) for name, param in model.named_parameters()}
+
+
+def _of_doubled_copy(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a copy, which have shards of their own."""
+    doubled = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in doubled.parameters():
+            param.mul_(2)
+    return dict(doubled.named_parameters())
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("call", "double"), [(_call_with, _doubled), (_assign_and_restore, _of_doubled_copy)]
+)
+@on_ranks(2)
+def test_parameters_can_be_swapped_and_restored(call: Any, double: Any, compiled: bool) -> None:
+    model, x = _Scaled(), torch.ones(5, 7)
+    reference = copy.deepcopy(model)
+    twins = Twins(graphshard.shard(model, world_mesh()), reference)
+    if not compiled:
+        twins.compiled = model
+    twins.train(MLP.batch, steps=1)
+    results = [call(called, double(called), x) for called in (twins.compiled, reference)]
+    assert_close("result", *results)
+    twins.train(MLP.batch, steps=2)
+
+
+@on_ranks(2)
+def test_computed_replacement_raises() -> None:
+    model = graphshard.shard(_Scaled(), world_mesh())
+    with pytest.raises(ValueError, match=r"'gain' was replaced .* computed .*functional_call"):
+        _call_with(model, {"gain": model.gain * 2}, torch.ones(5, 7))
+    model(torch.ones(5, 7))
 
 
 class _Embedded(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -313,6 +314,31 @@ def test_sharded_model_trains_with_another_backend() -> None:
     assert_same(model, plain)
 
 
+class _Reading(nn.Module):
+    def __init__(self, part: nn.Linear) -> None:
+        super().__init__()
+        self.part, self.own = part, nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.own(x), self.part.weight).square().mean()
+
+
+@pytest.mark.parametrize("copied", [True, False])
+@on_ranks(2)
+def test_eager_model_reads_module_of_another_model(copied: bool) -> None:
+    models = [_Reading(part := nn.Linear(7, 5)), _Reading(part)]
+    plain = copy.deepcopy(models)
+    for model in models:
+        graphshard.shard(model, world_mesh())
+    if copied:
+        models[0].part, plain[0].part = map(copy.deepcopy, (models[1].part, plain[1].part))
+    xs = draw(MLP.batch, 0)
+    for model, other in zip(models, plain):
+        model(xs[dist.get_rank()]).backward()
+        torch.stack([other(x) for x in xs]).mean().backward()
+        assert_same(model, other)
+
+
 # Errors.
 
 
@@ -345,3 +371,13 @@ def test_replaced_parameter_raises(replace: Callable[[Any], None], compiled_befo
         replace(twins.model)
         twins.compiled(x)
     assert "replaced" in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+@on_ranks(2)
+def test_parameter_made_from_sharded_one_is_refused(shape: tuple[int, ...]) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    model = graphshard.shard(MLP(), mesh)
+    nn.utils.parametrizations.weight_norm(model.up)
+    with pytest.raises(RuntimeError, match=r"'up.*original0'.*make it before sharding"):
+        graphshard.shard(model, mesh)
