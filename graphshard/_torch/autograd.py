@@ -154,19 +154,17 @@ def on_graph_error(
 
     def run(*args: object) -> _R:
         nonlocal is_wrapped
-        outputs = forward(*args)
-        if not is_wrapped and isinstance(outputs, Sequence):
-            # AOTAutograd creates one ``autograd.Function`` class per compiled graph, whose
-            # ``backward`` runs the backward graph (torch/_functorch/_aot_autograd/
-            # runtime_wrappers.py). A graph may return its inputs, whose nodes are of other graphs.
-            if nodes := set(compiled_nodes(outputs)):
-                nodes.difference_update(compiled_nodes(args))
-            for node in {type(node): node for node in nodes}.values():
-                if start_backward is not None:
-                    before_backward(node, lambda _: start_backward())
-                function = node._forward_cls
-                function.backward = staticmethod(_acting_on_errors(function.backward, act))
-            is_wrapped = bool(nodes)
+        if is_wrapped:
+            return forward(*args)
+        outputs, nodes = call_and_find_nodes(forward, args)
+        # AOTAutograd creates one ``autograd.Function`` class per compiled graph, whose ``backward``
+        # runs the backward graph (torch/_functorch/_aot_autograd/runtime_wrappers.py).
+        for node in {type(node): node for node in nodes}.values():
+            if start_backward is not None:
+                before_backward(node, lambda _: start_backward())
+            function = node._forward_cls
+            function.backward = staticmethod(_acting_on_errors(function.backward, act))
+        is_wrapped = bool(nodes)
         return outputs
 
     return run
@@ -199,6 +197,18 @@ def before_backward(node: Any, act: Callable[[Any], None]) -> None:
     run_as_python(run)
     run_with_callees_as_python(act)
     node._forward_cls.backward = staticmethod(run)
+
+
+def call_and_find_nodes(compiled: Callable[..., _R], args: Sequence[object]) -> tuple[_R, set[Any]]:
+    """Call a compiled graph; return its outputs and the nodes of this call (``compiled_nodes``)."""
+    if not torch.is_grad_enabled():
+        return compiled(*args), set()
+    # A graph may return its inputs, whose nodes belong to other graphs, and may write to inputs,
+    # which then lead to its own node.
+    others = compiled_nodes(args)
+    outputs = compiled(*args)
+    found = compiled_nodes((*outputs, *args)) if isinstance(outputs, Sequence) else []
+    return outputs, set(found).difference(others)
 
 
 def compiled_nodes(outputs: Iterable[object]) -> list[Any]:

@@ -55,8 +55,15 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
         BackendError: a full parameter was changed in place, or a shard was lost, replaced or not
             initialized.
     """
-    # Not only calls of the same model: models may share a module, or hold a copy of another's.
-    scope = call_scope(lambda called: sharded_model_of(called) is not None)
+    model = sharded_model_of(module)
+
+    def is_of_model(called: nn.Module) -> bool:
+        if (other := sharded_model_of(called)) is None or other is model:
+            return other is not None
+        # Models may share a module, or hold a copy of another's.
+        return any(part is module for part in called.modules())
+
+    scope = call_scope(is_of_model)
     if scope is None:
         return None
     if any(has_replacement(module, name) for name in names):

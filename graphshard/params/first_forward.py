@@ -22,8 +22,7 @@ symptom is an optimizer step on plain parameters that have gradients:
 
     torch.compile gets a model, or a function that refers to it    watched until it is sharded
     an optimizer steps plain parameters of a watched model         error
-    an optimizer steps plain parameters added to a sharded model   error: the next compiled call
-                                                                   would have sharded them
+    an optimizer steps plain parameters added to a sharded model   error: shard them first
     an optimizer steps any plain parameters while a backend has
     sharded nothing and has no known model                         warning: they may be unrelated
 
@@ -333,5 +332,5 @@ def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.P
         )
     raise BackendError(
         f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which {why}; or "
-        "list its parameters in ignored_params if you reduce their gradients yourself"
+        "list such parameters in ignored_params if you reduce their gradients yourself"
     )

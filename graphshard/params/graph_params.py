@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch.as_parameter import shards_read, trace_as_parameters
 from .._torch.autograd import (
     before_backward,
+    call_and_find_nodes,
     compiled_nodes,
     saved_tensors,
     saves_unpacked,
@@ -195,30 +196,21 @@ def with_backward_hook(compiled: Callable[..., _R]) -> Callable[..., _R]:
 
     def run(*args: object) -> _R:
         nonlocal hooked
-        outputs = compiled(*args)
-        if not isinstance(outputs, Sequence):
-            return outputs
-        hooked = hooked or _hook_backward(outputs, args)
+        if hooked is None:
+            outputs, nodes = call_and_find_nodes(compiled, args)
+            if nodes:
+                node = nodes.pop()
+                before_backward(node, _before_backward)
+                hooked = _Hooked(type(node))
+        else:
+            outputs = compiled(*args)
         # Saved-tensor hooks pack a copy, or recompute with the parameters as they are in backward.
         if hooked is not None and hooked.saved != [] and saves_unpacked():
+            assert isinstance(outputs, Sequence), "graphs with a backward return sequences"
             _record_versions(outputs, args, hooked)
         return outputs
 
     return run
-
-
-def _hook_backward(outputs: Sequence[object], args: Sequence[object]) -> _Hooked | None:
-    """Register ``_before_backward`` on the graph that has returned ``outputs``.
-
-    Return the hooked graph, or None if its outputs have no backward, as under ``no_grad``.
-    """
-    # A graph may return its inputs, whose nodes belong to other graphs.
-    nodes = set(compiled_nodes(outputs)).difference(compiled_nodes(args))
-    if not nodes:
-        return None
-    node = nodes.pop()
-    before_backward(node, _before_backward)
-    return _Hooked(type(node))
 
 
 def _find_saved(node: Any, args: Sequence[object]) -> list[int]:

@@ -111,6 +111,7 @@ def shard_module(
     has_replacements = take_replacements(root)
     plain_params = find_plain_params(root, ignored)
     if has_replacements and not plain_params:
+        note_ignored(root, ignored)
         return
     groups = find_groups(root, plain_params, mesh, options)
     error = find_error(root, plain_params, groups, options, allow_meta=allow_meta)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch.autograd import compiled_nodes, on_backward_end
+from .._torch.autograd import call_and_find_nodes, on_backward_end
 from .._torch.distributed import replace_wait, restore_wait, wait_tensor
 from .._torch.dynamo import run_with_callees_as_python
 from .traced_graph import Runnable
@@ -127,12 +127,9 @@ class Meter:
         forward, backward = _TimedRun(clock), _TimedRun(clock)
         forward.begin()
         try:
-            outputs = compiled(*args)
+            outputs, nodes = call_and_find_nodes(compiled, args)
         finally:
             forward.end()
-        # A graph may return its inputs, whose nodes belong to other graphs.
-        found = compiled_nodes(outputs) if isinstance(outputs, Sequence) else []
-        nodes = set(found).difference(compiled_nodes(args))
         for node in nodes:
             node.register_prehook(backward.begin)
             node.register_hook(backward.end)

@@ -12,7 +12,7 @@
 - ``members``: the ranks of a process group, and how to release this rank from its collectives.
 
 This package uses process groups, not meshes, and may import ``planning``. Ranks compare their first
-run of each graph, and its first run after each other call, through the store. A later call uses the
+run of each graph, and its first run after any given call, through the store. A later call uses the
 store only if a rank posts about it: if the rank has made no call for a few seconds (a stall), if
 the first rank compares its last call, as it does every ``watcher.AUDIT_S`` seconds (an audit),
 after an error or, in a gloo group, when the grad mode changes. Around graph breaks, ranks also

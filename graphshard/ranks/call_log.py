@@ -5,7 +5,7 @@ different graph. Graphs with different collectives hang or mix up data. Each ran
 its calls to compiled graphs and logs their plans, and ranks compare calls through the group's
 store:
 
-    a rank      runs a graph for the first time, or for the first time after another one, makes an
+    a rank      runs a graph for the first time, or for the first time after a given call, makes an
                 eager gather for the first time, changes the grad mode (gloo only), or has made no
                 call for a few seconds (the first rank also posts periodically)
                 ─► posts "call 7 runs plan P"
