@@ -124,7 +124,7 @@ def test_unknown_devices_are_refused_or_use_default(device: str) -> None:
     with pytest.raises(ValueError, match=r"H100.*calibrate") as refused:
         find_hardware(device)
     assert repr(device) in str(refused.value)
-    warning = rf"{re.escape(repr(device))} .* rates that .* are those of {DEFAULT}"
+    warning = rf"{re.escape(repr(device))} .* Rates that .* are those of {DEFAULT}"
     with pytest.warns(UserWarning, match=warning):
         assert find_hardware_or_default(device) is HARDWARE[DEFAULT]
 
