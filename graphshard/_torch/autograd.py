@@ -143,7 +143,7 @@ def on_backward_success(act: Callable[[], None]) -> None:
 def on_graph_error(
     compiled: Callable[..., _R],
     act: Callable[[BaseException], None],
-    start_backward: Callable[[], None] | None = None,
+    start_backward: Callable[[Any], None] | None = None,
 ) -> Callable[..., _R]:
     """Wrap a compiled graph to call ``act`` with every error that it or its backward raises.
 
@@ -161,7 +161,7 @@ def on_graph_error(
         # runs the backward graph (torch/_functorch/_aot_autograd/runtime_wrappers.py).
         for node in {type(node): node for node in nodes}.values():
             if start_backward is not None:
-                before_backward(node, lambda _: start_backward())
+                before_backward(node, start_backward)
             function = node._forward_cls
             function.backward = staticmethod(_acting_on_errors(function.backward, act))
         is_wrapped = bool(nodes)

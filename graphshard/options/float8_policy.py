@@ -36,10 +36,10 @@ class Float8Policy:
             more accurate, or "mxfp8" (one scale per 32 values of a row or column), for Blackwell
             GPUs. See ``graphshard.ops.float8_math`` and, for "mxfp8", ``graphshard.ops.mx_math``.
         filter_fn: function that takes a weight's FQN and shape ``(out, in)`` and returns whether
-            its linears compute in fp8. It is called for every sharded 2D floating-point parameter
-            that no ``nn.Embedding`` holds, and not for one that ``overrides`` replicates; a tied
-            weight needs True for each of its FQNs. A weight that is also used outside of linears
-            does not use fp8, except with "mxfp8"; plans state the reason.
+            its linears compute in fp8. It is called for every sharded 2D floating-point parameter,
+            except for weights of ``nn.Embedding``; parameters that ``overrides`` replicates are
+            not sharded. A tied weight needs True for each of its FQNs. A weight that is also used
+            outside of linears does not use fp8, except with "mxfp8"; plans state the reason.
 
     Raises:
         ValueError: a field has a wrong type or value.

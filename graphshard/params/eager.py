@@ -58,10 +58,11 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
     model = sharded_model_of(module)
 
     def is_of_model(called: nn.Module) -> bool:
-        if (other := sharded_model_of(called)) is None or other is model:
-            return other is not None
+        other = sharded_model_of(called)
         # Models may share a module, or hold a copy of another's.
-        return any(part is module for part in called.modules())
+        return other is model or (
+            other is not None and any(part is module for part in called.modules())
+        )
 
     scope = call_scope(is_of_model)
     if scope is None:

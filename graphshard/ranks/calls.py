@@ -77,17 +77,20 @@ class CallHistory:
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         self._rank, self._global_ranks = rank, global_ranks  # global ranks only for messages
         self.num_calls = 0  # also the number of the next call
-        self.last_plan_id = ""
         self._checksum = 0
         self._calls = [("", 0)] * NUM_LOGGED  # plain tuples: a LoggedCall takes longer to make
         self.plan_texts: dict[str, str] = {}  # texts of known plans, keyed by id
+
+    @property
+    def last_plan_id(self) -> str:
+        """Id of the plan of the last call; "" before the first."""
+        return self._calls[(self.num_calls - 1) % NUM_LOGGED][0]
 
     def append(self, plan_id: str) -> int:
         """Log a call that runs the plan, and return its number; costs well under 1 us."""
         call = self.num_calls
         self._checksum = zlib.crc32(plan_id.encode(), self._checksum)
         self._calls[call % NUM_LOGGED] = plan_id, self._checksum
-        self.last_plan_id = plan_id
         self.num_calls = call + 1  # the watcher reads the entry only after this
         return call
 

@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from .._torch.autograd import on_graph_error
 from .._torch.distributed import process_group
-from .._torch.dynamo import run_with_callees_as_python
 from ..kinds import GraphKind, TransferKind
 from ..planning.offload import without_host_copies
 from ..planning.plan import RANK_DEPENDENT, Plan, PlanParam, Transfer
@@ -210,8 +209,7 @@ def _logged(
         else:
             call_log.run(plan_id)
 
-    @run_with_callees_as_python
-    def log_backward() -> None:
+    def log_backward(_: object) -> None:
         log(backward_id, backward_text, False)
 
     run = on_graph_error(compiled, raise_posted_error, log_backward if logs_backward else None)
