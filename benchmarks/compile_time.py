@@ -80,7 +80,7 @@ class First:
 
     Attributes:
         seconds: time of the first forward and backward.
-        parts: seconds of each part of that time, keyed by name; see ``_parts``.
+        parts: seconds of each part of that time, keyed by name; see ``parts_of``.
         graphs: number of graphs that Inductor generated code for, including subgraphs.
         files: number of runs of the C++ compiler.
         step_s: median time of later steps, in seconds.
@@ -236,9 +236,9 @@ def _first_step(setting: Setting, device: torch.device, mesh: DeviceMesh) -> Fir
         compiled(ids).backward()
 
     compiled: Any = None
-    with _timed_parts() as ours:
+    with timed_parts() as ours:
         seconds = common.timed(first_step, device).done_s
-    parts = _parts(seconds, ours, setting)
+    parts = parts_of(seconds, ours, setting)
     metrics = dict(compilation_time_metrics)
 
     def step() -> None:
@@ -258,7 +258,7 @@ def _first_step(setting: Setting, device: torch.device, mesh: DeviceMesh) -> Fir
     )
 
 
-def _parts(seconds: float, ours: dict[str, float], setting: Setting) -> dict[str, float]:
+def parts_of(seconds: float, ours: dict[str, float], setting: Setting) -> dict[str, float]:
     """Return the seconds of each part of a first step.
 
     The parts are Dynamo; AOTAutograd's trace; Inductor's passes over the joint graph, with the
@@ -267,7 +267,7 @@ def _parts(seconds: float, ours: dict[str, float], setting: Setting) -> dict[str
 
     Args:
         seconds: time of the whole step.
-        ours: result of ``_timed_parts``.
+        ours: result of ``timed_parts``.
     """
     cut, lowering = ours.get("cut", 0.0), ours.get("lowering", 0.0)
     # graphshard/_torch/cpp_kernels.py moves these waits out of ``compile_fx_inner``.
@@ -285,7 +285,7 @@ def _parts(seconds: float, ours: dict[str, float], setting: Setting) -> dict[str
 
 
 @contextmanager
-def _timed_parts() -> Iterator[dict[str, float]]:
+def timed_parts() -> Iterator[dict[str, float]]:
     """Yield the seconds of graphshard's parts; "cut" is torch's share of "partitioner"."""
     spent: dict[str, float] = {}
     places: tuple[tuple[Any, str, str], ...] = (
