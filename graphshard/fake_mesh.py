@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -50,10 +50,17 @@ def fake_mesh(ranks: Ranks, device_type: str, rank: int = 0) -> Iterator[DeviceM
         yield init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
-def sharding_options(model: nn.Module, mesh: DeviceMesh, ranks: Ranks) -> dict[str, Any]:
-    """Return arguments of ``backend`` for ``model``, already split over ``split_axis``, if any."""
-    options = {"sync_module_states": False}  # no other rank exists to broadcast values
+def sharding_options(
+    options: Mapping[str, Any], model: nn.Module, mesh: DeviceMesh, ranks: Ranks
+) -> dict[str, Any]:
+    """Complete arguments of ``backend`` for ``model``, already split over ``split_axis``, if any.
+
+    Arguments in ``overrides`` take precedence over those that shard experts.
+    """
+    options = {**options, "sync_module_states": False}  # no other rank exists to broadcast values
     if ranks.ep > 1:
         overrides = expert_parallel.overrides(model, mesh)
+        for glob, arguments in (options.get("overrides") or {}).items():  # the last match wins
+            overrides[glob] = {**overrides.pop(glob, {}), **arguments}
         return {**options, "mesh": expert_parallel.data_mesh(mesh), "overrides": overrides}
     return {**options, "mesh": mesh[tuple(name for name in ranks.axes if name != "tp")]}

@@ -83,7 +83,7 @@ def record_steps(
             if parallelize is not None and ranks.split_axis:
                 parallelize(model, mesh[ranks.split_axis])
         # No dumps: they would replace those of a training run.
-        options = {**options, **sharding_options(model, mesh, ranks), "dump": None}
+        options = {**sharding_options(options, model, mesh, ranks), "dump": None}
         ours = backend(**options)
         with fake:
             ours.forward_check.trace_plain(model, lambda: call_model(model, inputs))

@@ -211,7 +211,7 @@ def for_strategy(traced: TracedStep, recipe: Recipe, num_gpus: int) -> TracedSte
     Return None if the strategy needs its own trace.
     """
     if recipe.kind != "hsdp":
-        return traced  # ZeRO-2, too: ``plan_step`` removes the gathers of backward
+        return traced  # ZeRO-2, too: see ``Recipe.traced_options``
     return on_mesh(traced, num_gpus // recipe.tp, recipe.ranks(num_gpus))
 
 

@@ -154,7 +154,7 @@ class MemoryForecast:
         gradients: reduced gradient shards, including those of earlier microbatches.
         optimizer: optimizer state.
         activations: activations, inputs, outputs and temporary values.
-        kept: parameters while they are kept unsharded for backward.
+        kept: parameters while they are kept unsharded for backward, and secondary shards of hpZ.
         gathered: other unsharded parameters and their communication buffers.
         reducing: full gradients and their communication buffers.
         buffers: buffers of the model.
@@ -212,8 +212,8 @@ class PlannedGraph:
     Attributes:
         input_bytes: size of the shards and replicated parameters among the graph's inputs, which
             ``problem`` counts as live.
-        kept_bytes: size of the parameters kept unsharded for backward at each point in time, which
-            ``problem`` counts as live; empty if there are none.
+        kept_bytes: size of the parameters kept unsharded for backward, and of secondary shards, at
+            each point in time, which ``problem`` counts as live; empty if there are none.
     """
 
     problem: Problem

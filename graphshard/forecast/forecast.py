@@ -27,7 +27,7 @@ class Exposed:
 
     Attributes:
         what: graph, kind and contents of the bucket; or graph, operator and number of calls.
-        us: time that compute waits in one microbatch, in microseconds.
+        us: time that compute waits in a step, over all its microbatches, in microseconds.
         why: reason for the wait.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -82,11 +83,11 @@ class LargestResult:
         return page(title, [], tables=tables, charts=charts)
 
 
-_Key = tuple[str, int | None, int]
+_Key = tuple[str, int | None, int, str]
 
 
-def _key(workload: Workload) -> _Key:
-    return workload.name, workload.num_layers, workload.tokens
+def _key(workload: Workload, strategy: str) -> _Key:
+    return workload.name, workload.num_layers, workload.tokens, strategy
 
 
 def _layers(depth: Depth, period: int) -> str:
@@ -179,8 +180,9 @@ class _Grower:
 
     def by_depth(self) -> Iterator[LargestFit]:
         # Shallow copies determine any number of layers, so deeper models need no trace.
-        copies = self._copies(self.make_workload(1.0, self.size))
+        workload = self.make_workload(1.0, self.size)
         for strategy in self.strategies:
+            copies = self._copies(workload, strategy)
             if (deepest := self._deepest(copies, strategy, sum(copies.shallow))) is not None:
                 what = _layers(deepest, copies.layers.period)
                 yield self._fit(strategy, "layers", what, copies.at_depth(deepest))
@@ -192,19 +194,19 @@ class _Grower:
         """
         for strategy, factor in self._widest().items():
             workload = self.make_workload(factor, self.size)
-            copies = self._copies(workload)
+            copies = self._copies(workload, strategy)
             if (deepest := self._deepest(copies, strategy, workload.num_layers or 0)) is not None:
                 what = f"{workload.name}, {_layers(deepest, copies.layers.period)}"
                 yield self._fit(strategy, "layers and width", what, copies.at_depth(deepest))
 
     def by_batch(self) -> Iterator[LargestFit]:
-        def step_at(size: int) -> TracedStep:
-            return self._own_step(self.make_workload(1.0, size))
+        def step_at(strategy: str, size: int) -> TracedStep:
+            return self._own_step(self.make_workload(1.0, size), strategy)
 
         for strategy in self.strategies:
-            size = self._most(step_at, strategy, 1)
+            size = self._most(functools.partial(step_at, strategy), strategy, 1)
             if size is not None:
-                yield self._fit(strategy, "samples", f"{size} samples", step_at(size))
+                yield self._fit(strategy, "samples", f"{size} samples", step_at(strategy, size))
 
     def _widest(self) -> dict[str, float]:
         """Return each strategy's largest scale factor that fits; below 1 only if none fits at 1."""
@@ -219,9 +221,8 @@ class _Grower:
         return best
 
     def _fitting(self, factor: float) -> list[str]:
-        step = self._own_step(self.make_workload(factor, self.size))
-        limit = self.cluster.memory_bytes
-        return [strategy for strategy in self.strategies if self._memory(step, strategy) <= limit]
+        workload, limit = self.make_workload(factor, self.size), self.cluster.memory_bytes
+        return [s for s in self.strategies if self._memory(self._own_step(workload, s), s) <= limit]
 
     def _deepest(self, copies: ShallowCopies, strategy: str, least: int) -> Depth | None:
         layers = self._most(lambda n: self._step(copies, n), strategy, least, MOST_LAYERS)
@@ -254,32 +255,50 @@ class _Grower:
     def _step(self, copies: ShallowCopies, num_layers: int) -> TracedStep:
         return copies.at_depth(Depth.at(num_layers, self.recipe))
 
-    def _own_step(self, workload: Workload) -> TracedStep:
+    def _own_step(self, workload: Workload, strategy: str) -> TracedStep:
         """Return the step of ``workload`` with all its layers."""
         num_layers = workload.num_layers or 0
         if num_layers >= LEAST_PERIODS * workload.period:
-            return self._step(self._copies(workload), num_layers)
-        key = _key(workload)
+            return self._step(self._copies(workload, strategy), num_layers)
+        key = _key(workload, strategy)
         if key not in self._shallow:
-            self._shallow[key] = trace_step(workload, self.recipe, self.cluster, self.progress)
+            step = None
+            if strategy != "zero3":
+                step = self._adapted(self._own_step(workload, "zero3"), strategy)
+            self._shallow[key] = step or trace_step(
+                workload, self._recipe(strategy), self.cluster, self.progress
+            )
         return self._shallow[key]
 
-    def _copies(self, workload: Workload) -> ShallowCopies:
-        """Return the traced shallow copies of a model; trace each model once."""
+    def _copies(self, workload: Workload, strategy: str) -> ShallowCopies:
+        """Return the traced shallow copies of a model; trace each model once if possible."""
         # Depth, width and batch grow from one model, and several factors may round to one model.
-        key = _key(workload)
+        key = _key(workload, strategy)
         if key not in self._traced:
-            self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
-            deep = (LEAST_PERIODS + 2) * workload.period
-            deep += (workload.num_layers or 0) % workload.period
-            depth = Depth.at(deep, self.recipe)
-            self._traced[key] = trace_copies(workload, depth, self.recipe, self.cluster)
+            copies = None if strategy == "zero3" else self._adapted_copies(workload, strategy)
+            self._traced[key] = copies or self._trace_copies(workload, strategy)
         return self._traced[key]
 
+    def _trace_copies(self, workload: Workload, strategy: str) -> ShallowCopies:
+        self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
+        deep = (LEAST_PERIODS + 2) * workload.period
+        deep += (workload.num_layers or 0) % workload.period
+        depth = Depth.at(deep, self.recipe)
+        return trace_copies(workload, depth, self._recipe(strategy), self.cluster)
+
+    def _adapted_copies(self, workload: Workload, strategy: str) -> ShallowCopies | None:
+        copies = self._copies(workload, "zero3")
+        steps = [[self._adapted(step, strategy) for step in row] for row in copies.steps]
+        adapted = [[step for step in row if step is not None] for row in steps]
+        return copies._replace(steps=adapted) if adapted == steps else None
+
+    def _adapted(self, step: TracedStep, strategy: str) -> TracedStep | None:
+        return for_strategy(step, self._recipe(strategy), self.cluster.num_gpus)
+
+    def _recipe(self, strategy: str) -> Recipe:
+        return dataclasses.replace(self.recipe, strategy=strategy)
+
     def _plan(self, step: TracedStep, strategy: str) -> PlannedStep | None:
-        recipe = dataclasses.replace(self.recipe, strategy=strategy)
-        adapted = for_strategy(step, recipe, self.cluster.num_gpus)
-        if adapted is not None:
-            with contextlib.suppress(ValueError):  # exceeds the budget
-                return plan_step(adapted, recipe, self.cluster, refine=False)
+        with contextlib.suppress(ValueError):  # exceeds the budget
+            return plan_step(step, self._recipe(strategy), self.cluster, refine=False)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -115,7 +116,7 @@ def forecast(
         time=step.time,
         memory=step.memory,
         mfu=peak_us / step.time.step_us,
-        exposed=tuple(_exposed(step.dumps)),
+        exposed=tuple(_exposed(step.dumps, recipe.accumulate)),
         binds=find_bottleneck(step.memory, changes),
         changes=tuple(sorted(changes, key=lambda change: -change.gain)),
         dumps=step.dumps,
@@ -144,7 +145,7 @@ def _notes(recipe: Recipe, cluster: Cluster) -> list[str]:
     return notes
 
 
-def _exposed(dumps: Sequence[Dump]) -> list[Exposed]:
+def _exposed(dumps: Sequence[Dump], num_microbatches: int) -> list[Exposed]:
     exposed = [
         Exposed(
             f"{dump.plan.graph} {bucket.kind} of {dump.bucket_label(bucket)}",
@@ -156,7 +157,8 @@ def _exposed(dumps: Sequence[Dump]) -> list[Exposed]:
         if is_notable(us)
     ]
     exposed += itertools.chain.from_iterable(map(_user_exposed, dumps))
-    return sorted(exposed, key=lambda one: -one.us)[:_MAX_EXPOSED]
+    longest = sorted(exposed, key=lambda one: -one.us)[:_MAX_EXPOSED]
+    return [dataclasses.replace(one, us=num_microbatches * one.us) for one in longest]
 
 
 def _user_exposed(dump: Dump) -> Iterator[Exposed]:

@@ -19,6 +19,7 @@ from ..planning.live_bytes import (
     fixed_by_point,
     launches,
     num_points,
+    running,
     sum_spans,
     with_fixed_bytes,
 )
@@ -93,6 +94,7 @@ def plan_step(
     # The partitioner pass that runs in real training also decides with ``choose_kept``.
     for i, (forward, backward) in enumerate(pairwise(tuple(graphs))):
         if (forward.kind, backward.kind) == (GraphKind.FORWARD, GraphKind.BACKWARD):
+            before_keeping[i : i + 2] = _without_secondary_shards(forward, backward)
             pair = _keep_for_backward(forward, backward, cost_model, limits, keep_all)
             graphs[i : i + 2] = pair
     dumps, planned = [], []
@@ -135,22 +137,50 @@ def _keep_for_backward(
     limits: ScheduleLimits,
     keep_all: bool,
 ) -> list[StepGraph]:
+    problems = forward.problem, backward.problem
+    gathered = {
+        i: t
+        for i, t in _regathered(forward, backward).items()
+        if not _is_secondary(backward.problem.transfers[i], t)
+    }
+    kept = list(gathered) if keep_all else choose_kept(*problems, gathered, cost_model, limits)
+    pair = zip((forward, backward), keep_unsharded(*problems, {i: gathered[i] for i in kept}))
+    return [graph.with_problem(problem) for graph, problem in pair]
+
+
+def _regathered(forward: StepGraph, backward: StepGraph) -> dict[int, Transfer]:
+    """Map positions of gathers in ``backward.transfers`` to the same parameters' in forward."""
     gathers = {
         forward.params[t.param].fqn: t
         for t in forward.problem.transfers
         if t.kind == TransferKind.ALL_GATHER and t.param is not None
     }
-    gathered = {
+    return {
         i: gathers[fqn]
         for i, t in enumerate(backward.problem.transfers)
         if t.kind == TransferKind.ALL_GATHER
         and t.param is not None
         and (fqn := backward.params[t.param].fqn) in gathers
     }
-    problems = forward.problem, backward.problem
-    kept = list(gathered) if keep_all else choose_kept(*problems, gathered, cost_model, limits)
-    pair = zip((forward, backward), keep_unsharded(*problems, {i: gathered[i] for i in kept}))
-    return [graph.with_problem(problem) for graph, problem in pair]
+
+
+def _is_secondary(in_backward: Transfer, in_forward: Transfer) -> bool:
+    return in_backward.group != in_forward.group  # hpZ: backward gathers secondary shards
+
+
+def _without_secondary_shards(forward: StepGraph, backward: StepGraph) -> list[list[int]]:
+    """Return the schedule-independent bytes of both graphs without secondary shards, by point."""
+    after, until = list[Span](), list[Span]()
+    for i, gather in _regathered(forward, backward).items():
+        again = backward.problem.transfers[i]
+        if _is_secondary(again, gather):
+            # Made when forward first uses the full parameter, freed when backward does. Steps in
+            # which that happens are left out: their peaks may be before or after it.
+            end = num_points(forward.problem.num_steps)
+            after.append(Span(launches(gather.due + 1), end, -again.shard_bytes))
+            until.append(Span(0, running(again.due), -again.shard_bytes))
+    pairs = (forward, after), (backward, until)
+    return [fixed_by_point(_with_spans(graph.problem, spans)) for graph, spans in pairs]
 
 
 def keep_unsharded(

@@ -155,7 +155,10 @@ class Recipe:
 
     def traced_options(self) -> dict[str, Any]:
         # A trace needs no schedule.
-        return {**self.options(), "schedule": SchedulePolicy(overlap=False)}
+        options = {**self.options(), "schedule": SchedulePolicy(overlap=False)}
+        if self.kind == "zero2":  # traced as ZeRO-3: ``plan_step`` removes the gathers of backward
+            del options["reshard_after_forward"]
+        return options
 
     def code(
         self,

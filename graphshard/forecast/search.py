@@ -165,10 +165,13 @@ def search(
     searching = _Search(make_workload, size, recipe, cluster, progress, dtypes, refused)
     bases, sizes = list(searching.bases()), microbatches(size)
     for i, base in enumerate(bases):
+        fits = True
         for j, microbatch in enumerate(sizes):
-            searching.done = f"{i * len(sizes) + j} of {len(bases) * len(sizes)}: "
-            if not any(candidate.fits for candidate in searching.add(base, microbatch)):
-                break  # more samples need more memory
+            # More samples need more memory, but a step of one microbatch needs less for gradients:
+            # it does not hold those of earlier ones.
+            if fits or microbatch == size:
+                searching.done = f"{i * len(sizes) + j} of {len(bases) * len(sizes)}: "
+                fits = any(candidate.fits for candidate in searching.add(base, microbatch))
     searching.done = ""
     for dtype in dtypes:
         searching.add_partial_recomputation(dtype)
@@ -380,9 +383,7 @@ class _Search:
         if step is None:
             return None
         step = on_host(step) if recipe.offload else step
-        candidate = self._plan(step, recipe, microbatch)
-        # ``step`` has the gathers of backward that a trace of ZeRO-2 lacks.
-        return dataclasses.replace(candidate, traced=None if recipe.kind == "zero2" else step)
+        return self._plan(step, recipe, microbatch)
 
     def _plan(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> PlannedRecipe:
         plan = functools.partial(plan_step, traced, cluster=self.cluster, refine=False)

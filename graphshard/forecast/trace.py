@@ -148,7 +148,7 @@ def trace(
             prepare(model)
             if axis := ranks.split_axis:
                 _split(model, axis, mesh[axis], parallelize)
-        options = {**options, **sharding_options(model, mesh, ranks)}
+        options = sharding_options(options, model, mesh, ranks)
         # Outside of the fake mode: ranks exchange parameter names in real tensors.
         shard(model, **options)
         with fake:

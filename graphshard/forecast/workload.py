@@ -363,8 +363,9 @@ def _with_layers(config: Any, num_layers: int | None) -> Any:
     if num_layers is not None:
         config.num_hidden_layers = num_layers
         if getattr(config, "layer_types", None):
-            times = -(-num_layers // len(config.layer_types))
-            config.layer_types = (config.layer_types * times)[:num_layers]
+            pattern = config.layer_types[: _period(config)]
+            times = -(-num_layers // len(pattern))
+            config.layer_types = (pattern * times)[:num_layers]
     return config
 
 

@@ -13,7 +13,7 @@ from graphshard.forecast import command
 from graphshard.forecast.largest import LargestResult
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.search import PlannedRecipe, SearchResult
-from graphshard.forecast.workload import find_config, scale_config
+from graphshard.forecast.workload import _period, find_config, scale_config
 
 
 def _llama(layers: int) -> str:
@@ -330,3 +330,10 @@ def test_scaled_config_has_heads_of_same_size() -> None:
     for tp, expected in {1: (8, 128, 8, 4, 512, 256), 3: (6, 96, 6, 3, 384, 384)}.items():
         scaled = scale_config(config, 2, tp)
         assert tuple(getattr(scaled, name) for name in sizes) == expected
+
+
+def test_scaled_config_repeats_pattern_of_layers() -> None:
+    config = find_config("gemma3_text:num_hidden_layers=26")  # full attention in every sixth layer
+    scaled = scale_config(config, 2)
+    assert len(scaled.layer_types) == scaled.num_hidden_layers > 26
+    assert _period(scaled) == _period(config) == 6

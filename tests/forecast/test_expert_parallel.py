@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
+from graphshard.dynamo_backend import backend
+from graphshard.fake_mesh import Ranks, fake_mesh, sharding_options
 from graphshard.forecast.cluster import cluster
 from graphshard.forecast.plan import forecast
 from graphshard.forecast.recipe import Recipe
@@ -46,3 +51,26 @@ def test_unsupported_models_and_recipes_are_refused() -> None:
         forecast(odd, Recipe(ep=4), cluster("H100", 8))
     with pytest.raises(ValueError, match="ep=4 with strategy='hsdp:2': use zero3 or zero2"):
         Recipe("hsdp:2", ep=4)
+
+
+def test_users_overrides_are_combined_with_those_of_experts() -> None:
+    ranks = Ranks(1, 8, ep=4)
+    model = nn.ModuleDict({"router": nn.Linear(8, 8), "experts": nn.Linear(8, 8)})
+    user = {
+        "experts.bias": {"shard": False},
+        "router": {"fp8": None},
+        "experts*": {"reshard_after_forward": False},
+        "experts.weight": {"reshard_after_forward": True},
+    }
+    with fake_mesh(ranks, "cpu") as mesh:
+        weight = DTensor.from_local(torch.zeros(2, 8), mesh["ep"], [Shard(0)])
+        model["experts"].weight = nn.Parameter(weight)
+        options = sharding_options({"overrides": user, "fp8": None}, model, mesh, ranks)
+        split, bias, router = (
+            backend(**options).options.for_parameter([fqn])
+            for fqn in ("experts.weight", "experts.bias", "router.weight")
+        )
+        assert split.mesh == mesh["efsdp"] and split.dim == 0
+        assert split.reshard_after_forward is True and split.shard
+        assert bias.mesh != split.mesh and not bias.shard and not bias.reshard_after_forward
+        assert router.reshard_after_forward is True

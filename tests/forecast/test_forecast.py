@@ -27,7 +27,14 @@ from graphshard.forecast.largest import largest_that_fits
 from graphshard.forecast.planned_step import keep_unsharded
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.report import bytes_by_step
-from graphshard.forecast.search import PlannedRecipe, _dtypes, _Search, microbatches, pareto_front
+from graphshard.forecast.search import (
+    PlannedRecipe,
+    _dtypes,
+    _Search,
+    microbatches,
+    pareto_front,
+    search,
+)
 from graphshard.forecast.trace import HeldMemory
 from graphshard.forecast.workload import BatchShape, Workload
 from graphshard.kinds import GraphKind, TransferKind
@@ -126,6 +133,18 @@ def test_partial_recomputation_is_derived_from_zero3() -> None:
     ):
         searching.add_partial_recomputation("bf16")
     assert trace.call_args.args[1].strategy == "zero3"
+
+
+def test_search_tries_a_single_microbatch_even_if_smaller_ones_do_not_fit() -> None:
+    tried = []
+
+    def add(self: _Search, base: Recipe, microbatch: int) -> list[PlannedRecipe]:
+        tried.append(microbatch)
+        return [PlannedRecipe(base, microbatch, 1.0, GIB, fits=microbatch in (1, 8))]
+
+    with mock.patch.object(_Search, "add", add):
+        search(mock.Mock(), 8, Recipe(), cluster("H100", 8), dtypes=["bf16"])
+    assert tried == [1, 2, 8] * 2  # without and with recomputation
 
 
 @given(st.integers(1, 4096))

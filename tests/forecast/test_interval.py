@@ -83,6 +83,16 @@ def test_forecast_interval_depends_on_source_of_rates() -> None:
         assert shown in forecast_text(found)
 
 
+def test_exposed_times_are_those_of_a_step() -> None:
+    traced, machine = trace_stack(1, Recipe()), cluster("H100", 8)
+    workload = module_workload(nn.Identity(), (torch.zeros(64),))
+    once, four = (
+        forecast(workload, Recipe(accumulate=number), machine, traced=traced).exposed
+        for number in (1, 4)
+    )
+    assert once and [e.us for e in four] == pytest.approx([4 * e.us for e in once])
+
+
 def test_hardware_files_state_device_type_and_source() -> None:
     measured = dataclasses.replace(HARDWARE["cpu"], source=CALIBRATED)
     assert Hardware.from_json(measured.to_json()) == measured

@@ -27,9 +27,9 @@ from graphshard.forecast.derive import (
     trace_all_depths,
     trace_step,
 )
-from graphshard.forecast.estimate import bytes_by_kind
+from graphshard.forecast.estimate import bytes_by_kind, other_graph_bytes
 from graphshard.forecast.largest import _Grower
-from graphshard.forecast.planned_step import KEPT, find_changes, plan_step
+from graphshard.forecast.planned_step import KEPT, _scaled_links, find_changes, plan_step
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.search import RESERVED, search
 from graphshard.forecast.trace import TracedStep, UntraceableError, trace
@@ -120,11 +120,22 @@ def test_extrapolated_step_with_two_kinds_of_layers_equals_traced_step() -> None
     assert_same_step(derived, trace_stack(10, recipe))
 
 
-def test_largest_batch_is_planned_for_own_number_of_layers() -> None:
-    # Shallow copies have at least three layers.
-    workload = Workload("stack", lambda n: (Stack(n or 2), (_ids(),)), 64, num_layers=2)
-    grower = _Grower(lambda factor, size: workload, Recipe(), cluster("H100", 8), 1, print)
-    assert_same_step(grower._own_step(workload), trace_stack(2, Recipe()))
+@pytest.mark.parametrize(
+    ("strategy", "num_layers", "gpus"),
+    [
+        ("zero3", 2, 8),  # shallow copies have at least three layers
+        ("hsdp:4", 3, 20),  # on 20 shards, parameters are padded
+    ],
+)
+def test_largest_batch_is_planned_for_own_layers_and_strategy(
+    strategy: str, num_layers: int, gpus: int
+) -> None:
+    machine = cluster("H100", gpus, gpus // 4)
+    workload = Workload("stack", lambda n: (Stack(n or 2), (_ids(),)), 64, num_layers=num_layers)
+    grower = _Grower(lambda factor, size: workload, Recipe(), machine, 1, print)
+    assert strategy in grower.strategies
+    step = grower._own_step(workload, strategy)
+    assert_same_step(step, trace_stack(num_layers, Recipe(strategy), gpus))
 
 
 def test_recipe_code_recomputes_same_layers() -> None:
@@ -174,13 +185,28 @@ def test_single_rank_holds_its_parameters_during_backward() -> None:
     assert backward.problem.fixed_boundary_bytes[-1] == backward.input_bytes + traced.held.trained
 
 
-def test_activations_exclude_parameters_kept_unsharded() -> None:
-    traced = trace_stack(3, Recipe())
-    planned = plan_step(traced, Recipe(), cluster("H100", 8), keep_all=True)
-    for graph, before in zip(planned.graphs, traced.graphs, strict=True):
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe("zero2")], ids=lambda r: r.strategy)
+def test_activations_exclude_parameters_kept_unsharded(recipe: Recipe) -> None:
+    traced = trace_stack(3, recipe)
+    planned = plan_step(traced, recipe, cluster("H100", 8), keep_all=True)
+    for graph, before in zip(planned.graphs, trace_stack(3, Recipe()).graphs, strict=True):
         kinds = bytes_by_kind(graph)
         fixed = [alive - graph.input_bytes for alive in fixed_by_point(before.problem)]
         assert kinds["activations"] == fixed and max(kinds["kept"]) > 0
+
+
+def test_secondary_shards_are_kept_and_no_full_parameters() -> None:
+    traced, slow = trace_stack(3, Recipe("hpz:2")), _scaled_links(cluster("H100", 8), rate=1e-4)
+    planned = plan_step(traced, Recipe("hpz:2", budget_gb=70), slow)
+    forward, backward = planned.graphs
+    assert backward.problem.transfers == traced.graphs[1].problem.transfers
+    gathers = [t for t in backward.problem.transfers if t.kind == TransferKind.ALL_GATHER]
+    kept_bytes = sum(t.num_bytes for t in gathers) // 2
+    assert forward.kept_bytes[-1] == backward.kept_bytes[0] == kept_bytes > 0
+    zero3 = plan_step(trace_stack(3, Recipe()), Recipe(), slow)
+    for graph, other in zip(planned.graphs, zero3.graphs):
+        saved, expected = (bytes_by_kind(g)["activations"] for g in (graph, other))
+        assert (saved[0], saved[-1]) == (expected[0], expected[-1]) and min(saved) >= 0
 
 
 def test_different_layers_are_not_extrapolated() -> None:
@@ -305,6 +331,25 @@ class EagerEmbedding(Stack):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.look_up(ids)).square().mean()
+
+
+class Halves(Stack):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(ids))
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[1](x)).square().mean()
+
+
+def test_parameters_kept_by_an_earlier_graph_are_counted() -> None:
+    recipe = Recipe("zero2")
+    model = Halves(2), (_ids(),)
+    traced = trace(lambda: model, recipe.ranks(8), HARDWARE, recipe.traced_options())
+    planned = plan_step(traced, recipe, cluster("H100", 8))
+    first, _, *second = other_graph_bytes(planned.graphs)
+    params = dict(model[0].blocks[0].named_parameters())
+    del params["norm.bias"]  # backward does not need it
+    kept_bytes = 2 * sum(param.numel() for param in params.values())  # in bfloat16
+    assert first.kept == 0 and [other.kept for other in second] == [kept_bytes] * 2
 
 
 def test_graph_breaks_are_noted() -> None:
