@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graphshard._torch.aot_graphs import bypass_wait, is_sync_node, is_tangent
 from graphshard._torch.inductor import has_activation_budget
 from graphshard._torch.recompute import REGION
+from graphshard.cost.fusion import NodeKind, node_kind
 from graphshard.ops.marker_specs import UnshardSpec
 from graphshard.ops.markers import UNSHARD_MARKERS, change, replicate, unshard
 from graphshard.ops.nodes import is_random, value_of
@@ -86,19 +87,44 @@ def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
     #
     #     y = addmm(unshard(bias), x, w); z = gelu(y)
     #     saved before   x, or y                    saved after   x, unshard(bias), or y
+    shrunk: set[fx.Node] = set()
     if context.ranks_differ or has_activation_budget():
         for marker in vectors:
             change(marker, regather_group=None)
     else:  # sizes decide about lookups, but not about elementwise operators, such as adding a bias
         vectors -= {m for n in gm.graph.nodes if n.target in _LOOKUPS for m in _read(n, sources)}
+        # They do decide about results that are smaller than their inputs. For up to four rows, the
+        # partitioner would recompute ``y``, and gather the bias in backward:
+        #
+        #     y = (x + unshard(bias)).mean(0); z = sin(y)
+        #     saved before   x, or y                        saved after   y
+        shrunk = _shrunk(gm.graph, sources, vectors - needed)
     # If backward would gather a parameter only to recompute, such as a table, save the results of
     # all its users instead.
     for node in gm.graph.nodes:
         forward = node.op == "call_function" and node not in sources and node not in backward
         reads = _read(node, sources) & (markers - vectors - needed)
         # An existing tag is from a checkpointed region: the user's choice, the same on all ranks.
-        if forward and reads and "recompute" not in node.meta:
+        if forward and (reads or node in shrunk) and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _shrunk(
+    graph: fx.Graph, sources: dict[fx.Node, set[fx.Node]], vectors: set[fx.Node]
+) -> set[fx.Node]:
+    """Return the reductions and lookups of values computed elementwise from ``vectors``."""
+    shrunk: set[fx.Node] = set()
+    elementwise: set[fx.Node] = set()
+    for node in graph.nodes:
+        reads = _read(node, sources) & vectors or not elementwise.isdisjoint(node.all_input_nodes)
+        if node in sources or not reads:
+            continue
+        kind = node_kind(node)
+        if kind == NodeKind.REDUCTION or node.target in _LOOKUPS:
+            shrunk.add(node)
+        elif kind in (NodeKind.VIEW, NodeKind.POINTWISE):
+            elementwise.add(node)
+    return shrunk
 
 
 def _sources(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:

@@ -14,12 +14,13 @@ differ between ranks, gathers of different parameters would be paired, so reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from graphshard._torch.tensors import HigherOrderOperator, traced_storage
 from graphshard.ops.markers import UNSHARD_MARKERS
@@ -54,23 +55,29 @@ def inline_regions(gm: fx.GraphModule, context: PassContext) -> None:
     #     before   r = invoke_subgraph(code, "code", x, p)   y = r[0]   z = y + x
     #              code:   a = unshard(p)   b = x @ a   return (b,)
     #     after    a = unshard(p)   b = x @ a   z = b + x
-    for call in gm.graph.find_nodes(op="call_function", target=INVOKE):
-        _inline(gm, call, context)
+    _inline_regions(gm, _staying(gm))
 
 
-def _inline(gm: fx.GraphModule, call: fx.Node, context: PassContext) -> None:
+def _inline_regions(gm: fx.GraphModule, staying: Container[fx.GraphModule]) -> None:
+    for call, bodies in _calls(gm):
+        for body in bodies:
+            _inline_regions(body, staying)
+        if call.target is INVOKE:
+            # Hoist before copying: the copies share the bodies of the region's operators, but read
+            # other parameters.
+            _hoist(bodies[0], staying)
+            _inline(gm, call, bodies[0])
+
+
+def _inline(gm: fx.GraphModule, call: fx.Node, code: fx.GraphModule) -> None:
     target, _, *arguments = call.args
     assert isinstance(target, fx.Node)
-    prefix = str(target.target)
-    code = gm.get_submodule(prefix)
-    assert isinstance(code, fx.GraphModule)
-    inline_regions(code, context)
     inputs = code.graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, Any] = dict(zip(inputs, arguments, strict=True))
     with gm.graph.inserting_before(call):
         results: Any = gm.graph.graph_copy(code.graph, copies)
     for node in code.graph.find_nodes(op="get_attr"):
-        copies[node].target = f"{prefix}.{node.target}"
+        copies[node].target = f"{target.target}.{node.target}"
     replace_by_results(call, results)
     if not target.users:
         gm.graph.erase_node(target)
@@ -78,28 +85,34 @@ def _inline(gm: fx.GraphModule, call: fx.Node, context: PassContext) -> None:
 
 def hoist_reads(gm: fx.GraphModule, context: PassContext) -> None:
     """Move reads of parameters out of the bodies of ``_STAYING`` operators, in place."""
-    _hoist(gm, context, out_of_all=False)
+    _hoist(gm, _staying(gm))
 
 
-def _hoist(gm: fx.GraphModule, context: PassContext, out_of_all: bool) -> None:
-    """Move reads out of the bodies of ``_STAYING`` operators, or of all operators with bodies."""
-    modules = dict(gm.named_modules())
-    for call in gm.graph.nodes:
-        if isinstance(call.target, HigherOrderOperator):
-            stays = out_of_all or call.target in _STAYING
-            bodies = _bodies(modules, call)
-            for body in bodies:
-                if stays:
-                    inline_regions(body, context)  # calls may share a region, but not its reads
-                # Nothing traces through operators inside a body that stays.
-                _hoist(body, context, stays)
-            if stays:
-                _read_before(call, bodies)
+def _hoist(gm: fx.GraphModule, staying: Container[fx.GraphModule]) -> None:
+    for call, bodies in _calls(gm):
+        for body in bodies:
+            _hoist(body, staying)
+        # Nothing traces through operators inside a body that stays.
+        if call.target in _STAYING or gm in staying:
+            _read_before(call, bodies)
 
 
-def _bodies(modules: Mapping[str, nn.Module], call: fx.Node) -> list[fx.GraphModule]:
-    bodies = [modules.get(str(n.target)) for n in call.all_input_nodes if n.op == "get_attr"]
-    return [module for module in bodies if isinstance(module, fx.GraphModule)]
+def _staying(gm: fx.GraphModule) -> set[fx.GraphModule]:
+    """Return the bodies of ``_STAYING`` operators, and the graphs inside them."""
+    calls = [call for part in graph_modules(gm) for call in _calls(part)]
+    bodies = [body for call, bodies in calls if call.target in _STAYING for body in bodies]
+    return {part for body in bodies for part in graph_modules(body)}
+
+
+def _calls(gm: fx.GraphModule) -> list[tuple[fx.Node, list[fx.GraphModule]]]:
+    """Return the calls of higher-order operators in a graph, each with its bodies."""
+    calls = [node for node in gm.graph.nodes if isinstance(node.target, HigherOrderOperator)]
+    return [(call, _bodies(gm, call)) for call in calls]
+
+
+def _bodies(gm: fx.GraphModule, call: fx.Node) -> list[fx.GraphModule]:
+    named = (attrgetter(str(n.target)) for n in call.all_input_nodes if n.op == "get_attr")
+    return [value for get in named if isinstance(value := get(gm), fx.GraphModule)]
 
 
 def _read_before(call: fx.Node, bodies: Sequence[fx.GraphModule]) -> None:

@@ -77,7 +77,8 @@ _SPECIAL = op_names(
 # --- kinds of nodes ------------------------------------------------------------------------------
 
 
-def _node_kind(node: fx.Node) -> NodeKind:
+def node_kind(node: fx.Node) -> NodeKind:
+    """Return the role of a node in fusion."""
     if node.op in ("placeholder", "get_attr", "output"):
         return NodeKind.BARRIER
     target = node.target
@@ -135,7 +136,7 @@ class GraphValues:
         self.num_bytes: dict[fx.Node, float] = {}
         self.roots: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
-            kind = self.kinds[node] = _node_kind(node)
+            kind = self.kinds[node] = node_kind(node)
             self.num_bytes[node] = call_with_fallback(0.0, _bytes_of_value, node)
             inputs = node.all_input_nodes
             is_view = kind == NodeKind.VIEW and bool(inputs)

@@ -104,7 +104,8 @@ def launch_bucket(
     """
     buffers = [[_cast_to_fp8(call, sent, group) for sent in inputs] for inputs in buffers]
     ready = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}
-    # ``copy_in`` does not pack fp8 weights: Inductor's kernels do.
+    # ``copy_in`` does not pack fp8 weights: Inductor's kernels do. It packs mxfp8 weights, because
+    # Inductor would split each of their casts, which are one kernel, in two.
     copied = [
         i
         for i, inputs in enumerate(buffers)
@@ -153,7 +154,7 @@ def _packed_without_copy_in(call: Call, kind: TransferKind, inputs: BufferInputs
 
 
 def _is_float8(inputs: BufferInputs) -> bool:
-    return all(sent.tensor.dtype == E4M3 for sent in inputs)
+    return all(sent.tensor.dtype == sent.wire_dtype == E4M3 for sent in inputs)
 
 
 def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> bool:

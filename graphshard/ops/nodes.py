@@ -55,7 +55,9 @@ def is_user_launch(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Return whether ``node`` draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    # Operators that write to their arguments are called through ``auto_functionalized_v2(op, ..)``.
+    ops = (node.target, *node.args)
+    return any(torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()) for op in ops)
 
 
 def num_bytes(tensor: torch.Tensor) -> int:

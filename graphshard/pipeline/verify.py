@@ -15,7 +15,7 @@ from torch import fx
 from .._torch.tensors import tree_leaves
 from ..kinds import HOST_COPIES, TransferKind
 from ..ops import collectives, host_copy, markers
-from ..ops.nodes import PLANNED, WAIT, is_user_launch, num_bytes
+from ..ops.nodes import PLANNED, WAIT, graph_modules, is_user_launch, num_bytes
 from ..passes.describe import describe_user_collective
 from ..passes.saving import saved_nodes
 from ..planning.buckets import events_by_step
@@ -68,10 +68,14 @@ def verify_lowered(graph: fx.Graph, plan: Plan) -> None:
     """Check that the graph is valid and does what ``plan`` says.
 
     The graph must launch every collective once and wait for each buffer once, in the plan's order,
-    with every launch on the planned side of each user collective, and contain no markers.
+    with every launch on the planned side of each user collective. Neither it nor its subgraphs may
+    contain markers.
     """
     graph.lint()
-    left = [node.name for node in graph.nodes if markers.is_marker(node)]
+    owner = graph.owning_module
+    assert owner is not None
+    nodes = (node for part in graph_modules(owner) for node in part.graph.nodes)
+    left = [node.name for node in nodes if markers.is_marker(node)]
     if left:
         raise AssertionError(f"the {plan.graph} graph has markers that were not lowered: {left}")
     planned, in_graph = _planned_events(plan), _graph_events(graph)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -67,6 +69,23 @@ def test_random_values_are_not_recomputed(group: str) -> None:
     full = build.unshard(build.primal(1, 8), 8)
     noise = build.call(torch.ops.aten.rand_like.default, full)
     gm = build.module(build.call(mul, full, noise))
+    assert _recomputed(gm) == [full]
+
+
+@torch.library.custom_op(
+    "graphshard_tests::add_noise_", mutates_args={"x"}, tags=[torch.Tag.nondeterministic_seeded]
+)
+def _add_noise_(x: torch.Tensor) -> None:
+    x.add_(torch.rand_like(x))
+
+
+def test_random_values_that_custom_op_writes_are_not_recomputed(group: str) -> None:
+    build = Builder(group)
+    full = build.unshard(build.primal(1, 8), 8)
+    call = torch.ops.higher_order.auto_functionalized_v2
+    op = torch.ops.graphshard_tests.add_noise_.default
+    written = build.call(call, op, _x_base_index=0, _all_bases=[full])
+    gm = build.module(build.call(operator.getitem, written, 1))
     assert _recomputed(gm) == [full]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, map, scan
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from tests.numerics.compare import Twins, assert_close, draw, world_mesh
@@ -57,6 +58,32 @@ def _regions_in_branches(model: Reads, x: Tensor) -> Tensor:
     )
 
 
+@torch.compiler.nested_compile_region
+def _marked_branches(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: layer(x).sin(), lambda x: layer(x).cos(), (x,))
+
+
+def _branches_in_regions(model: Reads, x: Tensor) -> Tensor:
+    x = _marked_branches(model.first, x)
+    # The inputs of these calls, unlike that of the first, require gradients: they share a trace.
+    return _marked_branches(model.second, _marked_branches(model.first, x))
+
+
+@torch.compiler.nested_compile_region
+def _marked_checkpoint(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: layer(x).sin(), x, use_reentrant=False)
+
+
+def _checkpoints_in_regions_in_branches(model: Reads, x: Tensor) -> Tensor:
+    x = _marked_checkpoint(model.first, model.first(x))
+    return torch.cond(
+        x.sum() > 0,
+        lambda x: _marked_checkpoint(model.second, _marked_checkpoint(model.first, x)),
+        lambda x: model.second(x),
+        (x,),
+    )
+
+
 def _steps(model: Reads, x: Tensor) -> Tensor:
     def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         state = torch.tanh(model.first(row) + state)
@@ -89,7 +116,14 @@ def _hessian(model: Reads, x: Tensor) -> Tensor:
     return torch.func.hessian(lambda x: model.first(x).sin().sum())(x[0])
 
 
-IN_CODE = (_branches_in_branches, _regions_in_branches, _reduced_in_a_tree, _mapped)
+IN_CODE = (
+    _branches_in_branches,
+    _regions_in_branches,
+    _branches_in_regions,
+    _checkpoints_in_regions_in_branches,
+    _reduced_in_a_tree,
+    _mapped,
+)
 TRANSFORMED = (_vmapped, _gradient, _product_with_jacobian, _hessian)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from tests import ranks
 from tests.numerics.compare import Twins
 
-DIM, LAYERS = 6, 2
+DIM, LAYERS = 6, 3
 
 
 class Layer(nn.Module):
@@ -32,13 +33,14 @@ class Layer(nn.Module):
 
 
 class Marked(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, in_checkpoint: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.in_checkpoint = in_checkpoint
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.in_checkpoint else layer(x)
         return x.square().mean()
 
     @staticmethod
@@ -46,13 +48,14 @@ class Marked(nn.Module):
         return torch.randn(4, DIM, generator=generator)
 
 
-def _planned() -> list[set[str]]:
-    twins = Twins(Marked(), compiler="inductor")
+def _planned(in_checkpoint: bool) -> list[set[str]]:
+    twins = Twins(Marked(in_checkpoint), compiler="aot_eager" if in_checkpoint else "inductor")
     twins.train(Marked.batch, steps=2)
     return [{param.fqn for param in plan.params} for plan in twins.backend.plans]
 
 
-def test_plans_cover_parameters_of_all_regions() -> None:
+@pytest.mark.parametrize("in_checkpoint", [False, True])
+def test_plans_cover_parameters_of_all_regions(in_checkpoint: bool) -> None:
     names = {name for name, _ in Marked().named_parameters()}
-    for forward, backward in ranks.run(2, _planned):
+    for forward, backward in ranks.run(2, _planned, in_checkpoint):
         assert forward == backward == names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -87,6 +87,36 @@ class Table(nn.Module):
 def test_batch_size_does_not_decide_what_backward_gathers(row: tuple[int, ...]) -> None:
     twins = Twins(Table(*row))
     twins.backward([torch.arange(400), torch.arange(100)])
+    twins.check()
+
+
+class Pooled(nn.Module):
+    """Model whose pooled rows torch's partitioner recomputes only if there are at most four."""
+
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gain, self.bias = (nn.Parameter(torch.randn(DIM)) for _ in range(2))
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(x * self.gain + self.bias).sin().square().mean()
+
+
+def _mean(rows: Tensor) -> Tensor:
+    return rows.mean(0)
+
+
+def _first(rows: Tensor) -> Tensor:
+    return rows[[0]]
+
+
+@pytest.mark.parametrize(("pool", "num_rows"), [(_mean, 1), (_mean, 4), (_first, 1)])
+@on_ranks(2)
+def test_number_of_rows_does_not_decide_what_backward_gathers(
+    pool: Callable[[Tensor], Tensor], num_rows: int
+) -> None:
+    twins = Twins(Pooled(pool))
+    twins.backward(_sequences(0, (8, num_rows)))
     twins.check()
 
 
