@@ -17,6 +17,7 @@ import inspect
 import itertools
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,11 +25,10 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from . import progress
 from ._torch.aot_graphs import flat_inputs
-from ._torch.as_parameter import trace_tables_by_attribute
+from ._torch.as_parameter import trace_getters, trace_tables_by_attribute
 from ._torch.autograd import on_graph_error
 from ._torch.distributed import process_group
 from ._torch.dynamo import (
@@ -67,11 +67,13 @@ from .params.first_forward import (
 from .params.graph_params import (
     check_reads,
     find_root,
+    guard_shard,
     record_graph_breaks,
     sync_params,
     trace_parameters,
     with_backward_hook,
 )
+from .params.memory_report import future_state_bytes
 from .params.mixed_precision import advise, check_cast_boundaries
 from .params.module_class import adopt
 from .params.plain_params import noted_ignored
@@ -105,8 +107,7 @@ class Backend:
         self._created_ns = time.time_ns()
         self.forward_check = ForwardCheck(options)
         on_compile_start(_shard_before_trace)
-        trace_parameters()
-        trace_tables_by_attribute(_is_read_full, adopt)
+        _trace_reads()
         watch_idle(self)
 
     def __call__(
@@ -154,6 +155,7 @@ class Backend:
             marker_groups=sorted({name for spec in specs for name in spec.group_names()}),
             tp_groups=sorted(set(filter(None, (spec.groups.tp_ranks for spec in specs)))),
             inductor_options=inductor_options,
+            future_state_bytes=partial(future_state_bytes, {param.model for param in sharded}),
         )
         device = specs[0].groups.device if specs else traced.device_of_inputs()
         schedule = self.options.schedule
@@ -163,9 +165,13 @@ class Backend:
             self.options.compiler,
             schedule,
             device=device,
-            regathered=self.options.with_own_reshard(fqns),
+            regathered=frozenset(
+                i for i, param in enumerate(by_input) if param and param.spec.overrides_reshard
+            ),
         )
         compiled = self._build(traced, settings)
+        if (is_latest := compiled.is_latest) is not None:
+            guard_shard(gm, inputs, is_latest, "the graph saves what ranks last agreed to save")
         is_cast = any(spec.dtype is not None for spec in specs)
         meter = Meter(device, waits=any(plan.buckets for plan in compiled.plans))
         run = meter.metered(compiled.run)
@@ -289,7 +295,10 @@ class Backend:
         """
         graphs = self._graphs
         compile_s = sum(graph.seconds for graph in graphs)
-        peak_us = sum(meter.num_runs * g.peak_us() for g, meter in zip(graphs, self._meters))
+        peak_us = sum(
+            graph.peak_us(meter.num_forwards, meter.num_backwards)
+            for graph, meter in zip(graphs, self._meters)
+        )
         trained = [m for g, m in zip(graphs, self._meters) if g.trains()]
         return {
             "num_compiles": len(graphs),
@@ -406,8 +415,8 @@ def backend(
             every compiled graph, and a page that shows them all, ``index.html``; created if
             missing. Each backend needs its own folder, because it deletes older dumps in the folder
             at its first compile.
-        sync_module_states: whether to broadcast the first rank's parameters and buffers before
-            sharding.
+        sync_module_states: whether to broadcast the first rank's buffers, and its parameters except
+            ``ignored_params``, before sharding.
 
     Raises:
         ValueError: an argument is invalid. At the first call, on every rank and before the model is
@@ -444,6 +453,7 @@ def shard(
     """
     arguments = dict(locals())
     arguments.pop("model")
+    _trace_reads()
     root = uncompiled_module(model)
     options = Options.from_arguments(arguments)
     mesh, ignored = mesh_for(options, root.parameters()), options.ignored_params
@@ -509,8 +519,19 @@ def _given_by_name() -> None:
         _backend_for(request.options).given_to_compile(request)
 
 
-def _is_read_full(value: DTensor) -> bool:
-    return sharded_param_of(value) is not None and _backend_of(compiled_call()) is not None
+def _trace_reads() -> None:
+    trace_parameters()
+    trace_getters(_is_ours)
+    trace_tables_by_attribute(lambda p: sharded_param_of(p) is not None and _is_ours(), adopt)
+
+
+def _is_ours() -> bool:
+    # A function compiled with another backend may call one compiled with ours, and vice versa.
+    return _is_backend(Trace().backend()) or _is_backend(compiled_call().backend)
+
+
+def _is_backend(value: object) -> bool:
+    return value is from_string or isinstance(value, Backend)
 
 
 on_compile_start(_shard_before_trace)

@@ -7,9 +7,12 @@ and 2.13.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -20,7 +23,7 @@ from torch._dynamo.utils import get_fake_value
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder, handle_traced_output
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.misc import LambdaVariable
+from torch._dynamo.variables.misc import GetAttrVariable, LambdaVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import Source, TracingContext
@@ -30,6 +33,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _functional_call
 
 from .dynamo import Trace, module_of_entry, run_as_python
+from .frames import is_in_forward
+from .patches import patch
 from .tensors import OpOverload
 
 _TRACED = "_graphshard_traced_parameters"  # attribute of an ``OutputGraph``
@@ -57,28 +62,36 @@ class ParameterGetter:
     """Getter of a property that reads a full parameter.
 
     Attributes:
+        name: name of the parameter.
         op: operator called in traces, one of those given to `trace_as_parameters`.
         shard: module attribute that holds the operator's first argument.
         constants: constant arguments after the first.
         accumulators: module attributes that hold the last arguments, or None to pass None.
-        read_eagerly: function that returns the value outside traces.
+        convert: function from the operator's result to the parameter, or None if they are equal.
+        read_eagerly: function of a module and the name that returns the value outside traces.
     """
 
+    name: str
     op: OpOverload
     shard: str
     constants: tuple[object, ...]
     accumulators: tuple[str | None, ...]
-    read_eagerly: Callable[[Any], Any]
+    convert: Callable[[Any], Any] | None
+    read_eagerly: Callable[[Any, str], Any]
 
     def __call__(self, module: Any) -> Any:
         if not is_compiling():
-            return self.read_eagerly(module)
+            return self.read_eagerly(module, self.name)
         accumulators = [name and getattr(module, name) for name in self.accumulators]
-        return self.op(getattr(module, self.shard), *self.constants, *accumulators)
+        rows = self.op(getattr(module, self.shard), *self.constants, *accumulators)
+        return rows if self.convert is None else self.convert(rows)
 
     # Dynamo calls this instead of tracing ``__call__``, which takes 1.5 times as long.
-    def trace(self, tx: Any, module: VariableTracker) -> VariableTracker:
-        """Return the variable that represents the full parameter in a trace."""
+    def trace(self, tx: Any, module: VariableTracker, getter: Source) -> VariableTracker:
+        """Return the variable that represents the full parameter in a trace.
+
+        ``getter`` is the source of this object.
+        """
         none = ConstantVariable.create(None)
         arguments = [
             module.var_getattr(tx, self.shard),
@@ -87,7 +100,11 @@ class ParameterGetter:
         ]
         # ``call_function`` would dispatch to a user's function mode, which must not see this op.
         handler = TorchInGraphFunctionVariable._get_handlers()[self.op]
-        return handler(TorchInGraphFunctionVariable(self.op), tx, *arguments)
+        rows: _ParameterVariable = handler(TorchInGraphFunctionVariable(self.op), tx, *arguments)
+        if self.convert is None:
+            return rows
+        convert = VariableTracker.build(tx, self.convert, AttrSource(getter, "convert"))
+        return rows.converted(tx, convert)
 
 
 run_as_python(ParameterGetter.__call__)
@@ -101,13 +118,16 @@ class _ParameterVariable(TensorVariable):
     read under ``no_grad`` still gets gradients from other uses.
     """
 
-    _nonvar_fields = {"_markers", "_emit", "_shard", "_grad", *TensorVariable._nonvar_fields}
+    _own_fields = ("_markers", "_emit", "_shard", "_dtensor", "_attributes_of", "_converted")
+    _nonvar_fields = {*_own_fields, *TensorVariable._nonvar_fields}
 
     def __init__(self, proxy: fx.Proxy, **properties: Any) -> None:
         self._markers: dict[tuple[object, ...], fx.Proxy] = {}
         self._emit: Callable[[], fx.Proxy]
         self._shard: Source
-        self._grad: Source
+        self._dtensor: Source
+        self._attributes_of: Callable[[Any], Mapping[str, object]]
+        self._converted: _ParameterVariable | None = None
         super().__init__(proxy, **properties)
 
     @property
@@ -134,8 +154,60 @@ class _ParameterVariable(TensorVariable):
         copied.__dict__.update(self.__dict__, **changed)
         return copied
 
+    def converted(self, tx: Any, convert: VariableTracker) -> _ParameterVariable:
+        """Return the variable for ``convert`` of this one, always the same."""
+        if self._converted is None:
+            output, requires_grad = tx.output, self.requires_grad
+
+            def emit() -> fx.Proxy:
+                # Dynamo also emits markers after it has set ``should_exit``, for graph outputs.
+                with mock.patch.object(output, "should_exit", False):
+                    proxy = convert.call_function(output.current_tx, [self], {}).as_proxy()
+                value = proxy.node.meta["example_value"]
+                if torch._C._functorch.maybe_current_level() is None:
+                    value = value.detach().requires_grad_(requires_grad)
+                value._is_param = True
+                proxy.node.meta["example_value"] = value
+                return fx.Proxy(proxy.node, proxy.tracer)  # Dynamo tracks variables by proxy
+
+            self._converted = _variable(tx, emit)
+            for name in ("_shard", "_dtensor", "_attributes_of"):
+                setattr(self._converted, name, getattr(self, name))
+        return self._converted
+
+    def traced_dtensor(self, tx: Any) -> VariableTracker:
+        return VariableTracker.build(tx, Trace().value(self._dtensor), self._dtensor).realize()
+
+    def _assigned(self, tx: Any, name: str) -> VariableTracker | None:
+        """Return the value that the trace has assigned to an attribute, or None."""
+        effects, dtensor = tx.output.side_effects, Trace().value(self._dtensor)
+        if dtensor in effects and effects.has_pending_mutation_of_attr(effects[dtensor], name):
+            assigned: VariableTracker = effects.load_attr(effects[dtensor], name)
+            return assigned
+        return None
+
     def method_attr_grad(self, tx: Any) -> VariableTracker:
-        return VariableTracker.build(tx, Trace().value(self._grad), self._grad)
+        if (assigned := self._assigned(tx, "grad")) is not None:
+            return assigned
+        source = AttrSource(self._dtensor, "grad")
+        return VariableTracker.build(tx, Trace().value(source), source)
+
+    def method_requires_grad_(self, tx: Any, *args: Any, **kwargs: Any) -> VariableTracker:
+        # Breaks the graph if the value differs: Python then calls a module's ``requires_grad_``.
+        self.traced_dtensor(tx).call_method(tx, "requires_grad_", list(args), kwargs)
+        return self
+
+    def dynamic_getattr(self, tx: Any, name: str) -> VariableTracker:
+        if (assigned := self._assigned(tx, name)) is not None:
+            return assigned
+        if not hasattr(nn.Parameter, name):
+            source, attributes_of = self._dtensor, self._attributes_of
+            attributes = attributes_of(Trace().value(source))
+            if name in attributes:
+                return VariableTracker.build(tx, attributes[name], AttrSource(source, name))
+            what = f"{source.name} has no attribute {name!r}"
+            Trace().guard(source, "requires_grad", lambda p: name not in vars(p), what)
+        return super().dynamic_getattr(tx, name)
 
 
 def _place() -> tuple[object, ...]:
@@ -152,6 +224,7 @@ def _place() -> tuple[object, ...]:
 def trace_as_parameters(
     ops: Iterable[OpOverload],
     dtensor_path: Iterable[str],
+    attributes_of: Callable[[Any], Mapping[str, object]],
     on_functional_call: Callable[[Source], None],
 ) -> None:
     """Make Dynamo treat the results of ``ops`` as parameters.
@@ -159,6 +232,7 @@ def trace_as_parameters(
     Args:
         ops: operators that take a shard as first argument and return the full parameter.
         dtensor_path: attributes that lead from the shard to the parameter's DTensor.
+        attributes_of: function that returns the attributes of a DTensor that forward may read.
         on_functional_call: function called with the source of the shard if the parameter is read
             under ``torch.func.functional_call``.
     """
@@ -175,20 +249,56 @@ def trace_as_parameters(
         if key not in traced:
             traced[key] = variable = _parameter(tx, function.value, args)
             variable._shard = source
-            variable._grad = functools.reduce(AttrSource, (*dtensor_path, "grad"), source)
+            variable._dtensor = functools.reduce(AttrSource, dtensor_path, source)
+            variable._attributes_of = attributes_of
         return traced[key]
 
     # The first call of ``_get_handlers`` builds and caches Dynamo's table, for the devices
     # registered so far.
     for op in ops:
         TorchInGraphFunctionVariable._get_handlers()[op] = trace
-    _wrap_with(_wrap_getter, ParameterGetter)
+    patch("torch._dynamo.side_effects.SideEffects.store_attr", _storing_on_dtensors)
+    if importlib.util.find_spec("torch._dynamo.variables.invoke_subgraph"):  # not in torch 2.11
+        patch("torch._dynamo.variables.invoke_subgraph.classify_vt", _classifying_others)
 
 
-def _wrap_getter(builder: VariableBuilder, getter: ParameterGetter) -> VariableTracker:
-    builder.install_guards(GuardBuilder.ID_MATCH)
-    output = builder.tx.output
-    return LambdaVariable(lambda module: getter.trace(output.current_tx, module))
+def _storing_on_dtensors(store_attr: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(store_attr)
+    def store(self: Any, item: Any, *args: Any, **kwargs: Any) -> None:
+        if type(item) is _ParameterVariable:
+            item = item.traced_dtensor(InstructionTranslator.current_tx())
+        store_attr(self, item, *args, **kwargs)
+
+    return store
+
+
+def _classifying_others(classify: Callable[[object], object]) -> Callable[[object], object]:
+    def classify_others(variable: object) -> object:
+        return None if isinstance(variable, _ParameterVariable) else classify(variable)
+
+    return classify_others
+
+
+def trace_getters(always: Callable[[], bool]) -> None:
+    """Make Dynamo trace a `ParameterGetter` as a read of the full parameter.
+
+    Outside any forward, it is traced as a read of the DTensor unless ``always()``.
+    """
+
+    def wrap(builder: VariableBuilder, getter: ParameterGetter) -> VariableTracker:
+        builder.install_guards(GuardBuilder.ID_MATCH)
+        output = builder.tx.output
+
+        def trace(module: VariableTracker) -> VariableTracker:
+            tx = output.current_tx
+            if always() or is_in_forward(_traced_codes(tx)):
+                return getter.trace(tx, module, builder.source)
+            name = ConstantVariable.create(getter.name)
+            return module.var_getattr(tx, "_parameters").call_method(tx, "__getitem__", [name], {})
+
+        return LambdaVariable(trace)
+
+    _wrap_with(wrap, ParameterGetter)
 
 
 def _wrap_with(wrap: Callable[[VariableBuilder, Any], VariableTracker], kind: type) -> None:
@@ -202,6 +312,21 @@ def shards_read() -> list[Source]:
     return list(dict.fromkeys(variable._shard for variable in traced.values()))
 
 
+def shard_written_at_break() -> Source | None:
+    """Return the source of the shard to whose parameter the breaking instruction writes, or None.
+
+    Python would run the instruction on the gathered copy that the graph returns.
+    """
+    tx: Any = InstructionTranslator.current_tx()
+    written = tx.stack[-1:] if tx.current_instruction.opname == "STORE_ATTR" else []
+    written += [
+        callee.obj
+        for callee in tx.stack
+        if isinstance(callee, GetAttrVariable) and callee.name == "requires_grad_"
+    ]
+    return next((v._shard for v in written if isinstance(v, _ParameterVariable)), None)
+
+
 def _identity(argument: VariableTracker) -> object:
     if isinstance(argument, TensorVariable):
         return argument.as_proxy().node
@@ -209,10 +334,14 @@ def _identity(argument: VariableTracker) -> object:
 
 
 def _in_functional_call(tx: Any) -> bool:
-    # Look for ``_functional_call`` (torch/nn/utils/stateless.py) among the traced callers.
-    while tx is not None and tx.f_code is not _functional_call.__code__:
+    return _functional_call.__code__ in _traced_codes(tx)  # torch/nn/utils/stateless.py
+
+
+def _traced_codes(tx: Any) -> Iterator[CodeType]:
+    """Yield the code of the function being traced, and of its traced callers."""
+    while tx is not None:
+        yield tx.f_code
         tx = tx.parent
-    return tx is not None
 
 
 def _parameter(
@@ -228,6 +357,10 @@ def _parameter(
         marker.node.meta["example_value"] = _fake_parameter(marker.node, requires_grad)
         return marker
 
+    return _variable(tx, emit)
+
+
+def _variable(tx: InstructionTranslator, emit: Callable[[], fx.Proxy]) -> _ParameterVariable:
     marker = emit()
     fake = marker.node.meta.pop("example_value")  # handle_traced_output sets it
     variable = handle_traced_output(fake, tx, marker, {}, None, _ParameterVariable)

@@ -1,4 +1,4 @@
-"""Tensor hooks and versions, backward callbacks, and substitution of backward's ``inputs``.
+"""Tensor hooks and versions, backward callbacks, and leaves added to backward's ``inputs``.
 
 Relies on torch/_tensor.py, torch/autograd/variable.py and graph.py, and the ``CompiledFunction`` in
 torch/_functorch/_aot_autograd/runtime_wrappers.py.
@@ -7,6 +7,7 @@ torch/_functorch/_aot_autograd/runtime_wrappers.py.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -45,6 +46,12 @@ def has_live_graph(leaf: torch.Tensor) -> bool:
     # new node, without our mark.
     _metadata_of(leaf)[_SEEN] = True
     return bool(_metadata_of(leaf).pop(_SEEN, False))
+
+
+def is_held_by_torch(tensor: torch.Tensor) -> bool:
+    """Return whether C++ objects hold ``tensor``: views, or autograd graphs that have saved it."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]  # mypy's stub lacks it
+    return count > 1  # one reference is Python's
 
 
 def _metadata_of(leaf: torch.Tensor) -> dict[str, object]:
@@ -246,38 +253,57 @@ def saves_unpacked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
+# Torch's own message (torch/csrc/autograd/python_engine.cpp).
+_UNUSED = (
+    "One of the differentiated Tensors appears to not have been used in the graph. Set "
+    "allow_unused=True if this is the desired behavior."
+)
+
+
 @functools.cache
-def substitute_backward_inputs(
-    leaves_of: Callable[[object, bool], Sequence[Any] | None],
-    gradient_of: Callable[[Any, torch.Tensor | None], torch.Tensor | None],
+def extend_backward_inputs(
+    leaves_of: Callable[[object, bool], Sequence[Any]],
+    gradient_of: Callable[..., torch.Tensor | None],
 ) -> None:
-    """Make ``torch.autograd.grad`` and ``backward(inputs=)`` substitute tensors for inputs.
+    """Make ``torch.autograd.grad`` and ``backward(inputs=)`` add leaves to their inputs.
 
     Args:
-        leaves_of: ``leaves_of(input, accumulates)`` returns the tensors that replace an input, or
-            None to keep it. If ``accumulates`` is False, ``torch.autograd.grad`` returns the
-            gradient, and exactly one tensor must replace the input.
-        gradient_of: ``gradient_of(input, gradient)`` returns the gradient of a replaced input.
-            ``gradient`` is that of the tensor that replaced it, or None.
+        leaves_of: ``leaves_of(input, accumulates)`` returns the leaves to add for an input, if any.
+            ``accumulates`` is False for ``torch.autograd.grad``, which returns gradients.
+        gradient_of: ``gradient_of(input, gradient, *others)`` returns the gradient of an input with
+            added leaves, from its own ``gradient`` and those of the leaves, each of which may be
+            None; it returns None if all are.
     """
     run = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(run)
     def run_backward(
-        outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
+        outputs: Any,
+        grads: Any,
+        retain: Any,
+        create: Any,
+        inputs: Any,
+        allow_unreachable: bool = False,
+        **kwargs: Any,
     ) -> Any:
         accumulates = kwargs.get("accumulate_grad", False)
-        leaves = [leaves_of(value, accumulates) for value in inputs]
-        given = [
-            leaf for value, own in zip(inputs, leaves) for leaf in ([value] if own is None else own)
-        ]
-        results = run(outputs, grads, retain, create, tuple(given), *args, **kwargs)
+        given = [[value, *leaves_of(value, accumulates)] for value in inputs]
+        if all(len(tensors) == 1 for tensors in given):
+            return run(outputs, grads, retain, create, inputs, allow_unreachable, **kwargs)
+        # Usually, only one tensor of each input has been used.
+        flat = tuple(itertools.chain(*given))
+        results = run(outputs, grads, retain, create, flat, True, **kwargs)
         if accumulates:
             return results
-        return tuple(
-            result if own is None else gradient_of(value, result)
-            for value, own, result in zip(inputs, leaves, results)
+        left = iter(results)
+        parts = [[next(left) for _ in tensors] for tensors in given]
+        gradients = tuple(
+            gradient_of(value, *own) if len(own) > 1 else own[0]
+            for value, own in zip(inputs, parts)
         )
+        if not allow_unreachable and any(gradient is None for gradient in gradients):
+            raise RuntimeError(_UNUSED)
+        return gradients
 
     run_as_python(run_backward)
     for function in (leaves_of, gradient_of):

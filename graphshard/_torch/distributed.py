@@ -6,6 +6,7 @@ group of torch/testing/_internal; the names are the same in torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from .dynamo import on_compile_start
+from .patches import patch
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _COLLECTIVES = dist.distributed_c10d.__file__
@@ -32,6 +34,9 @@ _POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 
 # Number of calls to ``new_local_group``, by default group and ranks.
 _num_created: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+# Part of a group's sequence number that counts point-to-point operations, as gloo's does.
+_num_point_to_point: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -251,10 +256,38 @@ def pending_collective(thread: int) -> PendingCollective | None:
 def num_started(group: str) -> int | None:
     """Return the number of collectives of a group that this rank has begun, or None if unknown."""
     try:
-        member: Any = process_group(group)  # mypy's stub lacks the method
-        return int(member._get_sequence_number_for_group())
-    except RuntimeError:  # this rank is not in the group, or the backend keeps no count
+        member = process_group(group)
+    except RuntimeError:  # this rank is not in the group
         return None
+    number = _sequence_number(member)
+    return None if number is None else number - _num_point_to_point.get(member, 0)
+
+
+def _sequence_number(group: Any) -> int | None:  # mypy's stub of ProcessGroup lacks the method
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # the backend keeps no count
+        return None
+
+
+def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        before = _sequence_number(group)
+        try:
+            return method(group, *args, **kwargs)
+        finally:
+            if before is not None and (after := _sequence_number(group)) is not None:
+                earlier = _num_point_to_point.get(group, 0)
+                _num_point_to_point[group] = earlier + after - before
+
+    return counted
+
+
+# Patch at import: a rank may send before it creates a backend. A monitored barrier
+# consists of sends and receives, of which the first rank makes more.
+for _name in ("send", "recv", "recv_anysource", "monitored_barrier"):
+    patch(f"torch.distributed.distributed_c10d.ProcessGroup.{_name}", _counting)
 
 
 def _user_line(frame: FrameType) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,6 +16,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .patches import patch
+
+
+def attributes_of(param: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes of a parameter that were set in Python, except by ``nn.Parameter``."""
+    return {name: value for name, value in vars(param).items() if name != "_is_param"}
 
 
 def local_tensor(dtensor: DTensor) -> torch.Tensor:

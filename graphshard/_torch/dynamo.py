@@ -20,7 +20,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list, set_code_exec_strategy, skip_code
+from torch._dynamo.eval_frame import (
+    _debug_get_cache_entry_list,
+    innermost_backend,
+    set_code_exec_strategy,
+    skip_code,
+)
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource, DictGetItemSource
@@ -87,6 +92,12 @@ class Trace:
         owner = self._tx.f_locals.get("self")
         return owner if isinstance(owner, nn.Module) else None
 
+    def backend(self) -> object:
+        """Return the ``backend`` argument of ``torch.compile``, resolved if it was a name."""
+        compiler: Any = self._tx.output.compiler_fn
+        wrapper = innermost_backend(compiler)
+        return getattr(wrapper, "compiler_fn", wrapper)
+
     def is_resumed(self) -> bool:
         return is_resumed(self._tx.f_code)
 
@@ -103,13 +114,15 @@ class Trace:
         first_line = reason.reason.strip().splitlines()[0] if reason.reason.strip() else "?"
         return f"{where.filename}:{where.lineno}: {first_line}" if where else first_line
 
-    def guard(self, source: Source, attribute: str, holds: Callable[[Any], bool]) -> None:
+    def guard(
+        self, source: Source, attribute: str, holds: Callable[[Any], bool], what: str
+    ) -> None:
         """Guard the frame on ``holds(value of source)``, evaluated at every call.
 
         ``holds`` runs before Dynamo's own guards on the value, and may change the value.
-        ``attribute`` is the name of any attribute of the value.
+        ``attribute`` is the name of any attribute of the value. ``what`` tells logs what must hold.
         """
-        text = f"graphshard: {source.name} is in sync"
+        text = f"graphshard: {what}"
 
         def create(builder: GuardBuilder, guard: Guard) -> None:
             builder.get_guard_manager(guard).add_lambda_guard(holds, [text], guard.user_stack)

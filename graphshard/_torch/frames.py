@@ -46,6 +46,7 @@ from .nn import uncompiled
 
 WRAPPED_CALL = "_wrapped_call_impl"  # the ``nn.Module`` method that ``__call__`` is an alias of
 _MODULE_CALL = ("__call__", "_call_impl", WRAPPED_CALL)
+_FORWARD = ("forward", "_call_impl", WRAPPED_CALL)
 _RESUMED_PREFIX = "torch_dynamo_resume_in_"
 
 
@@ -206,8 +207,14 @@ def is_resumed(code: CodeType) -> bool:
 
 def is_forward(frame: FrameType) -> bool:
     """Return whether ``frame`` has the name of a module's call or forward, or is resumed code."""
-    name = frame.f_code.co_name
-    return name in ("forward", "_call_impl", WRAPPED_CALL) or is_resumed(frame.f_code)
+    return frame.f_code.co_name in _FORWARD or is_resumed(frame.f_code)
+
+
+def is_in_forward(traced: Iterable[CodeType]) -> bool:
+    """Return whether a module's forward runs in Python, or is among the functions being traced."""
+    running = (frame.f_code for frame in frames() if module_of_method(frame) is not None)
+    names = (code.co_name.removeprefix(_RESUMED_PREFIX) for code in (*traced, *running))
+    return any(name.split("_at_")[0] in _FORWARD for name in names)
 
 
 def module_of_method(frame: FrameType) -> nn.Module | None:

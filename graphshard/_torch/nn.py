@@ -1,7 +1,8 @@
 """Modules and optimizers: parameters, hooks, replacement of parameters, loading.
 
 Relies on torch/nn/modules/module.py and rnn.py, torch/optim/optimizer.py and _muon.py,
-torch/distributed/utils.py and torch/distributed/checkpoint/_nested_dict.py.
+torch/amp/grad_scaler.py, torch/distributed/utils.py and
+torch/distributed/checkpoint/_nested_dict.py.
 """
 
 from __future__ import annotations
@@ -159,6 +160,28 @@ def before_loading_optimizers(act: Callable[[Optimizer, dict[str, Any]], None]) 
         return load
 
     patch("torch.optim.optimizer.Optimizer.load_state_dict", wrap)
+
+
+@functools.cache  # registering ``act`` again has no effect
+def after_unscaling(act: Callable[[Optimizer, list[torch.Tensor]], None]) -> None:
+    """Make every ``GradScaler`` call ``act(optimizer, found_infs)`` when it has checked gradients.
+
+    ``found_infs`` are scalars, 1.0 if any gradient on their device is not finite and 0.0 otherwise;
+    the scaler reads them afterwards.
+    """
+
+    def wrap(unscale: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable[..., Any]:
+        @functools.wraps(unscale)
+        def unscale_grads(
+            self: Any, optimizer: Optimizer, inv_scale: Any, found_inf: torch.Tensor, *args: Any
+        ) -> dict[torch.device, torch.Tensor]:
+            by_device = unscale(self, optimizer, inv_scale, found_inf, *args)
+            act(optimizer, [found_inf, *by_device.values()])
+            return by_device
+
+        return unscale_grads
+
+    patch("torch.amp.grad_scaler.GradScaler._unscale_grads_", wrap)
 
 
 @contextmanager

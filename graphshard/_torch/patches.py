@@ -25,6 +25,19 @@ PATCHES = {
     "torch.optim.optimizer.Optimizer.load_state_dict": (
         "Checks loaded state against the shards. Torch has only per-instance hooks for this."
     ),
+    "torch.amp.grad_scaler.GradScaler._unscale_grads_": (
+        "Lets all ranks skip the same steps. Torch compares only the ranks that have different "
+        "shards of the first gradient, and has no hooks for this."
+    ),
+    **dict.fromkeys(
+        (
+            "torch.distributed.distributed_c10d.ProcessGroup.send",
+            "torch.distributed.distributed_c10d.ProcessGroup.recv",
+            "torch.distributed.distributed_c10d.ProcessGroup.recv_anysource",
+            "torch.distributed.distributed_c10d.ProcessGroup.monitored_barrier",
+        ),
+        "Counts operations between two ranks, which gloo counts like collectives of all ranks.",
+    ),
     "torch.distributed.tensor.DTensor.data": (
         "Makes `param.data = value` set the local tensor; torch's own setter loses the value."
     ),
@@ -35,6 +48,13 @@ PATCHES = {
     "torch._dynamo.backends.registry._COMPILER_FNS": (
         'Detects calls of torch.compile(model, backend="graphshard"), which do not call the '
         "backend before the first compile."
+    ),
+    "torch._dynamo.side_effects.SideEffects.store_attr": (
+        "Assigns attributes of a traced parameter, such as its gradient, to its DTensor."
+    ),
+    "torch._dynamo.variables.invoke_subgraph.classify_vt": (
+        "Traces each call of a nested_compile_region that takes a parameter. Unpatched, calls use "
+        "the first call's parameter, because it has no source. Torch 2.11 does not have it."
     ),
     "torch._functorch._aot_autograd.graph_compile.run_joint_graph_passes_on_hops": (
         "Leaves shared layers, which AOTAutograd traces only once, unpartitioned: `inline_layers` "

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from ..dynamo_backend import backend
 from ..params.clip_grad import clip_grad_norm_
+from ..params.grad_sync import sync_accumulated
 from ..params.state_dict import full_state_dict
 from .common import (
     is_sharded,
@@ -152,6 +153,15 @@ class ShardedAccelerator(Accelerator):
         parameters = list(parameters)
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Reduce gradients after the backward in this context, even of forwards in ``no_sync``."""
+        with Accelerator.trigger_sync_in_backward(model):
+            yield
+        if is_sharded(model):
+            sync_accumulated(model)
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
         """Save as Accelerate does, except that all ranks save sharded models and their optimizers.

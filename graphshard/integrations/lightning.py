@@ -157,22 +157,34 @@ class LogMetrics(Callback):
     """
 
     def __init__(self, tokens_per_step: int | None = None) -> None:
-        self._tokens_per_step, self._logged = tokens_per_step, 0
+        self._tokens_per_step = tokens_per_step
+        self._logged = self._since = 0  # last logged step; first step that the next log measures
+        self._paused = False  # by validation or a save, since the last training batch
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._logged = trainer.global_step
-        metrics(pl_module, steps=1)
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        self._paused, self._logged = True, trainer.global_step
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._paused = True
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._paused = True
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self._paused:  # leave the pause out of the next ``step_s``
+            self._paused, self._since = False, trainer.global_step
+            metrics(pl_module, steps=1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        steps = trainer.global_step - self._logged
+        step, steps = trainer.global_step, trainer.global_step - self._since
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if not every or steps < every:
+        if not every or not steps or step - self._logged < every:
             return
-        self._logged = trainer.global_step
+        self._logged = self._since = step
         tokens = None if self._tokens_per_step is None else steps * self._tokens_per_step
         numbers = metrics(pl_module, steps=steps, tokens=tokens)
         for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=trainer.global_step)
+            logger.log_metrics(numbers, step=step)
 
 
 class ShardedFabricStrategy(_DataParallel, FabricStrategy):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -40,8 +41,8 @@ from ..params.mesh import MeshGroups
 from ..params.meta_init import fill, plain_twin
 from ..params.plain_params import find_plain_params
 from ..params.shard import move_buffers
-from ..params.stored import StoredTensor, read_stored
-from ..ranks.agree import raise_if_different, raise_on_all_ranks
+from ..params.stored import Read, StoredTensor, read_stored
+from ..ranks.agree import digest, raise_if_different, raise_on_all_ranks
 from ..tools.checkpoint import reading
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ _SAME_FILES = (
     "Load the same checkpoint with the same arguments on all ranks: do files differ between nodes?"
 )
 _COMPARED_BYTES = 64 << 20  # chunk size for comparing two stored tensors
+_SAMPLE_SIZE = 64  # elements of each stored tensor that ranks compare
 
 
 def from_pretrained(
@@ -94,9 +96,9 @@ def from_pretrained(
     safetensors files, and holds its shards, all buffers and its rows of one parameter. Exceptions:
     tensors that transformers rebuilds by mixing rows are read in full, one at a time; parameters
     split along a dimension other than the first are read with all columns, then sliced; tied
-    parameters that are stored twice are compared, in pieces. Parameters that are in no file are
-    initialized by the model, in full, with the values of the mesh's first rank unless
-    ``sync_module_states=False``.
+    parameters that are stored twice are compared, in pieces; ranks compare a few elements of every
+    tensor. Parameters that are in no file are initialized by the model, in full, with the values of
+    the mesh's first rank unless ``sync_module_states=False``.
 
     Args:
         cls: model class of transformers, or one of its ``AutoModelFor...`` classes.
@@ -134,6 +136,7 @@ def from_pretrained(
             _check_complete(report)
     values = _take_values(model, outline.stored)
     descriptions = {name: _describe(value) for name, value in values.items()}
+    descriptions |= outline.samples
     raise_if_different(descriptions, groups.all_ranks, lambda *_: _SAME_FILES)
     if parallelize is not None:
         with raise_on_all_ranks(groups.all_ranks):
@@ -195,6 +198,7 @@ class _Outline:
 
     def __init__(self) -> None:
         self.stored: dict[nn.Parameter, StoredTensor] = {}  # source of each parameter
+        self.samples: dict[str, str] = {}  # descriptions of the checkpoint's values
         self._load: Callable[..., Any] = PreTrainedModel._load_pretrained_model
         self._thread, self._has_loaded = threading.get_ident(), False
 
@@ -232,7 +236,9 @@ class _Outline:
                 "call graphshard.shard"
             )
         self._has_loaded = True
-        stored = _stored_state(state_dict, checkpoint_files or (), load_config)
+        tensors, reads = _open(state_dict, checkpoint_files or (), load_config)
+        self.samples = {f"{name} in the checkpoint": _sample(t) for name, t in tensors.items()}
+        stored = {name: _stored(tensor, reads.get(name)) for name, tensor in tensors.items()}
         on_meta = dataclasses.replace(load_config, device_map={"": "meta"})
         info, offload_index = self._load(model, stored, None, on_meta, expected_keys)
         if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
@@ -271,58 +277,71 @@ class _Outline:
         return by_name
 
 
-def _stored_state(
+def _open(
     state_dict: Mapping[str, torch.Tensor] | None, files: Sequence[str], load_config: Any
-) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint as stored tensors; safetensors files are not read yet."""
-    stored = {name: _from_tensor(tensor) for name, tensor in (state_dict or {}).items()}
+) -> tuple[Values, dict[str, Read]]:
+    """Return the tensors of a checkpoint, and functions that read those of safetensors files."""
+    tensors: Values = dict(state_dict or {})
+    reads: dict[str, Read] = {}
     for path in map(Path, files):
         if path.suffix == ".safetensors":
-            stored |= _from_file(path)
-            continue
-        loaded = load_state_dict(
-            path, weights_only=load_config.weights_only, disable_mmap=load_config.disable_mmap
-        )
-        stored |= {name: _from_tensor(tensor) for name, tensor in loaded.items()}
-    if extra := [name for name in stored if name.endswith("_extra_state")]:
+            with reading(path):
+                mapped, starts = load_file(path), _starts(path)
+            tensors |= mapped
+            for name, tensor in mapped.items():
+                reads[name] = functools.partial(_read_rows, path, starts[name], tensor)
+        else:
+            tensors |= load_state_dict(
+                path, weights_only=load_config.weights_only, disable_mmap=load_config.disable_mmap
+            )
+    if extra := [name for name in tensors if name.endswith("_extra_state")]:
         raise ValueError(
             f"the checkpoint has {extra[0]!r}, which is neither a parameter nor a buffer: load the "
             "model with its own from_pretrained, then call graphshard.shard"
         )
-    return stored
+    return tensors, reads
 
 
-def _from_file(path: Path) -> dict[str, StoredTensor]:
-    with reading(path):
-        # Unlike "mmap", "pread" raises an error if the file is truncated while it is open.
-        file = safe_open(path, "pt", "cpu", backend="pread")
-        return {
-            name: StoredTensor.create(
-                _read_meta(path, file, name), functools.partial(_read_rows, path, file, name)
-            )
-            for name in file.offset_keys()
-        }
+def _sample(tensor: torch.Tensor) -> str:
+    """Describe a few elements in the middle of a tensor, which may be memory-mapped."""
+    if tensor.is_meta or not tensor.numel():
+        return "no values"
+    row = tensor[tuple(size // 2 for size in tensor.shape[:-1])].reshape(-1)
+    values = row[len(row) // 2 :][:_SAMPLE_SIZE].tolist()
+    return f"values with hash {digest(str(values))[:8]}"
 
 
-def _read_meta(path: Path, file: Any, name: str) -> torch.Tensor:
-    shape = file.get_slice(name).get_shape()
-    # Read an empty slice to get the dtype.
-    dtype = _read_rows(path, file, name, slice(0, 0) if shape else None).dtype
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _read_rows(path: Path, file: Any, name: str, rows: slice | None) -> torch.Tensor:
-    with reading(path):
-        stored = file.get_slice(name)
-        if rows is None or not stored.get_shape()[0]:
-            return file.get_tensor(name)
-        # safetensors rejects an empty slice at the end.
-        return stored[rows if rows.start < rows.stop else slice(0, 0)]
-
-
-def _from_tensor(tensor: torch.Tensor) -> StoredTensor:
+def _stored(tensor: torch.Tensor, read: Read | None) -> StoredTensor:
     meta = torch.empty_like(tensor, device="meta")
-    return StoredTensor.create(meta, lambda rows: tensor if rows is None else tensor[rows])
+    return StoredTensor.create(
+        meta, read or (lambda rows: tensor if rows is None else tensor[rows])
+    )
+
+
+def _starts(path: Path) -> dict[str, int]:
+    """Return the position of each tensor's first byte in a safetensors file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+
+
+def _read_rows(path: Path, start: int, mapped: torch.Tensor, rows: slice | None) -> torch.Tensor:
+    """Read rows of a tensor that begins at byte ``start`` of a safetensors file."""
+    # Reading ``mapped`` would kill the process if the file is truncated while it is open, and
+    # ``get_slice`` of safetensors' backend "pread" reads the whole tensor.
+    begin, shape = 0, list(mapped.shape)
+    if rows is not None:
+        begin, stop, _ = rows.indices(shape[0])
+        shape[0] = max(0, stop - begin)
+    values = torch.empty(shape, dtype=mapped.dtype)
+    data: Any = values.view(-1).view(torch.uint8).numpy()
+    with reading(path), path.open("rb") as file:
+        file.seek(start + (begin * mapped.nbytes // mapped.shape[0] if begin else 0))
+        if file.readinto(data) < values.nbytes:
+            raise EOFError("the file is incomplete")
+    return values
 
 
 def _settle_ties(model: Any, stored: Mapping[str, StoredTensor], info: Any) -> None:

@@ -51,8 +51,12 @@ class Accumulator:
 
     def add(self, grad: torch.Tensor) -> None:
         """Add a gradient to the total directly, without autograd."""
-        grad = grad.detach().to(self.stand_in)
-        self.stand_in.grad = grad if self.total is None else self.total + grad
+        grad, like = grad.detach(), self.stand_in
+        if self.total is None:  # owns its memory, because autograd adds to it in place
+            dense = torch.contiguous_format
+            like.grad = grad.to(like.device, like.dtype, copy=True, memory_format=dense)
+        else:
+            like.grad = self.total + grad.to(like)
 
     def take(self) -> torch.Tensor | None:
         """Remove and return the total, or None if there is none.

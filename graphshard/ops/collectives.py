@@ -105,7 +105,7 @@ def launch_bucket(
     buffers = [[_cast_to_fp8(call, sent, group) for sent in inputs] for inputs in buffers]
     ready = {i: _packed_without_copy_in(call, kind, inputs) for i, inputs in enumerate(buffers)}
     # ``copy_in`` does not pack fp8 weights: Inductor's kernels do. It packs mxfp8 weights, because
-    # Inductor would split each of their casts, which are one kernel, in two.
+    # Inductor would split the one kernel of each cast in two.
     copied = [
         i
         for i, inputs in enumerate(buffers)

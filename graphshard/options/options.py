@@ -172,14 +172,11 @@ class Options:
                 values.update(arguments)  # later ones win
         return ParamOptions(**values)
 
-    def with_own_reshard(self, fqns: Sequence[str]) -> frozenset[int]:
-        """Return the positions in ``fqns`` whose ``overrides`` set ``reshard_after_forward``."""
+    def overrides_reshard(self, fqns: Sequence[str]) -> bool:
+        """Return whether ``overrides`` set ``reshard_after_forward`` of the parameter ``fqns``."""
         overrides = self.overrides.items()
         globs = [glob for glob, arguments in overrides if "reshard_after_forward" in arguments]
-        # The name "" stands for an input that is not a parameter.
-        return frozenset(
-            i for i, fqn in enumerate(fqns) if any(matches(g, fqn) for g in globs if fqn)
-        )
+        return any(matches(glob, fqn) for glob in globs for fqn in fqns)
 
     def differences_from(self, other: Options) -> list[str]:
         """Return, as text, options that differ from their defaults and from ``other``'s.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -10,7 +11,14 @@ from typing import Literal, get_args
 import torch
 from torch import fx
 
-from ..cost.devices import find_hardware, find_hardware_or_default, load_hardware
+from ..cost.devices import (
+    TABLE,
+    find_hardware,
+    find_hardware_or_default,
+    load_hardware,
+    with_node_size,
+)
+from ..cost.hardware import Hardware
 from ..cost.model import CostModel
 from ..planning.memory_budget import Reduce, ScheduleLimits
 from ..planning.plan import Bucket, Problem
@@ -44,8 +52,9 @@ class SchedulePolicy:
             than two dimensions are kept unsharded, and if recomputation alone needs a parameter,
             such as an embedding's, the results of the ops that use it are saved instead.
         hardware: name in ``graphshard.cost.devices.HARDWARE``, path of a file written by
-            ``python -m graphshard calibrate``, or "auto" for the entry with the device's name (if
-            there is none, a default entry, with a warning). Must be equal on all ranks.
+            ``python -m graphshard calibrate``, which is read at once, or "auto" for the entry with
+            the device's name (if there is none, a default entry, with a warning) and nodes as large
+            as ``torchrun``'s, if there are several. Must be equal on all ranks.
         reduce: reduction of gradients narrower than ``mp_policy.reduce_dtype``; over gloo, always
             "exchange". "ring" casts them, and a reduce-scatter sums them. "exchange" sends them
             uncast in an all-to-all, which is half the bytes for bf16 gradients summed in float32;
@@ -120,8 +129,8 @@ class SchedulePolicy:
             raise ValueError(
                 f"schedule.node_cost={self.node_cost!r}: must be a function of an fx.Node, or None"
             )
-        if self.hardware != "auto":
-            load_hardware(self.hardware)
+        if self.hardware != "auto" and not isinstance(self.hardware, _LoadedHardware):
+            object.__setattr__(self, "hardware", _LoadedHardware(self.hardware))
 
     def plan_buckets(
         self, problem: Problem, cost_model: CostModel, *, refine: bool = True
@@ -139,15 +148,35 @@ class SchedulePolicy:
         )
 
     def cost_model(self, device: torch.device) -> CostModel:
-        if self.hardware != "auto":
-            hardware = load_hardware(self.hardware)
+        if isinstance(self.hardware, _LoadedHardware):
+            hardware = self.hardware.rates
         elif device.type == "cuda":
             hardware = find_hardware_or_default(torch.cuda.get_device_name(device))
+            hardware = _in_nodes_of_torchrun(hardware)
         else:
             hardware = find_hardware("cpu")
         # ``get_float32_matmul_precision`` raises after some uses of these newer attributes.
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
         return CostModel(hardware, self.node_cost, tf32 and device.type == "cuda")
+
+
+class _LoadedHardware(str):
+    """A ``SchedulePolicy.hardware`` with its rates, which ``dataclasses.replace`` passes on."""
+
+    # Compiles do not read the file: by then, a relative path may not exist, or the file may differ.
+    def __init__(self, name: str) -> None:
+        self.rates = load_hardware(name)
+
+
+def _in_nodes_of_torchrun(hardware: Hardware) -> Hardware:
+    """Return ``hardware`` with the node size of this job, if it runs on several equal nodes."""
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    world, in_node, nodes = (int(os.environ.get(name, 1)) for name in names)
+    # Nodes that differ do not agree on a size, but all ranks must use the same rates.
+    are_equal = nodes > 1 and nodes * in_node == world
+    # torchrun's nodes are hosts, but the links of a rack connect several.
+    is_rack = hardware.ranks_per_node > TABLE["gpu"]["ranks_per_node"]
+    return with_node_size(hardware, in_node) if are_equal and not is_rack else hardware
 
 
 def _check_size(name: str, value: object, alternative: str) -> None:

@@ -332,18 +332,22 @@ def _resolve_specs(groups: Mapping[PlainParam, MeshGroups], options: Options) ->
             param_options = options.for_parameter(plain.fqns)
             if problem := _device_error(plain.param.device, own.mesh, param_options):
                 return f"parameter {plain.fqn!r} {problem}"
-            plain.spec = _spec_of(plain, own, param_options)
+            overrides_reshard = options.overrides_reshard(plain.fqns)
+            plain.spec = _spec_of(plain, own, param_options, overrides_reshard)
         except Exception as error:  # also from the user's fp8 filter: all ranks must raise
             return f"parameter {plain.fqn!r}: {type(error).__name__}: {error}"
     return None
 
 
-def _spec_of(plain: PlainParam, groups: MeshGroups, options: ParamOptions) -> ParamSpec:
+def _spec_of(
+    plain: PlainParam, groups: MeshGroups, options: ParamOptions, overrides_reshard: bool
+) -> ParamSpec:
     return ParamSpec(
         plain.param.shape,
         groups,
         plain.fqn,
         num_backward_ranks=options.num_backward_ranks(groups.num_shards),
+        overrides_reshard=overrides_reshard,
         dtype=options.mp_policy.param_dtype,
         reduce_dtype=options.mp_policy.reduce_dtype,
         float8_recipe=_float8_recipe(plain, options),

@@ -34,7 +34,13 @@ from ..ops.bucket_copy import add_accumulated
 from ..ops.marker_specs import used_dtype
 from .mesh import eager_gather, eager_reduction
 from .param_spec import reader
-from .sharded_param import ShardedParam, has_replacement, owned_by, sharded_model_of
+from .sharded_param import (
+    ShardedParam,
+    has_replacement,
+    owned_by,
+    sharded_model_of,
+    user_attributes,
+)
 
 
 class _Read(NamedTuple):
@@ -126,6 +132,7 @@ def _as_read(sharded_param: ShardedParam, rows: torch.Tensor) -> torch.Tensor:
     value: torch.Tensor = reader(spec.dim, spec.tensor_parallel)(rows)
     if spec.tensor_parallel is None:
         value.__class__ = GatheredParameter
+    vars(value).update(user_attributes(sharded_param.dtensor))
     return value
 
 
@@ -158,6 +165,8 @@ class _Unshard(torch.autograd.Function):
         ctx.sharded_params = sharded_params
         # The accumulator that each gradient goes to, or None if it is reduced.
         ctx.destinations = [param.grad_destination for param in sharded_params]
+        ctx.versions = [version_of(param.dtensor) for param in sharded_params]
+        ctx.has_run = False  # whether a backward has run
         ctx.set_materialize_grads(False)
         frozen = [full for full, shard in zip(output, shards) if not shard.requires_grad]
         ctx.mark_non_differentiable(*frozen)
@@ -172,6 +181,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @run_with_callees_as_python
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _refuse_kept(ctx, grads)
         first = ctx.sharded_params[0]
         first.model.trains_eagerly = True
         for sharded_param in ctx.sharded_params:
@@ -180,6 +190,20 @@ class _Unshard(torch.autograd.Function):
             # The gradient of nn.Embedding(sparse=True) is sparse.
             dense = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
             return None, *_gradients_of_shards(ctx, dense)
+
+
+def _refuse_kept(ctx: Any, grads: Sequence[torch.Tensor | None]) -> None:
+    """Raise if a second backward reaches parameters that changed after they were gathered."""
+    for sharded_param, version, grad in zip(ctx.sharded_params, ctx.versions, grads):
+        # If the DTensor was replaced, the new one starts at version 0.
+        has_changed = version_of(sharded_param.dtensor) > version
+        if ctx.has_run and has_changed and grad is not None:
+            raise BackendError(
+                f"a second backward uses parameter {sharded_param.fqn!r} as an earlier forward "
+                "read it, but it has changed since: read parameters in each forward, and keep "
+                "none of them"
+            )
+    ctx.has_run = True
 
 
 def _gradients_of_shards(

@@ -332,5 +332,6 @@ def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.P
         )
     raise BackendError(
         f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which {why}; or "
-        "list such parameters in ignored_params if you reduce their gradients yourself"
+        "list such parameters in ignored_params if you make their values and gradients equal "
+        "between ranks yourself"
     )

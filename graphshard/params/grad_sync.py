@@ -10,7 +10,12 @@ from weakref import WeakSet
 from torch import nn
 
 from ..options.checks import check_bool, is_number
-from .sharded_param import refresh_accessors, sharded_model_of, sharded_param_of
+from .sharded_param import (
+    reduce_all_leftovers,
+    refresh_accessors,
+    sharded_model_of,
+    sharded_param_of,
+)
 from .trained_module import uncompiled_module
 
 # Flags of a module: whether to reduce its gradients; whether to average them over replicas.
@@ -51,10 +56,25 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: ``model`` is not a module.
     """
+    with _syncs_set(model, False):
+        yield
+
+
+def sync_accumulated(model: nn.Module) -> None:
+    """Reduce the gradients that ``model`` has accumulated so far; all ranks must call this.
+
+    Also reduces those of other models, as any backward does, unless they are in ``no_sync``.
+    """
+    with _syncs_set(model, True):
+        reduce_all_leftovers()
+
+
+@contextmanager
+def _syncs_set(model: nn.Module, flag: bool) -> Iterator[None]:
     modules = uncompiled_module(model).modules()
     before = {module: module_flag(module, SYNCS) for module in modules}
     try:
-        set_flags(dict.fromkeys(before, False), SYNCS)
+        set_flags(dict.fromkeys(before, flag), SYNCS)
         yield
     finally:
         set_flags(before, SYNCS)

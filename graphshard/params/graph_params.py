@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from .._torch.as_parameter import shards_read, trace_as_parameters
+from .._torch.as_parameter import shard_written_at_break, shards_read, trace_as_parameters
 from .._torch.autograd import (
     before_backward,
     call_and_find_nodes,
@@ -48,6 +48,7 @@ from .sharded_param import (
     in_sync,
     sharded_model_of,
     sharded_param_of,
+    user_attributes,
 )
 from .trained_module import uncompiled_modules
 
@@ -99,7 +100,7 @@ def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> b
     """
     # Dynamo drops a shard from the inputs if forward only reads attributes of its parameter.
     for shard in shards_read():
-        trace.guard(shard, SHARDED_PARAM, in_sync)
+        trace.guard(shard, SHARDED_PARAM, in_sync, f"{shard.name} is in sync")
     synced = True
     for source, value in zip(sources(gm), inputs, strict=True):
         param = sharded_param_of(value)
@@ -113,6 +114,16 @@ def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> b
     return synced
 
 
+def guard_shard(
+    gm: fx.GraphModule, inputs: Sequence[object], holds: Callable[[], bool], what: str
+) -> None:
+    """Guard the frame being traced on ``holds()``, if its graph takes a shard."""
+    pairs = zip(sources(gm), inputs, strict=True)
+    shards = (source for source, value in pairs if sharded_param_of(value) is not None)
+    if (shard := next(shards, None)) is not None:
+        Trace().guard(shard, SHARDED_PARAM, lambda _: holds(), what)
+
+
 # --- how a traced graph uses its parameters ------------------------------------------------------
 
 
@@ -120,7 +131,7 @@ def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> b
 def trace_parameters() -> None:
     """Make Dynamo treat the results of unshard markers as parameters from now on."""
     path = (SHARDED_PARAM, "dtensor")
-    trace_as_parameters(markers.UNSHARD_MARKERS, path, _refuse_functional_call)
+    trace_as_parameters(markers.UNSHARD_MARKERS, path, user_attributes, _refuse_functional_call)
 
 
 def _refuse_functional_call(shard: Source) -> None:
@@ -136,8 +147,11 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     """Check how a graph that Dynamo traced, and its subgraphs, use sharded parameters.
 
     Raises:
-        BackendError: the graph changes a full parameter in place, or takes a sharded DTensor.
+        BackendError: the graph changes a full parameter in place, or takes a sharded DTensor; or
+            the code that ends the graph sets ``requires_grad`` or ``data`` of a full parameter.
     """
+    if (shard := shard_written_at_break()) is not None:
+        _refuse_write(shard)
     fqns: dict[int | None, str] = {}  # keyed by the storage of the shard in the trace
     placeholders = gm.graph.find_nodes(op="placeholder")
     for node, value in zip(placeholders, inputs):
@@ -151,6 +165,15 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
         fqns[traced_storage(node)] = param.fqn
     for part in graph_modules(gm):
         _refuse_changes(part.graph, fqns)
+
+
+def _refuse_write(shard: Source) -> None:
+    param = sharded_param_of(Trace().value(shard))
+    raise BackendError(
+        f"forward sets requires_grad or data of parameter {param.fqn if param else shard!r}, but "
+        "has only a gathered copy of it: set it between steps, or call requires_grad_() of its "
+        "module"
+    )
 
 
 def _refuse_changes(graph: fx.Graph, fqns: Mapping[int | None, str]) -> None:

@@ -11,7 +11,8 @@ from tabulate import tabulate
 from torch import nn
 
 from .._torch.dtensor import values_on_rank
-from .sharded_param import is_offloaded, sharded_param_of
+from .plain_params import live_optimizers
+from .sharded_param import ShardedModel, is_offloaded, sharded_param_of
 from .trained_module import uncompiled_module
 
 
@@ -88,6 +89,22 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         gathered=MemoryBytes(max((p.model.gathered_bytes for p in sharded_params), default=0), 0),
         on_host=MemoryBytes(sum(part.rank for part in on_host), 0),
     )
+
+
+def future_state_bytes(models: Iterable[ShardedModel], device: torch.device) -> int:
+    """Return the bytes that optimizer states of ``models`` will add on ``device``.
+
+    Assumes two values per trained parameter that has no state yet, as in Adam.
+    """
+    trained = {
+        param.dtensor: param.shard.nbytes
+        for model in models
+        for param in model.sharded_params
+        if param.is_owned() and param.dtensor.requires_grad
+        if param.shard.device.type == device.type
+    }
+    stepped = {param for one in live_optimizers() for param in trained if one.state.get(param)}
+    return 2 * sum(num_bytes for param, num_bytes in trained.items() if param not in stepped)
 
 
 def _memory(values: Iterable[object]) -> MemoryBytes:

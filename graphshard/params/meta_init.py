@@ -30,13 +30,14 @@ from ..ranks.agree import broadcast_from_rank
 from .mesh import MeshGroups
 from .module_class import plain_class
 from .param_spec import ParamSpec
-from .sharded_param import SHARDED_PARAM, is_offloaded, sharded_param_of
+from .sharded_param import is_offloaded, sharded_param_of, user_attributes
 from .stored import StoredTensor, read_stored
 from .trained_module import checked_module, mesh_groups_of
 from .uninitialized import mark_uninitialized, num_uninitialized
 
 Init = Callable[[nn.Module], object]
 T = TypeVar("T")
+_BOOL_MARK = 0x55  # byte of an unwritten bool; others are 0 or 1
 
 
 def materialize(model: nn.Module, init: Init | None = None) -> None:
@@ -52,7 +53,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
             each call, some parameters are plain and real, and all others are on the meta device, so
             it cannot compute one parameter from another. By default, ``model.init_weights()`` if
             the model has that method, otherwise ``reset_parameters()`` or ``_reset_parameters()``
-            of every module that has one of them.
+            of every module that has one of them, children before their parents.
 
     Raises:
         ValueError: the model is not sharded; a parameter differs between ranks (experts that were
@@ -199,9 +200,9 @@ def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter
     """
     place = torch.device("meta") if device is None else device
     empty = torch.empty(param.shape, dtype=param.dtype, device=place)
-    mark_uninitialized(empty)
+    _mark(empty)
     twin = nn.Parameter(empty, requires_grad=param.requires_grad)
-    vars(twin).update({name: v for name, v in vars(param).items() if name != SHARDED_PARAM})
+    vars(twin).update(user_attributes(param))
     return twin
 
 
@@ -222,11 +223,20 @@ def _own_init(root: nn.Module) -> None:
     if callable(init_weights := getattr(root, "init_weights", None)):
         init_weights()
         return
-    for module in root.modules():
+    for module in _children_first(root, set()):
         names = ("reset_parameters", "_reset_parameters")
         resets = [getattr(module, name) for name in names if hasattr(module, name)]
         if resets:
             resets[0]()
+
+
+# Parents may overwrite the values of their children, as nn.Transformer and others do.
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    if module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _children_first(child, seen)
+        yield module
 
 
 def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
@@ -235,7 +245,7 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
             f"init replaced {name!r} of shape {tuple(param.shape)} with a parameter of shape "
             f"{tuple(full.shape)} on {full.device}: write values into the existing parameter"
         )
-    if unwritten := num_uninitialized(full.contiguous()):
+    if unwritten := _num_unwritten(full):
         raise BackendError(
             f"init does not write {unwritten} of the {full.numel()} elements of {name!r}: "
             "pass graphshard.materialize a function init(model) that writes all parameters"
@@ -244,34 +254,38 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
 
 def _marked(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     buffer = torch.zeros_like(meta, device=device)
-    values = values_on_rank(buffer)
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    if not mark_uninitialized(values) and (mark := _integer_mark(values)) is not None:
-        values.fill_(mark)
+    _mark(values_on_rank(buffer))
     return buffer
 
 
-def _integer_mark(buffer: torch.Tensor) -> int | None:
-    """Return the value that marks integers as unwritten, or None for bool and other dtypes."""
-    if buffer.is_floating_point() or buffer.dtype == torch.bool:  # bools have no spare value
+def _mark(values: torch.Tensor) -> None:
+    """Mark all elements of a contiguous tensor as unwritten, unless they are 8-bit floats."""
+    if values.dtype == torch.bool:
+        values.view(torch.uint8).fill_(_BOOL_MARK)
+    elif not mark_uninitialized(values) and (mark := _integer_mark(values)) is not None:
+        values.fill_(mark)
+
+
+def _integer_mark(values: torch.Tensor) -> int | None:
+    """Return the value that marks integers as unwritten, or None for other numbers."""
+    if values.is_floating_point() or values.is_complex():
         return None
-    limits = torch.iinfo(buffer.dtype)
+    limits = torch.iinfo(values.dtype)
     return limits.min or limits.max  # 0 is a usual value of unsigned integers
 
 
-def _is_unwritten(buffer: torch.Tensor) -> bool:
-    buffer = values_on_rank(buffer).contiguous()
-    if buffer.is_complex():
-        buffer = torch.view_as_real(buffer.resolve_conj())
-    if buffer.is_meta or num_uninitialized(buffer):
-        return True
-    mark = _integer_mark(buffer)
+def _num_unwritten(tensor: torch.Tensor) -> int:
+    """Return the number of marked elements; of 8-bit integers, only if all are marked."""
+    values = values_on_rank(tensor)
+    if values.dtype == torch.bool:
+        return int((values.view(torch.uint8) == _BOOL_MARK).sum())
+    values = values.contiguous()
+    mark = _integer_mark(values)
     if mark is None:
-        return False
-    is_marked = buffer == mark
+        return num_uninitialized(values)
+    unwritten = int((values == mark).sum())
     # A table of all 8-bit values contains the mark.
-    return bool(is_marked.all() if buffer.itemsize == 1 else is_marked.any()) and buffer.numel() > 0
+    return 0 if values.itemsize == 1 and unwritten < values.numel() else unwritten
 
 
 def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:
@@ -279,7 +293,9 @@ def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:
         for name, buffer in buffers_of(snapshot.module).items():
             before = snapshot.buffers.get(name)
             was_meta = before is not None and before.is_meta
-            if was_meta and buffer is not None and _is_unwritten(buffer):
+            if not was_meta or buffer is None:
+                continue
+            if buffer.is_meta or _num_unwritten(buffer):
                 raise BackendError(
                     f"init does not write the buffer {name!r} of {type(snapshot.module).__name__}: "
                     "pass graphshard.materialize a function init(model) that does, or create "

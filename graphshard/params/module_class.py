@@ -232,6 +232,8 @@ def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type
     namespace.update(_graphshard_plain_class=cls, _graphshard_readings=dict(readings))
     if issubclass(cls, nn.RNNBase):
         namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
+        # In forward, it would move the gathered parameters, which looks like a change.
+        namespace["flatten_parameters"] = lambda self: None
     # On the class, so that copies of a model have them.
     if has_save_pretrained(cls):
         namespace[METHOD] = save_in_full(getattr(cls, METHOD))
@@ -273,28 +275,15 @@ def _accessor(name: str, reading: Reading) -> property:
     marker = reading.marker
     shard = cast(str, marker.arguments()[0])
     attributes = tuple(getattr(marker, argument) for argument in marker.accumulators)
-    read_eagerly = functools.partial(_eager_value, name=name)
-    getter = ParameterGetter(marker.op(), shard, marker.constants(), attributes, read_eagerly)
+    convert = None
     if reading.dim or reading.tensor_parallel is not None:
-        return property(_converted(getter, reader(reading.dim, reading.tensor_parallel)))
-    return property(getter)
-
-
-def _converted(getter: Callable[[Any], Any], convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap ``getter`` to apply ``convert`` to its result under tracing."""
-
-    def get(self: Any) -> Any:
-        value = getter(self)
-        if not is_compiling():
-            return value  # converted already, or None
-        if torch.is_grad_enabled():
-            return convert(value)
-        with torch.enable_grad():  # a tensor read under no_grad may be used outside of it
-            return convert(value)
-
-    run_as_python(convert)
-    run_as_python(get)
-    return get
+        convert = reader(reading.dim, reading.tensor_parallel)
+        run_as_python(convert)
+    return property(
+        ParameterGetter(
+            name, marker.op(), shard, marker.constants(), attributes, convert, _eager_value
+        )
+    )
 
 
 @torch.compiler.disable

@@ -73,6 +73,7 @@ class ParamSpec:
         fqn: first name at the time of sharding, used in messages.
         num_backward_ranks: number of ranks that backward gathers from; None keeps the parameter
             unsharded between forward and backward.
+        overrides_reshard: whether ``overrides`` set ``reshard_after_forward`` for the parameter.
         dtype: dtype of the gathered parameter, or None for the dtype of its shard.
         reduce_dtype: dtype of the gradient reduction, or None for the gradient's dtype.
         float8_recipe: fp8 recipe of the linears that use the parameter, or None.
@@ -90,6 +91,7 @@ class ParamSpec:
     groups: MeshGroups
     fqn: str = ""
     num_backward_ranks: int | None = None
+    overrides_reshard: bool = False
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     float8_recipe: str | None = None

@@ -26,15 +26,16 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.autograd import (
     drop_hooks,
+    extend_backward_inputs,
     has_live_graph,
+    is_held_by_torch,
     share_hooks,
-    substitute_backward_inputs,
     take_gradient,
 )
 from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor, on_data_assigned, set_local_tensor, values_on_rank
 from .._torch.dynamo import run_with_callees_as_python
-from .._torch.nn import before_loading_optimizers, parameters_of
+from .._torch.nn import after_unscaling, before_loading_optimizers, parameters_of
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
@@ -45,7 +46,7 @@ from .full_tensor import as_bytes
 from .loading import check_optimizer_state
 from .mesh import MeshGroups, call_log_of_mesh, eager_reduction
 from .mixed_precision import cast_at_boundary, find_cast_boundaries
-from .module_class import ShardedModule, install
+from .module_class import ShardedModule, adopt, install
 from .padding import padding_advice
 from .param_spec import ParamSpec
 from .pickling import require_collective_save
@@ -54,12 +55,13 @@ from .save_pretrained import has_save_pretrained
 from .sharded_param import (
     ShardedModel,
     ShardedParam,
+    forget_abandoned_models,
     has_replacement,
     join_model,
     sharded_model_of,
     sharded_param_of,
 )
-from .torch_calls import assign_data, gradient_of, leaves_of
+from .torch_calls import assign_data, gradient_of, leaves_of, share_found_infs
 from .trained_module import is_first_rank
 
 # Parts of descriptions from which ``_advice`` infers why ranks differ.
@@ -113,6 +115,7 @@ def shard_module(
     if has_replacements and not plain_params:
         note_ignored(root, ignored)
         return
+    forget_abandoned_models()
     groups = find_groups(root, plain_params, mesh, options)
     error = find_error(root, plain_params, groups, options, allow_meta=allow_meta)
     _check_same_shards(root, plain_params, groups, options, error=error)
@@ -143,7 +146,8 @@ def shard_module(
         _repoint_optimizers(sharded_params)
         on_data_assigned(assign_data)
         before_loading_optimizers(check_optimizer_state)
-        substitute_backward_inputs(leaves_of, gradient_of)
+        extend_backward_inputs(leaves_of, gradient_of)
+        after_unscaling(share_found_infs)
         if not in_use:
             for param in sharded_params:
                 stale: Any = StaleDTensor if isinstance(param, DTensor) else StaleParameter
@@ -248,7 +252,7 @@ def _warn_of_torchao(root: nn.Module) -> None:
 
 
 def take_replacements(root: nn.Module) -> bool:
-    """Attach shards to DTensors that replaced sharded parameters; return whether there were any."""
+    """Attach shards to DTensors that users assigned to modules; return whether there were any."""
     replaced = [
         module
         for module in root.modules()
@@ -257,7 +261,13 @@ def take_replacements(root: nn.Module) -> bool:
     ]
     for module in replaced:
         module._graphshard_on_replacement()
-    return bool(replaced)
+    added = [
+        adopt(module, name)
+        for module in root.modules()
+        for name, param in list(parameters_of(module).items())
+        if sharded_param_of(param) is not None
+    ]
+    return bool(replaced) or any(added)
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:
@@ -282,7 +292,8 @@ def _shard_parameters(
         sharded_param = sharded_params[plain.param] = _shard_parameter(plain, model)
         if plain.param in used:
             _hand_over_grads(plain.param, sharded_param)
-        else:
+        elif not is_held_by_torch(plain.param):
+            # ``has_live_graph`` misses graphs that have saved a frozen parameter.
             _free(plain.param)
     return sharded_params
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import warnings
 import weakref
@@ -42,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch.autograd import gradient_hooks, on_backward_success, post_accumulate_hooks
 from .._torch.distributed import process_group
-from .._torch.dtensor import dtensor_like, local_tensor, set_local_tensor
+from .._torch.dtensor import attributes_of, dtensor_like, local_tensor, set_local_tensor
 from .._torch.dynamo import graph_break_reasons, run_with_callees_as_python
 from .._torch.nn import parameters_of
 from ..errors import BackendError
@@ -393,6 +394,11 @@ def sharded_param_of(tensor: object) -> ShardedParam | None:
     return getattr(tensor, SHARDED_PARAM, None)
 
 
+def user_attributes(param: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that users have set on a parameter."""
+    return {name: v for name, v in attributes_of(param).items() if name != SHARDED_PARAM}
+
+
 def is_offloaded(param: object) -> bool:
     """Return whether the shard of ``param`` is kept in host memory."""
     sharded_param = sharded_param_of(param)
@@ -447,15 +453,23 @@ def _on_shard_gradient(shard: torch.Tensor) -> None:
     sharded_param.accumulate_grad(grad)
     sharded_param.drop_taken()
     if _accumulating:
-        on_backward_success(_reduce_all_leftovers)
+        on_backward_success(reduce_all_leftovers)
 
 
-def _reduce_all_leftovers() -> None:
+def reduce_all_leftovers() -> None:
+    """Reduce accumulated gradients of all models, except where they are to accumulate further."""
     for model in list(_accumulating):
         model.reduce_leftovers()
         del _accumulating[model]
         for sharded_param in model.sharded_params:
             sharded_param.refresh_accessors()  # adds the model again if gradients still accumulate
+
+
+def forget_abandoned_models() -> None:
+    """Drop the accumulated gradients of models to which only reference cycles refer."""
+    # Otherwise, the next backward reduces them only on ranks whose garbage collector has not run.
+    if _accumulating:
+        gc.collect()
 
 
 # --- the model of a parameter --------------------------------------------------------------------

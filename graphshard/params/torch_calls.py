@@ -1,24 +1,30 @@
 """Handlers for torch calls that take a sharded parameter; ``shard_module`` registers them.
 
-The calls are ``torch.autograd.grad``, ``backward(inputs=)`` and ``p.data = x``.
+The calls are ``torch.autograd.grad``, ``backward(inputs=)``, ``p.data = x`` and those of
+``GradScaler`` that take an optimizer.
 """
 
 from __future__ import annotations
 
-import torch
-from torch.distributed.tensor import DTensor
+from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor, replace_data
 from ..errors import BackendError
 from .sharded_param import sharded_param_of
 
 # --- inputs of torch.autograd.grad and backward(inputs=) -----------------------------------------
-# Users pass the DTensor, but the autograd graph has only the shard and the accumulators' stand-ins
-# as leaves, so autograd would return None.
+# Users pass the DTensor. It is a leaf of what is computed from it outside of forward, such as a
+# penalty, but the graph of a forward has the shard and the accumulators' stand-ins as leaves.
 
 
-def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
-    """Return the leaves that get a sharded parameter's gradient, or None for any other value.
+def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor]:
+    """Return the other leaves that get gradients of ``value``, if it is a sharded parameter.
 
     Args:
         accumulates: whether gradients accumulate in ``.grad``, as in ``backward(inputs=)``; if not,
@@ -28,8 +34,10 @@ def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
         BackendError: gradients are to be returned, but unreduced ones accumulate.
     """
     sharded_param = sharded_param_of(value)
-    if sharded_param is None:
-        return None
+    if sharded_param is None or not sharded_param.is_attached():
+        return []
+    if sharded_param.dtensor is not value:  # a copy
+        return []
     sharded_param.sync_requires_grad()
     if accumulates:  # backward(), which returns no gradients
         return [sharded_param.shard, *sharded_param.stand_ins()]
@@ -42,20 +50,23 @@ def leaves_of(value: object, accumulates: bool) -> list[torch.Tensor] | None:
     return [sharded_param.shard]
 
 
-def gradient_of(param: torch.Tensor, padded_grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Convert the padded gradient of a shard to the gradient of its sharded parameter."""
+def gradient_of(
+    param: torch.Tensor, grad: torch.Tensor | None, padded_grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Add the gradient of a sharded parameter itself and the padded gradient of its shard."""
     sharded_param = sharded_param_of(param)
     assert sharded_param is not None
     sharded_param.model.raise_if_changed()
     if padded_grad is None:
-        return None
+        return grad
     if padded_grad.requires_grad:
         raise BackendError(
             f"parameter {sharded_param.fqn!r} is sharded and has no second-order gradients "
             "(create_graph=True): use an unsharded model"
         )
     # Clone: ``gradient`` may scale in place, and repeated inputs share one gradient.
-    return sharded_param.gradient(padded_grad.clone())
+    of_shard = sharded_param.gradient(padded_grad.clone())
+    return of_shard if grad is None else of_shard + grad
 
 
 # --- p.data = x: sharpness-aware optimizers, clamping and averaging swap values like this --------
@@ -101,3 +112,21 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
     if dtensor.dtype != dtype:
         sharded_param.refresh_accessors()
     return True
+
+
+# --- scaler.step(optimizer), scaler.unscale_(optimizer) ------------------------------------------
+
+
+def share_found_infs(optimizer: Optimizer, found_infs: Sequence[torch.Tensor]) -> None:
+    """Set ``found_infs`` to their maximum over all ranks of the models that ``optimizer`` trains.
+
+    All ranks must call this. Nothing changes for an optimizer without sharded parameters.
+    """
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    groups = [param.spec.groups for param in filter(None, map(sharded_param_of, params))]
+    for name, device in {one.all_ranks: one.device for one in groups}.items():
+        # Some are on the host if gradients are offloaded.
+        largest = torch.stack([found.to(device) for found in found_infs]).amax()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=process_group(name))
+        for found in found_infs:
+            found.copy_(largest)

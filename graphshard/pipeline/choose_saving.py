@@ -11,7 +11,7 @@ do not, saves fewer activations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from .._torch.inductor import (
 )
 from ..cost.devices import FRAGMENTATION
 from ..errors import BackendError
+from ..passes.inline_layers import LayersDiffer
 from ..passes.saving import read_partition
 from ..planning.saving import (
     PARTS,
@@ -72,6 +73,7 @@ class ChosenSaving(NamedTuple):
     settings: CompileSettings  # settings that include the choice
     tried: str  # table of all candidates, or ""
     context: str  # settings and choice as text, on which common plans depend
+    is_latest: Callable[[], bool] | None = None  # as in ``CommonChoice``; None without a choice
 
 
 def choose_saving(
@@ -95,19 +97,20 @@ def choose_saving(
     names = sorted(name for name in traced.fqns if name)
     report("comparing what to save for backward")
     chooser = _Chooser(traced, settings)
-    text = consensus.common_choice(
+    text, is_latest = consensus.common_choice(
         "\n".join(["what forward saves for backward", *names, unchosen.context]),
         chooser.choose,
         traced.groups,
         serves=chooser.fits_earlier_choice,
         excess=chooser.excess,
+        failed=lambda text: SavingChoice.from_json(text).failed,
     )
     if chooser.raised is not None:
         raise chooser.raised
-    if not text:  # the first rank raised a Restart; the compile raises it on this rank, too
+    if not text:  # the first rank raised an error that the compile raises on this rank, too
         return unchosen
     common = SavingChoice.from_json(text)
-    if common.best is None and (common.tried or common.error):
+    if common.failed:
         raise chooser.error_of(common)
     choice = chooser.own or common
     if choice.best is None:
@@ -117,7 +120,7 @@ def choose_saving(
     # As if the user had set this choice in the schedule: caches and plans need no special case.
     settings = settings.with_saving(saving, choice.budget_gb)
     # Plans depend on the choice: a later one, for a larger batch, must not reuse earlier plans.
-    return ChosenSaving(settings, saving_table(choice), f"{unchosen.context} {text}")
+    return ChosenSaving(settings, saving_table(choice), f"{unchosen.context} {text}", is_latest)
 
 
 @dataclass
@@ -125,7 +128,8 @@ class _Chooser:
     """Chooser of what a graph saves: on the first rank for all; on another, only to save less.
 
     Attributes:
-        raised: error of this rank, ``Restart`` if Dynamo has to trace the frame again, or None.
+        raised: error of this rank, ``Restart`` if Dynamo has to trace the frame again,
+            ``LayersDiffer`` if the shared layers have to be inlined, or None.
         budget_gb: budget in use, or None if not known yet. An earlier choice's budget is kept:
             gradients and optimizer states may have reduced the GPU's free memory since.
         own: candidates that this rank tried, or None if it follows the first rank.
@@ -138,7 +142,7 @@ class _Chooser:
     own: SavingChoice | None = None
 
     def choose(self, excess: int) -> str:
-        """Return a ``SavingChoice`` as JSON, or "" if the frame is traced again.
+        """Return a ``SavingChoice`` as JSON, or "" if the graph or its frame is traced again.
 
         Keeps an error in ``raised`` instead of raising it.
 
@@ -155,7 +159,7 @@ class _Chooser:
             return SavingChoice(0.0, (), error=error).to_json()
         try:
             return self._try_all(False if excess == MAY_FIT else None).to_json()
-        except Restart as error:
+        except (Restart, LayersDiffer) as error:
             # All ranks must raise it: this one after the choice, the others in their own compile.
             self.raised = error
             return ""
@@ -174,8 +178,7 @@ class _Chooser:
         choice, self.own = SavingChoice.from_json(text), None
         self.budget_gb = choice.budget_gb or None
         if choice.best is None:
-            nothing_saved = not choice.tried and not choice.error
-            return nothing_saved and not self._plan([Saving(None, False, False)])
+            return not choice.failed and not self._plan([Saving(None, False, False)])
         saving = choice.best.saving
         if not any(tried.refused for tried in self._plan([saving])):
             return True
@@ -271,8 +274,7 @@ def _free_gb(traced: TracedGraph, device: torch.device) -> float:
     free, total = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     own = sum(tensor.nbytes for tensor in traced.tensors if tensor.device.type == device.type)
-    # Two values per trained parameter, for an optimizer like Adam before its first step.
-    states = 2 * sum(shard.nbytes for shard in traced.shards if shard.requires_grad)
+    states = traced.future_state_bytes(device)
     left = free + cached + own - states - int(FRAGMENTATION * total)
     return max(left // (STEP * total), 1) * STEP * total / 1e9
 

@@ -53,7 +53,7 @@ from ..ranks.plan_consensus import PlanConsensus, collectives_text, log_every_ca
 from ..show.dump import Dump
 from ..show.dump_folder import DumpWriter
 from .cache_files import PlanCache, warn_unless_loaded
-from .choose_saving import choose_saving
+from .choose_saving import ChosenSaving, choose_saving
 from .partition import Partitioner
 from .run_passes import run_stage
 from .settings import CompileSettings, baked_in
@@ -76,6 +76,7 @@ class CompiledGraph:
     seconds: float = 0.0  # wall time of the compile, including waits for other ranks
     has_loaded: bool = False  # whether one of its graphs came from Inductor's cache
     num_shared_layers: int = 0  # number of layers that AOTAutograd traced as one
+    is_latest: Callable[[], bool] | None = None  # whether it may run: see ``ChosenSaving``
 
     def max_gathered_bytes(self) -> int:
         by_step = (gathered_bytes(plan.problem, plan.buckets) for plan in self.plans)
@@ -84,9 +85,13 @@ class CompiledGraph:
     def trains(self) -> bool:
         return any(plan.graph != GraphKind.INFERENCE for plan in self.plans)
 
-    def peak_us(self) -> float:
+    def peak_us(self, num_forwards: int, num_backwards: int) -> float:
         """Return the microseconds of matrix products, attention and convolutions at peak rates."""
-        return sum(plan.problem.peak_us for plan in self.plans)
+        return sum(
+            (num_backwards if plan.graph == GraphKind.BACKWARD else num_forwards)
+            * plan.problem.peak_us
+            for plan in self.plans
+        )
 
     @functools.cached_property
     def dumps(self) -> list[Dump]:
@@ -123,25 +128,28 @@ def compile_traced(
     )
     settings = dataclasses.replace(settings, baked_in=facts)
 
-    def choose_and_compile() -> tuple[CompiledGraph, CompileSettings, str, str]:
-        chosen, tried, context = choose_saving(traced, settings, consensus, writer)
-        return _compile(traced, chosen, writer), chosen, tried, context
+    def choose_and_compile() -> tuple[CompiledGraph, ChosenSaving]:
+        chosen = choose_saving(traced, settings, consensus, writer)
+        return _compile(traced, chosen.settings, writer), chosen
 
-    (compiled, settings, tried, context), num_layers = _share_layers(
-        traced, settings, choose_and_compile
-    )
+    (compiled, chosen), num_layers = _share_layers(traced, settings, choose_and_compile)
     if any(plan.buckets for plan in compiled.plans):
         report("comparing plans with other ranks")
-    plans = consensus.common_plans(compiled.plans, context, traced.groups)
+    plans = consensus.common_plans(compiled.plans, chosen.context, traced.groups)
     if collectives_text(plans) != collectives_text(compiled.plans):
         report("compiling again with the first rank's plans")
-        compiled = _compile(traced, settings.following(plans), writer)
+        compiled = _compile(traced, chosen.settings.following(plans), writer)
         _warn_over_budget(compiled)
     run = wait_in_flight_on_error(compiled.run)
     run = log_every_call(run, compiled.plans, traced.groups)
     seconds = time.perf_counter() - start_s
     compiled = dataclasses.replace(
-        compiled, run=run, tried=tried, seconds=seconds, num_shared_layers=num_layers
+        compiled,
+        run=run,
+        tried=chosen.tried,
+        seconds=seconds,
+        num_shared_layers=num_layers,
+        is_latest=chosen.is_latest,
     )
     if is_logged():
         report(_result(compiled))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch.autograd import call_and_find_nodes, on_backward_end
+from .._torch.autograd import call_and_find_nodes, current_backward, on_backward_end, saves_unpacked
 from .._torch.distributed import replace_wait, restore_wait, wait_tensor
 from .._torch.dynamo import run_with_callees_as_python
 from .traced_graph import Runnable
@@ -102,25 +102,36 @@ class Meter:
 
     Attributes:
         num_runs: number of calls so far; a call runs forward and, in training, later backward.
+        num_forwards: number of calls whose forward is not a recomputation by a checkpoint.
+        num_backwards: number of calls whose backward runs, if the graph has one.
     """
 
     def __init__(self, device: torch.device, *, waits: bool) -> None:
         self._waits, self._on_gpu = waits, device.type == "cuda"
         self._timed: list[_TimedRun] = []  # the runs that were timed last: forward, backward
         self._last: Measured | None = None
-        self.num_runs = 0
+        self.num_runs = self.num_forwards = self.num_backwards = 0
 
     def metered(self, compiled: Runnable) -> Runnable:
         return functools.partial(self._run, compiled)
 
     def _run(self, compiled: Runnable, *args: object) -> Any:
-        self.num_runs += 1
+        self._count()
         if self.num_runs % EVERY != FIRST:
             return compiled(*args)
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             return compiled(*args)  # events of a CUDA graph cannot be read
         self.measured()  # stores the last times before this run replaces them
         return self._run_timed(compiled, args)
+
+    def _count(self) -> None:
+        # A checkpoint that calls the graph calls it again during backward. If it is reentrant, only
+        # the second call's backward runs. Otherwise, only the first one's does, and a hook takes
+        # the tensors that the second call saves.
+        is_recomputed = current_backward() >= 0
+        self.num_runs += 1
+        self.num_forwards += not is_recomputed
+        self.num_backwards += not is_recomputed or saves_unpacked()
 
     def _run_timed(self, compiled: Runnable, args: Sequence[object]) -> Any:
         clock = _DeviceClock() if self._on_gpu else _HostClock()

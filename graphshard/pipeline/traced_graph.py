@@ -29,6 +29,8 @@ class TracedGraph:
         marker_groups: names of all groups that the markers may use.
         inductor_options: the user's options of ``torch.compile``.
         tp_groups: names of the groups over which tensor parallelism splits parameters.
+        future_state_bytes: function that returns the bytes of optimizer states that training will
+            add on a device.
     """
 
     gm: fx.GraphModule
@@ -39,6 +41,7 @@ class TracedGraph:
     marker_groups: Sequence[str]
     inductor_options: Mapping[str, Any]
     tp_groups: Sequence[str] = ()
+    future_state_bytes: Callable[[torch.device], int] = lambda _: 0
 
     @property
     def tensors(self) -> list[torch.Tensor]:

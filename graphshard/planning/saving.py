@@ -81,6 +81,11 @@ class SavingChoice:
         fitting = [t for t in self.tried if not t.refused]
         return min(fitting, key=lambda t: (t.step_us or 0.0, t.peak_bytes), default=None)
 
+    @property
+    def failed(self) -> bool:
+        """Whether no strategy fits, or the first rank raised an error."""
+        return self.best is None and bool(self.tried or self.error)
+
     def to_json(self) -> str:
         raw = dataclasses.asdict(self)
         for tried in raw["tried"]:  # the JSON key is the field's former name

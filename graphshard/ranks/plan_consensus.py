@@ -19,7 +19,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,22 @@ _OMITTED = {"param", "kind", *RANK_DEPENDENT}
 _Key = tuple[str, tuple[weakref.ref[dist.ProcessGroup], ...]]
 
 
+class CommonChoice(NamedTuple):
+    """A choice that the first rank has made for all ranks.
+
+    Attributes:
+        is_latest: function that returns whether no later choice has replaced this one.
+    """
+
+    text: str
+    is_latest: Callable[[], bool]
+
+
+def _latest(known: Sequence[str], chosen: str) -> CommonChoice:
+    count = len(known)
+    return CommonChoice(chosen, lambda: len(known) == count)
+
+
 class PlanConsensus:
     """Cache of the first rank's plans and choices for the graphs of one backend."""
 
@@ -58,25 +74,28 @@ class PlanConsensus:
         *,
         serves: Callable[[str], bool],
         excess: Callable[[str], int],
-    ) -> str:
+        failed: Callable[[str], bool],
+    ) -> CommonChoice:
         """Return a choice that the first rank makes for all ranks before they plan.
 
-        An earlier choice that this rank can use is returned without communication, because a rank
+        If this rank can use the last choice, it is returned without communication, because a rank
         may compile again while its peers do not. Otherwise all ranks must call this: the first rank
-        makes a choice for all, and chooses again until no rank reports an excess.
+        makes a choice for all, and chooses again until no rank reports an excess. Results of
+        earlier choices must not be used any more: another rank may use those of the new one.
 
         Args:
             about: subject of the choice; equal on all ranks.
             choose: function that makes a choice, given the largest excess that any rank reported
                 for the last one (0 at first). "" is no choice: it ends the search and is not kept.
             groups: names of the process groups of all ranks that must agree.
-            serves: function that returns whether this rank can use an earlier choice.
+            serves: function that returns whether this rank can use the last choice.
             excess: function that returns 0 if a new choice fits this rank, else a measure of how
                 far it exceeds the limit.
+            failed: function that returns whether a choice is an error, which is not kept.
         """
         known = self._choices.setdefault(_key(about, groups), [])
-        if (earlier := next(filter(serves, known), None)) is not None:
-            return earlier
+        if known and serves(known[-1]):
+            return _latest(known, known[-1])
         text = f"{CHOICE_AGAIN} (no. {len(known) + 1}): {about}" if known else about
         largest = 0
         while True:  # until no rank has an excess
@@ -86,9 +105,9 @@ class PlanConsensus:
             largest = _max_over_groups(excess(chosen) if chosen else 0, groups)
             if not largest:
                 break
-        if chosen:
+        if chosen and not failed(chosen):
             known.append(chosen)
-        return chosen
+        return _latest(known, chosen)
 
     def common_plans(
         self, plans: Sequence[Plan], context: str, groups: Sequence[str]

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard.kinds import TransferKind
@@ -173,6 +174,23 @@ def test_metrics_match_plans(mesh: DeviceMesh) -> None:
     compiled(torch.ones(5, 7)).backward()
     thrice = backend.metrics()
     assert (thrice["num_compiles"], thrice["num_recompiles"]) == (3, 1)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_mfu_excludes_recomputation_by_checkpoints(mesh: DeviceMesh, use_reentrant: bool) -> None:
+    def peak_s(call: Callable[..., torch.Tensor]) -> float:
+        torch._dynamo.reset()
+        backend = _backend(mesh)
+        compiled = torch.compile(MLP(), backend=backend)
+        backend.metrics(steps=1)
+        for _ in range(2):
+            call(compiled, torch.ones(5, 7, requires_grad=True)).backward()
+        found = backend.metrics(steps=1)
+        return found["mfu"] * found["step_s"]
+
+    plain = peak_s(lambda compiled, x: compiled(x))
+    recomputed = peak_s(lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant))
+    assert plain > 0 and recomputed == pytest.approx(plain)
 
 
 def test_failed_compilation_keeps_its_number_and_dumps(mesh: DeviceMesh, tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ HIDDEN = {  # entries in function caches or wrapped by torch, which the search d
     "torch._inductor.lowering.lowerings",
 }
 
+NOT_ON_2_11 = {"torch._dynamo.variables.invoke_subgraph.classify_vt"}
+
 
 def _train(mesh: DeviceMesh) -> None:
     """Train so that every patch gets installed."""
@@ -80,6 +82,7 @@ def test_training_changes_only_torch_names_in_tables(mesh: DeviceMesh) -> None:
         if inspect.ismodule(module):
             changed |= dict(_changed(module, name))
     listed = {**PATCHES, **ENTRIES}.keys() - HIDDEN
+    listed -= NOT_ON_2_11 if torch.__version__ < (2, 13) else set()
     known = {id(_attribute(path)) for path in listed}  # a table may have several names
     assert listed <= changed.keys()
     assert not {path for path, value in changed.items() if id(value) not in known} - listed

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import graphshard.ranks.watcher
+from graphshard._torch.distributed import num_started
 from graphshard.ranks.call_log import CallLog
 
 from .test_call_log import PLAN, Group, assert_same, call, choose, gather, message, run
@@ -47,6 +48,7 @@ def test_call_while_peers_are_blocked_raises_on_all_ranks(
 
 @_with_short_wait
 def _wait_for_a_slow_rank(group: Group, call_log: CallLog) -> None:
+    _send_from_2_to_1(group)  # gloo counts it like a collective, but not on all ranks
     others: Any = dist.new_group([1, 2], use_local_synchronization=True) if group.rank() else None
     for collect in (_gather_to_1, _broadcast_among):
         if group.rank() == 2:
@@ -61,6 +63,15 @@ def _wait_for_a_slow_rank(group: Group, call_log: CallLog) -> None:
         dist.destroy_process_group(others)
 
 
+def _send_from_2_to_1(group: Group) -> None:
+    for source in (2, None):
+        if group.rank() == 2:
+            dist.send(torch.ones(3), 1, group=group)
+        elif group.rank() == 1:
+            dist.recv(torch.ones(3), source, group=group)
+    assert num_started(group.group_name) == 0
+
+
 def _gather_to_1(group: Group, others: Group) -> None:
     parts = [torch.ones(3) for _ in range(3)] if group.rank() == 1 else None
     dist.gather(torch.ones(3), parts, group=group, group_dst=1)
@@ -69,6 +80,16 @@ def _gather_to_1(group: Group, others: Group) -> None:
 def _broadcast_among(group: Group, others: Group) -> None:
     if group.rank():
         dist.broadcast(torch.ones(3), 2, group=others)
+
+
+def _count_after_monitored_barrier(group: Group, call_log: CallLog) -> int | None:
+    dist.monitored_barrier(group)
+    dist.barrier(group)
+    return num_started(group.group_name)
+
+
+def test_monitored_barrier_is_counted_alike_on_all_ranks() -> None:
+    assert run(3, _count_after_monitored_barrier) == [1, 1, 1]
 
 
 def test_slow_rank_raises_no_error() -> None:

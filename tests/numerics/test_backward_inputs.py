@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from tests.models import MLP
-from tests.numerics.compare import Twins, assert_close, draw, sgd
+from tests.numerics.compare import Twins, assert_close, draw, sgd, world_mesh
 from tests.ranks import on_ranks
 
 
@@ -133,6 +134,35 @@ def test_backward_inputs_accumulate_and_autograd_grad_raises() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _penalty(params: list[nn.Parameter]) -> Any:
+    total: Any = 0.1 * torch.stack([param.square().sum() for param in params]).sum()
+    return total.full_tensor() if isinstance(total, DTensor) else total
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@on_ranks(2)
+def test_gradients_include_uses_of_dtensors(alone: bool) -> None:
+    twins = Twins(MLP())
+    for call in (torch.autograd.grad, torch.autograd.backward):
+        grads = []
+        for model, loss in zip((twins.model, twins.reference), _losses(twins)):
+            params = [*model.parameters()]
+            total = _penalty(params) + (0 if alone else loss)
+            grads.append(call(total, inputs=params))
+        if call is torch.autograd.grad:
+            for (name, _), *pair in zip(twins.model.named_parameters(), *grads, strict=True):
+                assert_close(name, *pair)
+    twins.check()
+
+
+@on_ranks(2)
+def test_copied_parameters_have_gradients_of_their_own() -> None:
+    model = graphshard.shard(MLP(), world_mesh())
+    copied = [copy.deepcopy(param) for param in model.parameters()]
+    for param, grad in zip(copied, torch.autograd.grad(_penalty(copied), copied)):
+        assert_close("copy", grad, 0.2 * param.detach())
 
 
 @on_ranks(2)

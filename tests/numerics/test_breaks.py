@@ -315,6 +315,38 @@ def test_backward_in_compiled_function_runs_our_code_in_python(kind: Trainable) 
     assert files and not [file for file in files if file.startswith(ours)]
 
 
+def _zeroed(model: Any) -> None:
+    model.zero_grad()
+
+
+def _set_to_none(model: Any) -> None:
+    for param in model.parameters():
+        param.grad = None
+    assert model.up.weight.grad is None
+
+
+@pytest.mark.parametrize("forget", [_zeroed, _set_to_none])
+@on_ranks(2)
+def test_compiled_function_forgets_gradients(forget: Callable[[nn.Module], None]) -> None:
+    def step(model: nn.Module) -> Callable[[Tensor], None]:
+        def run(x: Tensor) -> None:
+            forget(model)
+            model.up.weight.last = "used"  # type: ignore[union-attr]
+            model(x).backward()
+
+        return run
+
+    twins = Twins(MLP(), function=step, fullgraph=False)
+    for number in range(3):
+        batches = draw(MLP.batch, number)
+        with graphshard_warnings():
+            twins.compiled(batches[dist.get_rank()])
+        twins.reference.zero_grad()
+        torch.stack([twins.reference(batch) for batch in batches]).mean().backward()
+        twins.check()
+    assert twins.model.up.weight.last == "used"
+
+
 class Debugged(MLP):
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)

@@ -82,6 +82,28 @@ def test_eager_part_that_changes_parameter_raises(change: Callable[[Any], None])
             model(torch.ones(3, 7)).backward()
 
 
+class AssignsData(Changing):
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.weight.data = self.part.weight.data * 0.5
+        return self.part(x).square().mean()
+
+
+class SetsRequiresGrad(Changing):
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.weight.requires_grad_()
+        return self.part(x).square().mean()
+
+
+@pytest.mark.parametrize("kind", [AssignsData, SetsRequiresGrad])
+@on_ranks(2)
+def test_forward_that_sets_attribute_of_its_parameter_raises(kind: type[Changing]) -> None:
+    model = kind(_clamp, False)
+    model.part.weight.requires_grad_(kind is AssignsData)
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    with pytest.raises(RuntimeError, match=r"sets requires_grad or data of .*'part.weight'"):
+        torch.compile(model, backend=backend)(torch.ones(3, 7))
+
+
 def _refuse(kind: Callable[..., nn.Module], *args: Any) -> None:
     model = kind(*args)
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")

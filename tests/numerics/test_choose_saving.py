@@ -22,6 +22,8 @@ from tests.numerics.compare import (
     whole,
 )
 
+from .test_equal_layers import CASES, DIM, Model
+
 BUDGET_GB = 0.7e-3  # saving all activations of 256 rows takes 0.77e-3
 SLOW_US, FAST_US = 1e4, 1e-3
 """Node times with which compute hides every gather, or none."""
@@ -162,6 +164,20 @@ def test_error_while_trying_settings_is_raised_on_all_ranks() -> None:
     assert "the first rank could not plan what forward saves: OutOfMemory('out of" in other
 
 
+def _train_layers_with_literals() -> None:
+    torch.manual_seed(0)
+    schedule = graphshard.SchedulePolicy(auto=True, memory_budget_gb=1)
+    make_layers, _ = CASES["literals"]
+    twins = Twins(Model(make_layers()), schedule=schedule)
+    twins.train(lambda rng: torch.randn(4, DIM, generator=rng), steps=1)
+    (graph,) = twins.backend._graphs
+    assert graph.tried and not graph.num_shared_layers
+
+
+def test_layers_that_cannot_share_a_trace_are_inlined_on_all_ranks() -> None:
+    ranks.run(2, _train_layers_with_literals)
+
+
 def _uneven() -> tuple[list[str], str]:
     """Train on batches of two sizes, with a larger batch on the second rank.
 
@@ -177,6 +193,9 @@ def _uneven() -> tuple[list[str], str]:
         _train_on(twins, 0, (12, 200))
     for step, rows in enumerate([(12, 24), (12, 32), (12, 24)]):
         _train_on(twins, step, rows)
+    with pytest.raises(Exception, match="no strategy that auto=True tries fits"):
+        _train_on(twins, 0, (200, 200))
+    _train_on(twins, 0, (12, 24))  # runs the earlier graphs
     for graph in twins.backend._graphs:
         assert max(dump.totals.peak_bytes for dump in graph.dumps) <= ROWS_GB * 1e9
     return [str(g.settings.saving) for g in twins.backend._graphs], str(caught.value)
@@ -219,5 +238,8 @@ def test_fewer_parameters_are_kept_if_recomputing_is_not_enough() -> None:
     (ours, _), (theirs, texts) = ranks.run(2, _keep_fewer, [(16, 64)])
     assert ours == theirs == [False]
     assert "of this rank needs 0.000229 GB, because its gathers are planned" in texts[-1]
-    (ours, _), (theirs, texts) = ranks.run(2, _keep_fewer, [(16, 16), (64, 64)])
-    assert ours == theirs == [True, False] and not texts
+    # The graphs for 16 rows, which keep more, are then replaced: with batches of different sizes,
+    # ranks would gather different parameters.
+    steps = [(16, 16), (64, 64), (16, 64), (16, 16)]
+    (ours, _), (theirs, texts) = ranks.run(2, _keep_fewer, steps)
+    assert ours == theirs == [True, False, False] and not texts

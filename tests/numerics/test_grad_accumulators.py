@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -303,6 +304,58 @@ def test_totals_of_untied_weights_are_reduced_in_one_order() -> None:
     held: Any = sorted(known.sharded_params, key=attrgetter("_number"), reverse=bool(rank))
     known.sharded_params = held
     twins.backward([(x, False) for x in xs])
+    twins.check()
+
+
+def _abandon_after_no_sync() -> None:
+    model = MLP()
+    model.cycle = [model]  # type: ignore[assignment]
+    compiled = compile_sharded(model)
+    with graphshard.no_sync(model):
+        compiled(draw(MLP.batch, 0)[0]).backward()
+
+
+@on_ranks(2)
+def test_sums_of_abandoned_model_do_not_depend_on_garbage_collector() -> None:
+    gc.disable()
+    try:
+        _abandon_after_no_sync()
+        if dist.get_rank() == 0:
+            gc.collect()
+        Twins(MLP()).train(MLP.batch)
+    finally:
+        gc.enable()
+
+
+class _Sum(nn.Module):
+    """Sum whose two operands get the same gradient tensor, which is expanded for a mean."""
+
+    def __init__(self, is_mean: bool) -> None:
+        super().__init__()
+        self.is_mean = is_mean
+        self.a, self.b = nn.Parameter(torch.arange(4.0)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.a + self.b
+        return x.mean() if self.is_mean else x.square().sum()
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Tensor:
+        return torch.randn(4, generator=generator)
+
+
+@pytest.mark.parametrize("is_mean", [False, True])
+@on_ranks(2)
+def test_totals_of_shared_gradients_have_memory_of_their_own(is_mean: bool) -> None:
+    twins, rank = Twins(_Sum(is_mean)), dist.get_rank()
+    batches = [draw(_Sum.batch, step) for step in range(3)]
+    for batch in batches:
+        _plain(twins, batch)
+    graphshard.shard(twins.model, twins.mesh, compiler="aot_eager")
+    with graphshard.no_sync(twins.model):
+        twins.model(batches[0][rank]).backward()
+        twins.compiled(batches[1][rank]).backward()
+    twins.compiled(batches[2][rank]).backward()
     twins.check()
 
 

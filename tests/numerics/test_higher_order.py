@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, map, scan
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -84,6 +85,15 @@ def _checkpoints_in_regions_in_branches(model: Reads, x: Tensor) -> Tensor:
     )
 
 
+@torch.compiler.nested_compile_region
+def _projected(weight: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, weight).sin()
+
+
+def _parameters_passed_to_regions(model: Reads, x: Tensor) -> Tensor:
+    return _projected(model.second.weight, _projected(model.first.weight, model.first(x)))
+
+
 def _steps(model: Reads, x: Tensor) -> Tensor:
     def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
         state = torch.tanh(model.first(row) + state)
@@ -121,6 +131,7 @@ IN_CODE = (
     _regions_in_branches,
     _branches_in_regions,
     _checkpoints_in_regions_in_branches,
+    _parameters_passed_to_regions,
     _reduced_in_a_tree,
     _mapped,
 )

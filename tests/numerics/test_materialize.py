@@ -102,6 +102,27 @@ def test_init_may_write_rows_and_data() -> None:
         compiled(torch.randint(11, (4, 5))).backward()
 
 
+class _Fills(nn.Module):
+    def __init__(self, part: nn.Linear, value: float) -> None:
+        super().__init__()
+        self.part, self.value = part, value
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.part.weight, self.value)
+
+
+def _with_parts() -> nn.Module:
+    shared = nn.Linear(6, 6)
+    return nn.Sequential(nn.MultiheadAttention(6, 2), _Fills(shared, 1.0), _Fills(shared, 2.0))
+
+
+@on_ranks(2)
+def test_parents_are_initialized_after_their_children() -> None:
+    values = _values(_materialized(_with_parts))
+    assert (values["0.out_proj.bias"] == 0).all()
+    assert (values["1.part.weight"] == 2).all() and values["1.part.bias"].any()
+
+
 def _normal(model: nn.Module) -> None:
     for param in model.parameters():
         nn.init.normal_(param, generator=torch.Generator().manual_seed(3))
@@ -171,11 +192,15 @@ def test_initialized_parameters_and_buffers_keep_their_values() -> None:
 
 
 class _Tables(nn.Module):
-    """Module with complex and integer buffers, of which `write` initializes some."""
+    """Module with complex, bool and integer tensors, of which `write` initializes some."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(4, 4)
+        self.phases = nn.Parameter(torch.ones(4, 2, dtype=torch.complex64))
+        self.codes = nn.Parameter(torch.ones(4, dtype=torch.int32), requires_grad=False)
+        self.flags = nn.Parameter(torch.ones(4, dtype=torch.bool), requires_grad=False)
+        self.register_buffer("causal", torch.ones(4, 4, dtype=torch.bool))
         self.register_buffer("angles", torch.ones(4, dtype=torch.complex64))
         self.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
         self.register_buffer("ids", torch.ones(4, dtype=torch.int32))
@@ -188,22 +213,23 @@ class _Tables(nn.Module):
         if "bytes" in names:
             self.bytes.copy_(torch.arange(256))  # has all values of the dtype
         for name in names.replace("bytes", "").split():
-            buffer = self.get_buffer(name)
-            buffer.copy_(torch.eye(4).flatten()[: buffer.numel()].view_as(buffer))
+            tensor = getattr(self, name).detach()
+            tensor.copy_(torch.eye(4).flatten()[: tensor.numel()].view_as(tensor))
 
 
 @on_ranks(2)
-def test_complex_and_integer_buffers_are_written_by_init() -> None:
+def test_complex_bool_and_integer_tensors_are_written_by_init() -> None:
     with torch.device("meta"):
         model = graphshard.shard(_Tables(), world_mesh())
-    names = {"angles", "mask", "ids", "bytes"}
+    names = {"phases", "codes", "flags", "causal", "angles", "mask", "ids", "bytes"}
     for missing in sorted(names):
         written = " ".join(names - {missing})
-        with pytest.raises(ValueError, match=f"does not write the buffer '{missing}'"):
+        with pytest.raises(ValueError, match=f"does not write .*'{missing}'"):
             graphshard.materialize(model, lambda m, names=written: m.write(names))
     graphshard.materialize(model, lambda m: m.write(" ".join(names)))
     assert torch.equal(model.mask, torch.eye(4, dtype=torch.uint8))
     assert model.angles.is_complex() and model.angles.tolist() == [1, 0, 0, 0]
+    assert torch.equal(model.causal, torch.eye(4).bool())
 
 
 def test_fake_rank_materializes_its_shard() -> None:

@@ -90,7 +90,9 @@ def test_load_state_dict_initializes() -> None:
         assert compile_sharded(model)(torch.ones(5, 7)).isfinite()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+)
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (3, 5)])
 def test_unfilled_mark_is_not_an_ordinary_nan(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor: Tensor = torch.full(shape, float("nan"), dtype=dtype)

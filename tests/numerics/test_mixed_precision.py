@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
@@ -290,6 +291,27 @@ def _overflow() -> tuple[Tensor, Tensor, Tensor, float]:
     return states[0], states[1], states[3], scaler.get_scale()
 
 
+@pytest.mark.parametrize("replicated", [True, False])
+@on_ranks(2)
+def test_overflow_in_one_shard_skips_step_on_all_ranks(replicated: bool) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
+    # The rank alone decides whether gradients of the first linear are finite.
+    of_first: dict[str, Any] = {"shard": False} if replicated else {"mesh": mesh["efsdp"]}
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    graphshard.shard(model, mesh["efsdp", "ep"]._flatten("dp"), overrides={"0": of_first})
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))  # initializes the scaler
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    if dist.get_rank() == 0:
+        model[1].weight.grad.to_local().fill_(torch.inf)
+    before = [whole(param).clone() for param in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert all(map(torch.equal, map(whole, model.parameters()), before))
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -306,3 +328,26 @@ def _overflow() -> tuple[Tensor, Tensor, Tensor, float]:
 def test_invalid_policy_raises(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         graphshard.backend(**{name: value})
+
+
+class _Float8Table(nn.Module):
+    """Lookup in a frozen table that is stored in fp8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.arange(12.0).view(4, 3).to(torch.float8_e4m3fn)
+        self.table = nn.Parameter(table, requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.table.to(BF16)[rows] * self.scale
+
+
+@on_ranks(2)
+def test_frozen_float8_parameter_is_gathered_in_param_dtype() -> None:
+    model = _Float8Table()
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    compiled = compile_sharded(model, compiler="aot_eager", mp_policy=policy)
+    expected = torch.arange(12.0).view(4, 3).to(BF16)
+    for call in (compiled, model):
+        assert torch.equal(call(torch.arange(4)), expected)

@@ -244,12 +244,19 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.layer.flatten_parameters()
         return F.gelu(self.head(self.layer(x)[0])).square().mean()
 
     batch = staticmethod(_sequence)
 
 
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+class _MovesWeights(nn.LSTM):
+    def flatten_parameters(self) -> None:  # as on a GPU
+        for weight in self._flat_weights:
+            weight.data = weight.data.clone()
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, _MovesWeights])
 @on_ranks(2)
 def test_recurrent_layers_train_with_one_warning(layer: type[nn.RNNBase]) -> None:
     with graphshard_warnings() as warned:

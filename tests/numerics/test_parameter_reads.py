@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import graphshard
 from tests import ranks
-from tests.numerics.compare import Twins, graphshard_warnings, sgd, world_mesh
+from tests.numerics.compare import Twins, assert_same, graphshard_warnings, sgd, world_mesh
 from tests.ranks import on_ranks
 
 
@@ -92,6 +92,11 @@ def _attribute(model: Reader, x: Tensor) -> Tensor:
     return x @ getattr(model, "weight") + sum(m.weight.sum() for m in (model.first, model.linear))  # noqa: B009
 
 
+def _attribute_of_parameter(model: Reader, x: Tensor) -> Tensor:
+    gain: float = getattr(model.weight, "gain", 1.0)
+    return x * gain * (2 if hasattr(model.linear.weight, "gain") else 3)
+
+
 class _Doubled(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -118,6 +123,7 @@ EVERYWHERE = {
         _read_without_grad,
         _used_without_grad,
         _attribute,
+        _attribute_of_parameter,
         _in_function_mode,
     )
 }
@@ -227,7 +233,27 @@ def test_eager_reads_match_plain_model(read: str) -> None:
 def _train(read: Callable[[Any, Tensor], Tensor], eager: bool) -> None:
     with graphshard_warnings():
         torch.manual_seed(0)
-        Twins(Reader(read, eager), fullgraph=False).train(Reader.batch)
+        twins = Twins(Reader(read, eager), fullgraph=False)
+        for model in (twins.model, twins.reference):
+            model.weight.gain = 2.0  # type: ignore[assignment]
+        twins.train(Reader.batch)
+
+
+def _several(model: Reader, x: Tensor) -> Tensor:
+    for read in (_identity, _isinstance, _is_leaf, _attribute_of_parameter, _used_without_grad):
+        x = read(model, x)
+    model.weight.grad = None
+    return x
+
+
+@on_ranks(2)
+def test_traced_reads_of_other_dim_match_plain_model() -> None:
+    twins = Twins(Reader(_several, False), overrides={"*weight": {"dim": 1}})
+    for step in range(2):
+        for model in (twins.model, twins.reference):
+            model.weight.gain = 2.0
+        twins.backward([Reader.batch(torch.Generator().manual_seed(step))] * 2)
+        assert_same(twins.model, twins.reference)
 
 
 @on_ranks(2)
@@ -239,19 +265,43 @@ def test_traced_read_of_grad_sees_accumulation() -> None:
         twins.check()
 
 
+@pytest.mark.parametrize("eager", [False, True])
 @on_ranks(2)
-def test_other_backends_see_shards() -> None:
-    model = nn.Linear(5, 4)
-    graphshard.shard(model, world_mesh())
+def test_attributes_of_parameters_may_change_between_steps(eager: bool) -> None:
+    torch.manual_seed(0)
+    twins = Twins(Reader(_attribute_of_parameter, eager), fullgraph=False)
+    for gain in (None, 2.0, 3.0):
+        for model in (twins.model, twins.reference):
+            if gain is not None:
+                model.weight.gain = model.linear.weight.gain = gain
+        twins.backward([Reader.batch(torch.Generator().manual_seed(0))] * 2)
+        twins.check()
 
-    @torch.compile(backend="eager")
-    def clamp(module: nn.Module) -> None:
-        with torch.no_grad():
-            for param in module.parameters():
-                param.clamp_(-0.1, 0.1)
 
-    clamp(model)
-    assert all(p.full_tensor().abs().max() <= 0.1 for p in model.parameters())  # type: ignore[operator]
+def _clamp_all(model: Reader) -> None:
+    for param in model.parameters():
+        param.clamp_(-0.1, 0.1)
+
+
+def _clamp_attribute(model: Reader) -> None:
+    for module in (model, model.linear):
+        module.weight.clamp_(-0.1, 0.1)  # type: ignore[operator]
+
+
+def _clamp_data(model: Reader) -> None:
+    for module in (model, model.linear):
+        module.weight.data.clamp_(-0.1, 0.1)  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("clamp", [_clamp_all, _clamp_attribute, _clamp_data])
+@on_ranks(2)
+def test_other_backends_see_shards(clamp: Callable[[Reader], None], dim: int) -> None:
+    model = Reader(_attribute, False)
+    graphshard.shard(model, world_mesh(), overrides={"*weight": {"dim": dim}})
+    torch.compile(torch.no_grad()(clamp), backend="eager")(model)
+    for weight in (model.weight, model.linear.weight):
+        assert weight.full_tensor().abs().max() <= 0.1  # type: ignore[operator]
 
 
 @on_ranks(2)

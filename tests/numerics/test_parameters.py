@@ -18,6 +18,7 @@ from tests.numerics.compare import (
     assert_close,
     compile_sharded,
     draw,
+    graphshard_warnings,
     num_graphs,
     sgd,
     train,
@@ -245,6 +246,22 @@ def test_requires_grad_changes_between_steps() -> None:
         twins.zero_grad()
         seen.append(num_graphs())
     assert seen[:4] == [1, 2, 3, 4] and seen[4:] == [4] * 4, seen
+
+
+class Freezing(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.requires_grad_(False)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_forward_freezes_module() -> None:
+    twins = Twins(Freezing(), fullgraph=False)
+    for step in range(2):
+        with graphshard_warnings():
+            twins.backward(draw(MLP.batch, step))
+        twins.check()
+    assert twins.model.up.weight.grad is None
 
 
 @pytest.mark.parametrize("eager", [False, True])

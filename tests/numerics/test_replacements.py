@@ -132,16 +132,19 @@ class _Embedded(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("function", [None, _function])
+@pytest.mark.parametrize("function", [None, _function, "plain"])
 @on_ranks(2)
 def test_new_module_can_be_tied_to_sharded_parameter(function: Any, bias: bool) -> None:
-    twins = Twins(_Embedded(), function=function)
+    is_plain = function == "plain"
+    twins = Twins(_Embedded(), function=None if is_plain else function)
     twins.train(_Embedded.batch, steps=1)
     head = nn.Linear(6, 9, bias=bias)
     for model in (twins.model, twins.reference):
         assert isinstance(model, _Embedded)
         model.head = copy.deepcopy(head)
         model.head.weight = model.embed.weight
+    if is_plain:
+        twins.compiled = graphshard.shard(twins.model, world_mesh())
     twins.train(_Embedded.batch, steps=2)
     assert twins.model.head.weight is twins.model.embed.weight
 

@@ -190,6 +190,26 @@ def test_changes_before_forward_and_after_backward_are_allowed() -> None:
     assert_same(twins.model, twins.reference)
 
 
+class Keeping(MLP):
+    """Model whose first forward stores a parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = getattr(self, "kept", None) or [self.up.weight]
+        return super().forward(x) + self.kept[0].square().sum()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2)
+def test_parameter_kept_by_first_forward_raises(compiled: bool) -> None:
+    twins = Twins(Keeping(), **ZERO3)
+    if not compiled:
+        twins.compiled = graphshard.shard(twins.model, twins.mesh)
+    twins.backward(draw(MLP.batch, 0))
+    _clamp(twins.model)
+    with pytest.raises(ValueError, match=r"up.weight' (as an earlier forward read|was modified)"):
+        twins.compiled(draw(MLP.batch, 1)[dist.get_rank()]).backward()
+
+
 @on_ranks(2)
 def test_output_returned_by_later_call_stays_stale() -> None:
     twins = Twins(MLP(), **ZERO3)
@@ -244,7 +264,8 @@ def test_changes_are_detected_with_any_outputs(
 class _Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7))
+        frozen = nn.LayerNorm(5).requires_grad_(False)
+        self.encoder = nn.Sequential(nn.Linear(7, 5), frozen, nn.Tanh(), nn.Linear(5, 7))
         self.head = nn.Linear(7, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -267,7 +288,14 @@ def _of_sums(model: nn.Module, x: Tensor) -> Tensor:
     return sum(p.sum() for p in model.head.parameters())  # saves nothing for backward
 
 
-@pytest.mark.parametrize(("before", "steps"), [(_of_a_part, 2), (_of_parameters, 1), (_of_sums, 1)])
+def _of_an_input(model: nn.Module, x: Tensor) -> Tensor:
+    return model.encoder[1](x[:, :5].clone().requires_grad_()).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("before", "steps"),
+    [(_of_a_part, 2), (_of_parameters, 1), (_of_sums, 1), (_of_an_input, 1)],
+)
 @on_ranks(2)
 def test_autograd_graph_built_before_sharding_gives_gradients(
     before: Callable[[nn.Module, Tensor], Tensor], steps: int

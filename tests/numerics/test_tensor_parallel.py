@@ -266,6 +266,7 @@ class ReadingEarly(MLP):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             weight = self.up.weight
+        assert weight is self.up.weight
         split_x = DTensor.from_local(x, weight.device_mesh, [Replicate()])
         return super().forward(x) + F.linear(split_x, weight).square().sum().full_tensor()
 

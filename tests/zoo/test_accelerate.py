@@ -72,6 +72,23 @@ class Training:
         return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
 
 
+@on_ranks(2)
+def test_trigger_sync_in_backward_reduces_gradients_of_no_sync() -> None:
+    grads = []
+    for by in ("graphshard", "ddp"):
+        training = Training(by)
+        accelerator, batches = training.accelerator, iter(training.loader)
+        with accelerator.no_sync(training.model):
+            first, last = (training.model(**next(batches)).loss for _ in range(2))
+        accelerator.backward(first)
+        with accelerator.trigger_sync_in_backward(training.model):
+            accelerator.backward(last)
+        model = accelerator.unwrap_model(training.model)
+        grads.append({name: whole(param.grad) for name, param in model.named_parameters()})
+    ours, theirs = grads
+    assert all(relative_error(ours[name], grad) <= 1e-5 for name, grad in theirs.items())
+
+
 def _numbers(by: str, mixed_precision: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     training = Training(by, "SGD", mixed_precision=mixed_precision)
     losses, norms = map(torch.tensor, training.train())

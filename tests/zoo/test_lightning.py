@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -76,6 +77,11 @@ class Saves(lightning.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class SlowValidation(lightning.Callback):
+    def on_validation_end(self, *_: Any) -> None:
+        time.sleep(1)
+
+
 def _fit(
     folder: str,
     model: Model,
@@ -118,7 +124,8 @@ def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def compare_with_ddp(folder: str) -> float:
     recording.clear()
     ours, theirs = Model(True), Model(False)
-    trainer = _fit(folder, ours, callbacks=[LogMetrics(tokens_per_step=10)], validates=True)
+    callbacks = [LogMetrics(tokens_per_step=10), SlowValidation()]
+    trainer = _fit(folder, ours, callbacks=callbacks, validates=True)
     reduced = [e for e in recording.collectives() if e.kind == TransferKind.REDUCE_SCATTER]
     other = _fit(folder, theirs, validates=True)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
@@ -139,6 +146,21 @@ def test_lightning_fits_like_ddp_and_reduces_once_per_step(tmp_path: Path) -> No
     assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
     assert all(float(row["graphshard/tokens_per_s"]) > 0 for row in rows)
     assert float(rows[-1]["graphshard/measured_exposure"]) > 0
+    assert float(rows[2]["graphshard/step_s"]) < 1  # without the validation before this step
+
+
+def test_metrics_are_logged_if_validation_is_more_frequent() -> None:
+    logger, callback = mock.Mock(), LogMetrics()
+    trainer: Any = mock.Mock(global_step=0, log_every_n_steps=3, loggers=[logger])
+    with mock.patch("graphshard.integrations.lightning.metrics", lambda *_, steps, **__: steps):
+        callback.on_train_start(trainer)
+        for _ in range(6):
+            callback.on_train_batch_start(trainer, mock.Mock())
+            trainer.global_step += 1
+            callback.on_train_batch_end(trainer, mock.Mock())
+            if trainer.global_step % 2 == 0:
+                callback.on_validation_end()
+    assert logger.log_metrics.mock_calls == [mock.call(1, step=3), mock.call(2, step=6)]
 
 
 def resume(folder: str) -> Kept:

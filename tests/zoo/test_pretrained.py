@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from huggingface_hub import PyTorchModelHubMixin
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -185,6 +185,26 @@ def test_each_rank_reads_only_its_rows_and_experts(tmp_path: Path) -> None:
     ZOO["mixtral"].build().save_pretrained(tmp_path)
     for read, shards, whole in ranks.run(2, _bytes_read, tmp_path):
         assert read <= shards < 0.6 * whole
+
+
+def test_reading_rows_reads_no_others(tmp_path: Path) -> None:
+    from graphshard.integrations import pretrained
+
+    def num_read() -> int:
+        (line,) = [one for one in Path("/proc/self/io").read_text().splitlines() if "rchar" in one]
+        return int(line.split()[1])
+
+    path, full = tmp_path / "model.safetensors", torch.arange(4e6).view(1000, -1)
+    save_file({"other": torch.ones(3), "full": full}, path)
+    _, reads = pretrained._open(None, [str(path)], None)
+    before = num_read()
+    assert torch.equal(reads["full"](slice(998, 1000)), full[998:])
+    assert num_read() - before < 1e6
+    assert torch.equal(reads["full"](None), full) and len(reads["full"](slice(1000, 1000))) == 0
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 100)
+    with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read: EOFError"):
+        reads["full"](slice(999, 1000))
 
 
 def _files_of_pickles(folder: Path) -> None:
@@ -364,17 +384,21 @@ def test_unloadable_checkpoint_or_argument_is_an_error(name: str, tmp_path: Path
 
 
 def test_error_on_one_rank_is_raised_by_all(tmp_path: Path) -> None:
-    whole, broken, other = tmp_path / "whole", tmp_path / "broken", tmp_path / "other"
+    whole, broken, other, changed = map(tmp_path.joinpath, ("whole", "broken", "other", "changed"))
     model = gpt2()
     for folder in (whole, broken):
         model.save_pretrained(folder)
     state = {name: v for name, v in model.state_dict().items() if "ln_f" not in name}
     model.save_pretrained(other, state_dict=state)
+    with torch.no_grad():
+        model.transformer.ln_f.bias.add_(1)
+    model.save_pretrained(changed)
     file = broken / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     for folder, text in (
         (broken, "model.safetensors: cannot be read"),
         (other, "'transformer.ln_"),
+        (changed, "'transformer.ln_f.bias in the checkpoint' differs between ranks"),
     ):
         first, last = ranks.run(2, _error, whole, "GPT2LMHeadModel", {}, folder)
         assert text in first and text in last

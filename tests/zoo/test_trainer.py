@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,11 +17,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import (
     AutoModelForCausalLM,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 from transformers.distributed import DistributedConfig
@@ -31,6 +35,7 @@ from graphshard.integrations.peft import adapter_state_dict
 from graphshard.integrations.transformers import (
     ShardedTrainer,
     ShardedTrainerMixin,
+    _load_renamed,
     from_pretrained,
 )
 from graphshard.params.sharded_param import sharded_param_of
@@ -39,7 +44,7 @@ from tests.numerics.compare import graphshard_warnings, relative_error, whole
 from tests.ranks import on_ranks
 
 from .launched import Kept, Texts, as_by_torchrun, same, scalars, small_llama
-from .models import t5
+from .models import mixtral, t5
 
 STEPS = 6
 SHARDING: dict[str, Any] = {"compiler": "aot_eager"}
@@ -117,6 +122,32 @@ def test_trainer_trains_and_evaluates_like_ddp(tmp_path: Path) -> None:
     assert {"train/loss", "train/graphshard/measured_exposure"} <= logged.keys(), logged
 
 
+class CountsLabels(nn.Module):
+    """Model whose loss is the number of labels in the batches of a step, on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        return {"loss": 0 * self.weight.float().sum() + kwargs["num_items_in_batch"]}
+
+
+@on_ranks(2)
+def test_number_of_labels_is_not_rounded(tmp_path: Path) -> None:
+    as_by_torchrun()
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, per_device_train_batch_size=1, report_to="none"
+    )
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), **SHARDING}
+    trainer = ShardedTrainer(CountsLabels(), arguments, sharding=policy)
+    model = trainer._wrap_model(trainer.model)
+    batch = {"labels": torch.zeros(1, 128 + dist.get_rank(), dtype=torch.int64)}
+    (batch,), number = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
+    # More digits than bfloat16 has.
+    assert model(**batch, num_items_in_batch=number)["loss"] == 128 + 129
+
+
 def pretrained_both_ways(folder: str) -> bool:
     """Return whether a model sharded on loading trains bitwise like one that is loaded in full."""
     found = []
@@ -136,7 +167,7 @@ def test_trainer_trains_model_loaded_as_shards(tmp_path: Path) -> None:
     assert all(ranks.run(2, pretrained_both_ways, str(tmp_path)))
 
 
-def save_and_resume(folder: str) -> Kept:
+def save_and_resume(folder: str, build: Callable[[], nn.Module] = small_llama) -> Kept:
     saving: dict[str, Any] = {
         "held_out": 8,  # equal batch sizes: evaluation needs one graph
         "save_strategy": "steps",
@@ -146,11 +177,12 @@ def save_and_resume(folder: str) -> Kept:
         "load_best_model_at_end": True,
         "gradient_accumulation_steps": 1,
     }
-    first = _trainer(folder, **saving)
+    torch.manual_seed(0)
+    first = _trainer(folder, build(), **saving)
     first.train()
     best = AutoModelForCausalLM.from_pretrained(str(first.state.best_model_checkpoint))
     saved = same(_weights(first), best)
-    again = _trainer(folder, **saving)
+    again = _trainer(folder, build(), **saving)
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     dist.barrier()
     resumed = _history(again, "loss") == _history(first, "loss")
@@ -160,8 +192,34 @@ def save_and_resume(folder: str) -> Kept:
     return Kept(saved and same(_weights(again), end), resumed and same(_weights(again), best))
 
 
-def test_trainer_saves_resumes_and_loads_best_checkpoint(tmp_path: Path) -> None:
-    assert ranks.run(2, save_and_resume, str(tmp_path)) == [Kept(True, True)] * 2
+# The names in a Mixtral's checkpoint are not those of its parameters: experts are saved separately.
+@pytest.mark.parametrize("build", [small_llama, mixtral])
+def test_trainer_saves_resumes_and_loads_best_checkpoint(
+    tmp_path: Path, build: Callable[[], nn.Module]
+) -> None:
+    assert ranks.run(2, save_and_resume, str(tmp_path), build) == [Kept(True, True)] * 2
+
+
+class SlowEvaluation(TrainerCallback):
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(1)
+
+
+@on_ranks(1)
+def test_logged_time_of_step_leaves_out_evaluation(tmp_path: Path) -> None:
+    evaluates: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 3}
+    trainer = _trainer(str(tmp_path), **evaluates)
+    trainer.add_callback(SlowEvaluation())
+    trainer.train()
+    assert min(_history(trainer, "graphshard/step_s")) < 1
+
+
+def test_incomplete_checkpoint_with_other_names_is_refused(tmp_path: Path) -> None:
+    model = mixtral()
+    model.save_pretrained(tmp_path)
+    model.scores = nn.Linear(3, 4)
+    with pytest.raises(ValueError, match=r"does not load 2 .* as 'scores\.bias'"):
+        _load_renamed(model, str(tmp_path))
 
 
 def _start_again(trainer: Trainer) -> None:
@@ -267,6 +325,23 @@ def _refuse(folder: str) -> None:
         ValueError, match="PROMPT_TUNING: to save it, peft reads its prompt encoder on one rank"
     ):
         _trainer(folder, peft.get_peft_model(small_llama(), prompts)).train()
+
+
+@on_ranks(2)
+def test_adapters_on_unnamed_mesh_are_refused(tmp_path: Path) -> None:
+    loads: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "max_steps": 1,
+        "load_best_model_at_end": True,
+    }
+    model: Any = peft.get_peft_model(small_llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    trainer: Any = _trainer(str(tmp_path), model, **loads)
+    trainer.sharding = {"mesh": init_device_mesh("cpu", (1, 2)), **SHARDING}
+    with pytest.raises(ValueError, match="mesh has no mesh_dim_names"):
+        trainer.train()
 
 
 def test_conflicting_trainer_arguments_are_refused(tmp_path: Path) -> None:
