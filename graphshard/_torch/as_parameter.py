@@ -37,6 +37,8 @@ from .frames import is_in_forward
 from .patches import patch
 from .tensors import OpOverload
 
+HOOK_METHODS = ("register_hook", "register_post_accumulate_grad_hook")
+_WRITES = ("requires_grad_", *HOOK_METHODS)  # methods that change the parameter, not its values
 _TRACED = "_graphshard_traced_parameters"  # attribute of an ``OutputGraph``
 
 
@@ -197,6 +199,16 @@ class _ParameterVariable(TensorVariable):
         self.traced_dtensor(tx).call_method(tx, "requires_grad_", list(args), kwargs)
         return self
 
+    # Dynamo registers hooks of a tensor with a source after the graph, on the tensor itself.
+    def method_register_hook(self, tx: Any, *args: Any, **kwargs: Any) -> VariableTracker:
+        return self.traced_dtensor(tx).call_method(tx, "register_hook", list(args), kwargs)
+
+    def method_register_post_accumulate_grad_hook(
+        self, tx: Any, *args: Any, **kwargs: Any
+    ) -> VariableTracker:
+        name = "register_post_accumulate_grad_hook"
+        return self.traced_dtensor(tx).call_method(tx, name, list(args), kwargs)
+
     def dynamic_getattr(self, tx: Any, name: str) -> VariableTracker:
         if (assigned := self._assigned(tx, name)) is not None:
             return assigned
@@ -322,7 +334,7 @@ def shard_written_at_break() -> Source | None:
     written += [
         callee.obj
         for callee in tx.stack
-        if isinstance(callee, GetAttrVariable) and callee.name == "requires_grad_"
+        if isinstance(callee, GetAttrVariable) and callee.name in _WRITES
     ]
     return next((v._shard for v in written if isinstance(v, _ParameterVariable)), None)
 

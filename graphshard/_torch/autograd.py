@@ -74,6 +74,17 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor],
     return list((tensor._post_accumulate_grad_hooks or {}).values())
 
 
+def step_in_backward(param: torch.Tensor) -> None:
+    """Run the optimizers that ``_apply_optimizer_in_backward`` has given ``param``, if any."""
+    # Torch would run them after the ``AccumulateGrad`` node of ``param``, which may never run
+    # (torch/distributed/optim/apply_optimizer_in_backward.py).
+    optimizers = getattr(param, "_in_backward_optimizers", ())
+    for optimizer in optimizers:
+        optimizer.step()
+    if optimizers:
+        param.grad = None
+
+
 def version_of(tensor: torch.Tensor) -> int:
     # Inference tensors have no version.
     return 0 if tensor.is_inference() else tensor._version

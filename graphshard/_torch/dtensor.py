@@ -117,4 +117,23 @@ def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
     patch("torch.distributed.tensor.DTensor.data", lambda data: property(data.__get__, assign))
 
 
+@functools.cache  # patching again has no effect
+def fix_deepcopy() -> None:
+    """Let ``copy.deepcopy`` copy a DTensor whose local tensor starts inside a storage."""
+
+    # For example a gradient, a slice of a reduction buffer. Torch takes the wrapper's data pointer,
+    # which is then not 0, as a sign that it has memory, and fails to copy that.
+    def wrap(deepcopy: Callable[[DTensor, dict[int, Any]], DTensor]) -> Callable[..., DTensor]:
+        @functools.wraps(deepcopy)
+        def copy(self: DTensor, memo: dict[int, Any]) -> DTensor:
+            is_plain = not self.requires_grad and not isinstance(self, torch.nn.Parameter)
+            if is_plain and self.data_ptr() != 0:
+                memo.setdefault(id(self), self.clone())
+            return deepcopy(self, memo)
+
+        return copy
+
+    patch("torch.distributed.tensor.DTensor.__deepcopy__", wrap)
+
+
 _set_data: Callable[[DTensor, object], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]

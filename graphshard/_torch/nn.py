@@ -22,6 +22,7 @@ from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.optim import Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from .dtensor import attributes_of
 from .patches import patch
 
 __all__ = ["apply_to_tensors", "unflatten_state_dict"]
@@ -122,7 +123,11 @@ class NoticesReplacement(nn.Module):
         raise NotImplementedError
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # Torch swaps each DTensor with a new one, which swaps the attributes that users set, too.
+        kept = [(p, attributes_of(p)) for p in parameters_of(self).values() if p is not None]
         result = super()._apply(fn, recurse)
+        for param, attributes in kept:
+            vars(param).update(attributes | vars(param))
         self._graphshard_on_replacement(empty=getattr(fn, "__qualname__", "") == _EMPTIES)
         return result
 

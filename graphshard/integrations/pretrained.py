@@ -38,7 +38,7 @@ from ..options.options import mesh_for
 from ..params.broadcast import broadcast_from_first_rank
 from ..params.checks import find_groups
 from ..params.mesh import MeshGroups
-from ..params.meta_init import fill, plain_twin
+from ..params.meta_init import INITIALIZED, fill, plain_twin
 from ..params.plain_params import find_plain_params
 from ..params.shard import move_buffers
 from ..params.stored import Read, StoredTensor, read_stored
@@ -72,7 +72,6 @@ _REFUSED = {
     "quantization_config": _QUANTIZED,
     "gguf_file": _QUANTIZED,
 }
-_INITIALIZED = "_is_hf_initialized"  # marks tensors that transformers must not initialize
 _SAME_FILES = (
     "Load the same checkpoint with the same arguments on all ranks: do files differ between nodes?"
 )
@@ -267,13 +266,13 @@ class _Outline:
             for name, param in parameters_of(module).items():
                 if isinstance(param, StoredTensor):
                     plain = nn.Parameter(torch.empty_like(param.meta), param.requires_grad)
-                    setattr(plain, _INITIALIZED, True)
+                    setattr(plain, INITIALIZED, True)
                     parameters_of(module)[name] = plain
                     self.stored[plain] = by_name[f"{prefix}.{name}".lstrip(".")] = param
             for name, buffer in buffers_of(module).items():
                 if isinstance(buffer, StoredTensor):
                     buffers_of(module)[name] = value = read_stored(buffer)
-                    setattr(value, _INITIALIZED, True)
+                    setattr(value, INITIALIZED, True)
         return by_name
 
 

@@ -104,7 +104,7 @@ class RowExchange:
         ]
 
     def to_owners(self, bucket: MatrixBatch, rows_of: Callable[[int], torch.Tensor]) -> InFlight:
-        """Send this rank's rows of each matrix to its owner, if that is in this rank's replica."""
+        """Send this rank's rows of each matrix to its owner if the owner is in the same replica."""
         # Call ``rows_of`` exactly once per matrix, because Muon's updates the momentum.
         rows = [(owned.rank, rows_of(owned.matrix)) for owned in bucket]
         sends = [(owner, own) for owner, own in rows if owner in self._replica_ranks]

@@ -40,14 +40,15 @@ def broadcast_from_first_rank(tensor: torch.Tensor, groups: MeshGroups) -> None:
 def sync_buffers(model: nn.Module) -> None:
     """Copy the buffers of the mesh's first rank to all ranks.
 
-    Takes one broadcast for plain buffers and one for DTensors, as tensor parallelism creates them:
+    Takes one broadcast for plain buffers and one for DTensors, such as tensor parallelism creates:
     each rank gets those from the first rank with its coordinate along the tensor-parallel axis.
 
     As under FSDP2, the forwards of each rank update only that rank's buffers. DDP broadcasts them
     at the start of a forward, unless the previous forward ran without gradients or in ``no_sync``.
     Called at the same points, this makes them bitwise equal to DDP's. Called only before an
     evaluation or a save, it still yields the buffers that DDP evaluates with or saves, because the
-    first rank's buffers do not depend on broadcasts. :func:`full_state_dict` does not need a call.
+    first rank's buffers do not depend on broadcasts. No call is needed before
+    :func:`full_state_dict`.
 
     All ranks of the mesh must call this. A model that is not sharded yet is left unchanged, since
     sharding makes buffers equal (``sync_module_states``).

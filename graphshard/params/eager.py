@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch.as_parameter import GatheredParameter
+from .._torch.as_parameter import HOOK_METHODS, GatheredParameter
 from .._torch.autograd import address_of, version_of
 from .._torch.distributed import process_group
 from .._torch.dynamo import run_with_callees_as_python
@@ -132,7 +132,10 @@ def _as_read(sharded_param: ShardedParam, rows: torch.Tensor) -> torch.Tensor:
     value: torch.Tensor = reader(spec.dim, spec.tensor_parallel)(rows)
     if spec.tensor_parallel is None:
         value.__class__ = GatheredParameter
-    vars(value).update(user_attributes(sharded_param.dtensor))
+    dtensor = sharded_param.dtensor
+    # A hook on the copy would get the gradient of one read on this rank, if any.
+    hooks = {name: getattr(dtensor, name) for name in HOOK_METHODS}
+    vars(value).update(user_attributes(dtensor), **hooks)
     return value
 
 

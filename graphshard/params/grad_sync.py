@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from ..options.checks import check_bool, is_number
@@ -65,7 +66,7 @@ def sync_accumulated(model: nn.Module) -> None:
 
     Also reduces those of other models, as any backward does, unless they are in ``no_sync``.
     """
-    with _syncs_set(model, True):
+    with _syncs_set(model, True), torch.no_grad():  # as in backward: hooks may change parameters
         reduce_all_leftovers()
 
 

@@ -148,7 +148,8 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
 
     Raises:
         BackendError: the graph changes a full parameter in place, or takes a sharded DTensor; or
-            the code that ends the graph sets ``requires_grad`` or ``data`` of a full parameter.
+            the code that ends the graph sets ``requires_grad`` or ``data`` of a full parameter, or
+            registers a hook on it.
     """
     if (shard := shard_written_at_break()) is not None:
         _refuse_write(shard)
@@ -170,9 +171,9 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
 def _refuse_write(shard: Source) -> None:
     param = sharded_param_of(Trace().value(shard))
     raise BackendError(
-        f"forward sets requires_grad or data of parameter {param.fqn if param else shard!r}, but "
-        "has only a gathered copy of it: set it between steps, or call requires_grad_() of its "
-        "module"
+        f"forward sets requires_grad or data of parameter {param.fqn if param else shard!r}, or "
+        "registers a hook that Dynamo cannot trace, but has only a gathered copy of it: do so "
+        "between steps, or call requires_grad_() of its module"
     )
 
 

@@ -37,6 +37,7 @@ from .uninitialized import mark_uninitialized, num_uninitialized
 
 Init = Callable[[nn.Module], object]
 T = TypeVar("T")
+INITIALIZED = "_is_hf_initialized"  # marks tensors that transformers must not initialize
 _BOOL_MARK = 0x55  # byte of an unwritten bool; others are 0 or 1
 
 
@@ -203,6 +204,7 @@ def plain_twin(param: nn.Parameter, device: torch.device | None) -> nn.Parameter
     _mark(empty)
     twin = nn.Parameter(empty, requires_grad=param.requires_grad)
     vars(twin).update(user_attributes(param))
+    vars(twin).pop(INITIALIZED, None)
     return twin
 
 

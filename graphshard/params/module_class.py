@@ -40,7 +40,7 @@ from .generate import generate_together, has_generate
 from .grad_sync import ALL_REDUCES, SYNCS, module_flag, set_flags
 from .loading import prepare_loaded
 from .param_spec import ParamSpec, TensorParallel, reader
-from .pickling import Reduced, copy_gradients, copyable_only
+from .pickling import Reduced, copyable_only
 from .save_pretrained import METHOD, has_save_pretrained, save_in_full
 from .sharded_param import (
     FUNCTIONAL_CALL,
@@ -97,7 +97,7 @@ class ShardedModule(NoticesReplacement):
     def __reduce_ex__(self, protocol: SupportsIndex) -> Reduced:
         what = f"a module {type(self).__name__}"
         reduced = cast(Reduced, super().__reduce_ex__(protocol))
-        return copyable_only(what, reduced, _gradients(self))
+        return copyable_only(what, reduced)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -254,18 +254,12 @@ def _attaching_copies(deepcopy: Callable[[Any, dict[int, Any]], Any]) -> Callabl
 
     @functools.wraps(deepcopy)
     def copy(self: ShardedModule, memo: dict[int, Any]) -> Any:
-        copy_gradients(_gradients(self), memo)
         copied = deepcopy(self, memo)
         if isinstance(copied, ShardedModule):
             copied._graphshard_on_replacement()
         return copied
 
     return copy
-
-
-def _gradients(module: nn.Module) -> list[torch.Tensor]:
-    params = parameters_of(module).values()
-    return [p.grad for p in params if p is not None and p.grad is not None]
 
 
 # --- accessors -----------------------------------------------------------------------------------

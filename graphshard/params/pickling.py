@@ -16,10 +16,8 @@ torch.distributed.checkpoint does not pickle DTensors.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn, SupportsIndex
-
-import torch
 
 from .._torch.distributed import process_group
 from .._torch.frames import is_in_torch_save
@@ -44,35 +42,24 @@ def refuse_pickling(what: str) -> NoReturn:
 class _Recipe:
     """Recipe for rebuilding an object; the recipe can be copied but not pickled."""
 
-    def __init__(
-        self, what: str, make: Callable[[], object], gradients: Sequence[torch.Tensor]
-    ) -> None:
-        self.what, self.make, self.gradients = what, make, gradients
+    def __init__(self, what: str, make: Callable[[], object]) -> None:
+        self.what, self.make = what, make
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Recipe:
-        copy_gradients(self.gradients, memo)
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_pickling(self.what)
 
 
-def copy_gradients(gradients: Sequence[torch.Tensor], memo: dict[int, Any]) -> None:
-    """Store copies of gradients in ``memo``, for deepcopy to use instead of making its own."""
-    # ``Tensor.__deepcopy__`` fails on a DTensor whose local tensor is only part of a storage, such
-    # as a gradient that is a slice of a reduction buffer.
-    for grad in gradients:
-        memo.setdefault(id(grad), grad.detach().clone())
-
-
 def _make(recipe: _Recipe) -> object:
     return recipe.make()
 
 
-def copyable_only(what: str, reduced: Reduced, gradients: Sequence[torch.Tensor]) -> Reduced:
+def copyable_only(what: str, reduced: Reduced) -> Reduced:
     """Wrap the result of ``__reduce_ex__``: ``copy`` works as before, and ``pickle`` raises."""
     make, arguments, *rest = reduced
-    return (_make, (_Recipe(what, lambda: make(*arguments), gradients),), *rest)
+    return (_make, (_Recipe(what, lambda: make(*arguments)),), *rest)
 
 
 _ATTRIBUTE = "_graphshard_saved_together"

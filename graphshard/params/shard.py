@@ -33,7 +33,13 @@ from .._torch.autograd import (
     take_gradient,
 )
 from .._torch.distributed import process_group
-from .._torch.dtensor import local_tensor, on_data_assigned, set_local_tensor, values_on_rank
+from .._torch.dtensor import (
+    fix_deepcopy,
+    local_tensor,
+    on_data_assigned,
+    set_local_tensor,
+    values_on_rank,
+)
 from .._torch.dynamo import run_with_callees_as_python
 from .._torch.nn import after_unscaling, before_loading_optimizers, parameters_of
 from ..errors import BackendError
@@ -145,6 +151,7 @@ def shard_module(
         _install(root, plain_params, sharded_params, model)
         _repoint_optimizers(sharded_params)
         on_data_assigned(assign_data)
+        fix_deepcopy()
         before_loading_optimizers(check_optimizer_state)
         extend_backward_inputs(leaves_of, gradient_of)
         after_unscaling(share_found_infs)

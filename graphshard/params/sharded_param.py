@@ -41,7 +41,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._torch.autograd import gradient_hooks, on_backward_success, post_accumulate_hooks
+from .._torch.autograd import (
+    gradient_hooks,
+    on_backward_success,
+    post_accumulate_hooks,
+    step_in_backward,
+)
 from .._torch.distributed import process_group
 from .._torch.dtensor import attributes_of, dtensor_like, local_tensor, set_local_tensor
 from .._torch.dynamo import graph_break_reasons, run_with_callees_as_python
@@ -281,6 +286,7 @@ class ShardedParam:
                 param.grad.add_(grad)
         for hook_after in post_accumulate_hooks(param):
             hook_after(param)
+        step_in_backward(param)
 
     # --- unreduced gradients of microbatches: see [Note: unreduced gradients] ---
 

@@ -188,9 +188,10 @@ def _max_over_groups(number: int, groups: Sequence[str]) -> int:
 def log_every_call(
     compiled: Callable[..., R], plans: Sequence[Plan], groups: Sequence[str]
 ) -> Callable[..., R]:
-    """Wrap a compiled graph to log its calls in the logs of ``groups``, if it communicates.
+    """Wrap a compiled graph to log its runs in the call logs of ``groups``.
 
-    The calls are runs of the graph, and runs of its backward graph if that communicates, too.
+    Forward runs are logged if the graph or its backward graph communicates; backward runs, only if
+    the backward graph does.
     """
     numbers = _group_numbers(plans)
     common = [_with_group_names(plan, numbers) for plan in plans]

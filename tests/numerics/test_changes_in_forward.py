@@ -94,11 +94,17 @@ class SetsRequiresGrad(Changing):
         return self.part(x).square().mean()
 
 
-@pytest.mark.parametrize("kind", [AssignsData, SetsRequiresGrad])
+class RegistersUntraceableHook(Changing):
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.weight.register_hook(torch.compiler.disable(lambda grad: grad))
+        return self.part(x).square().mean()
+
+
+@pytest.mark.parametrize("kind", [AssignsData, SetsRequiresGrad, RegistersUntraceableHook])
 @on_ranks(2)
 def test_forward_that_sets_attribute_of_its_parameter_raises(kind: type[Changing]) -> None:
     model = kind(_clamp, False)
-    model.part.weight.requires_grad_(kind is AssignsData)
+    model.part.weight.requires_grad_(kind is not SetsRequiresGrad)
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     with pytest.raises(RuntimeError, match=r"sets requires_grad or data of .*'part.weight'"):
         torch.compile(model, backend=backend)(torch.ones(3, 7))

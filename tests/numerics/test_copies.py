@@ -160,6 +160,21 @@ def test_copy_of_model_with_gradients_trains_identically(what: str) -> None:
     assert not torch.equal(whole(model.up.weight), whole(twin.up.weight))
 
 
+@on_ranks(2)
+def test_copy_of_optimizer_with_gradients_equals_it() -> None:
+    model = graphshard.shard(MLP(), world_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    compile_sharded(model)(draw(MLP.batch, 0)[dist.get_rank()]).backward()
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    for param, other in zip(model.parameters(), copied.param_groups[0]["params"]):
+        assert other is not param and other.grad is not param.grad
+        pairs = [(param, other), (param.grad, other.grad)]
+        pairs += [(value, copied.state[other][n]) for n, value in optimizer.state[param].items()]
+        pairs += [(param, copy.deepcopy(param)), (param.grad, copy.deepcopy(param.grad))]
+        assert all(type(a) is type(b) and torch.equal(whole(a), whole(b)) for a, b in pairs)
+
+
 class _WeightNormed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -96,14 +96,8 @@ def test_hook_registered_after_early_removal_fires() -> None:
     assert seen == ["late"]
 
 
-@pytest.mark.parametrize("early", [True, False])
-@on_ranks(2)
-def test_optimizer_may_step_in_backward(early: bool) -> None:
-    twins = Twins(MLP())
-    if not early:
-        twins.backward(_batches(9))
-        twins.zero_grad()
-    for param in twins.model.parameters():
+def _step_by_hooks(model: nn.Module) -> None:
+    for param in model.parameters():
         optimizer = torch.optim.SGD([param], 0.05)
 
         def step(param: Tensor, optimizer: torch.optim.SGD = optimizer) -> None:
@@ -111,12 +105,73 @@ def test_optimizer_may_step_in_backward(early: bool) -> None:
             optimizer.zero_grad()
 
         param.register_post_accumulate_grad_hook(step)
+
+
+def _step_by_torch(model: nn.Module) -> None:
+    # Importing it compiles functions, with warnings.
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
+
+
+@pytest.mark.parametrize("step_in_backward", [_step_by_hooks, _step_by_torch])
+@pytest.mark.parametrize("early", [True, False])
+@on_ranks(2)
+def test_optimizer_may_step_in_backward(
+    early: bool, step_in_backward: Callable[[nn.Module], None]
+) -> None:
+    twins = Twins(MLP())
+    if not early:
+        twins.backward(_batches(9))
+        twins.zero_grad()
+    step_in_backward(twins.model)
     optimizer = sgd(twins.reference)
     for number in range(3):
         twins.backward(_batches(number))
         optimizer.step()
         optimizer.zero_grad()
         twins.check()
+
+
+class _RegistersHooks(MLP):
+    """Model whose first forward registers hooks on parameters, in a traced or eager function."""
+
+    def __init__(self, eager: bool) -> None:
+        super().__init__()
+        self.handles: list[Any] = []
+        self.register = torch.compiler.disable(_register) if eager else _register
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.handles:
+            self.register(self)
+        return super().forward(x)
+
+
+def _register(model: _RegistersHooks) -> None:
+    model.handles.append(model.up.weight.register_hook(_doubled_and_one))
+    model.mid.weight.register_post_accumulate_grad_hook(_add_one_to_grad)
+
+
+def _doubled_and_one(grad: Tensor) -> Tensor:
+    return grad * 2 + 1
+
+
+def _add_one_to_grad(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.add_(1)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@on_ranks(2)
+def test_forward_may_register_hooks_on_parameters(eager: bool) -> None:
+    twins = Twins(_RegistersHooks(eager), fullgraph=False)
+    for step in range(4):
+        if step == 3:
+            for model in (twins.model, twins.reference):
+                model.handles[0].remove()
+        twins.backward(_batches(step))
+        twins.check()
+        twins.zero_grad()
 
 
 @on_ranks(2)

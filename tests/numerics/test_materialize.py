@@ -116,6 +116,24 @@ def _with_parts() -> nn.Module:
     return nn.Sequential(nn.MultiheadAttention(6, 2), _Fills(shared, 1.0), _Fills(shared, 2.0))
 
 
+class _InitializedByAttributes(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 6)
+        self.weight.gain = self.bias.gain = 0.5
+        self.weight._is_hf_initialized = True  # as if transformers had written the values
+
+    def init_weights(self) -> None:
+        for param in self.parameters():
+            if not getattr(param, "_is_hf_initialized", False):
+                nn.init.normal_(param, std=param.gain)
+
+
+@on_ranks(2)
+def test_init_may_read_attributes_of_parameters() -> None:
+    model = _materialized(_InitializedByAttributes)
+    assert model.weight.full_tensor().std() < 1 and model.weight.gain == 0.5
+
+
 @on_ranks(2)
 def test_parents_are_initialized_after_their_children() -> None:
     values = _values(_materialized(_with_parts))

@@ -274,6 +274,7 @@ def test_attributes_of_parameters_may_change_between_steps(eager: bool) -> None:
         for model in (twins.model, twins.reference):
             if gain is not None:
                 model.weight.gain = model.linear.weight.gain = gain
+            model.double().float()
         twins.backward([Reader.batch(torch.Generator().manual_seed(0))] * 2)
         twins.check()
 
