@@ -281,9 +281,8 @@ def extend_backward_inputs(
     Args:
         leaves_of: ``leaves_of(input, accumulates)`` returns the leaves to add for an input, if any.
             ``accumulates`` is False for ``torch.autograd.grad``, which returns gradients.
-        gradient_of: ``gradient_of(input, gradient, *others)`` returns the gradient of an input with
-            added leaves, from its own ``gradient`` and those of the leaves, each of which may be
-            None; it returns None if all are.
+        gradient_of: ``gradient_of(input, gradient, *others)`` combines an input's own gradient with
+            those of its added leaves. Any of them may be None; the result is None if all are.
     """
     run = torch.autograd.graph._engine_run_backward
 

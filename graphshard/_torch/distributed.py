@@ -284,8 +284,8 @@ def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-# Patch at import: a rank may send before it creates a backend. A monitored barrier
-# consists of sends and receives, of which the first rank makes more.
+# Patch at import: a rank may send before it creates a backend. A monitored barrier consists of
+# sends and receives; the first rank makes more of them than the others.
 for _name in ("send", "recv", "recv_anysource", "monitored_barrier"):
     patch(f"torch.distributed.distributed_c10d.ProcessGroup.{_name}", _counting)
 

@@ -22,7 +22,6 @@ import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import (
     _debug_get_cache_entry_list,
-    innermost_backend,
     set_code_exec_strategy,
     skip_code,
 )
@@ -34,7 +33,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import counters
 from torch._guards import ChainedSource, CompileContext, Guard, Source
 
-from .frames import is_resumed
+from .frames import backend_of, is_resumed
 from .instances import note_module
 from .patches import patch
 
@@ -93,10 +92,8 @@ class Trace:
         return owner if isinstance(owner, nn.Module) else None
 
     def backend(self) -> object:
-        """Return the ``backend`` argument of ``torch.compile``, resolved if it was a name."""
-        compiler: Any = self._tx.output.compiler_fn
-        wrapper = innermost_backend(compiler)
-        return getattr(wrapper, "compiler_fn", wrapper)
+        """Return the backend of the trace; see ``backend_of``."""
+        return backend_of(self._tx.output.compiler_fn)
 
     def is_resumed(self) -> bool:
         return is_resumed(self._tx.f_code)

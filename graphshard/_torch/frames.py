@@ -115,6 +115,13 @@ class CompiledCall:
         return not set(root.modules()).isdisjoint(self.running)
 
 
+def backend_of(callback: Any) -> object:
+    """Return the ``backend`` argument of ``torch.compile``, resolved if it was a name."""
+    # torch.compile wraps it in a _TorchCompileWrapper (torch/__init__.py).
+    wrapper = innermost_backend(callback)
+    return getattr(wrapper, "compiler_fn", wrapper)
+
+
 def compiled_call() -> CompiledCall:
     """Return the compiled call in progress, from the outermost entry of ``torch.compile``."""
     stack = list(frames())
@@ -124,7 +131,6 @@ def compiled_call() -> CompiledCall:
     entry, inside, outside = stack[entries[-1]], stack[: entries[-1]], stack[entries[-1] + 1 :]
     calls = [f for f in inside if f.f_code.co_name in _MODULE_CALL]
     methods = [f for f in inside if f.f_code.co_name not in _MODULE_CALL]
-    # torch.compile wraps its backend in a _TorchCompileWrapper (torch/__init__.py).
     callback: Any = entry.f_locals.get("callback")
     wrapper = innermost_backend(callback)
     return CompiledCall(
@@ -132,7 +138,7 @@ def compiled_call() -> CompiledCall:
         called=_owners(calls) if len(entries) == 1 else (),
         running=_owners(methods),
         codes=tuple(frame.f_code for frame in inside),
-        backend=getattr(wrapper, "compiler_fn", wrapper),
+        backend=backend_of(callback),
         options=getattr(wrapper, "kwargs", {}).get("options", {}),
     )
 

@@ -134,10 +134,14 @@ def trace_parameters() -> None:
     trace_as_parameters(markers.UNSHARD_MARKERS, path, user_attributes, _refuse_functional_call)
 
 
-def _refuse_functional_call(shard: Source) -> None:
+def _fqn_of(shard: Source) -> str | Source:
     param = sharded_param_of(Trace().value(shard))
+    return param.fqn if param else shard
+
+
+def _refuse_functional_call(shard: Source) -> None:
     raise BackendError(
-        f"torch.func.functional_call cannot replace parameter {param.fqn if param else shard!r}, "
+        f"torch.func.functional_call cannot replace parameter {_fqn_of(shard)!r}, "
         "because it is sharded: forward would use the module's value. List it in ignored_params, "
         "or call an unsharded copy of the module"
     )
@@ -169,9 +173,8 @@ def check_reads(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
 
 
 def _refuse_write(shard: Source) -> None:
-    param = sharded_param_of(Trace().value(shard))
     raise BackendError(
-        f"forward sets requires_grad or data of parameter {param.fqn if param else shard!r}, or "
+        f"forward sets requires_grad or data of parameter {_fqn_of(shard)!r}, or "
         "registers a hook that Dynamo cannot trace, but has only a gathered copy of it: do so "
         "between steps, or call requires_grad_() of its module"
     )

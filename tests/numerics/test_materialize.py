@@ -210,7 +210,7 @@ def test_initialized_parameters_and_buffers_keep_their_values() -> None:
 
 
 class _Tables(nn.Module):
-    """Module with complex, bool and integer tensors, of which `write` initializes some."""
+    """Module with complex, bool and integer tensors; `write` initializes some of them."""
 
     def __init__(self) -> None:
         super().__init__()
