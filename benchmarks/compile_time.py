@@ -10,8 +10,7 @@ precompiled headers and probes of the processor: a graph of one op is compiled f
 
 "step" is the median time of later steps, and "peak" is the resident memory that a later step adds
 at its peak. Ranks share the machine's cores, and the slowest rank counts. Every other repeat runs
-the variants in reverse order. "tracing alone" is ``torch.compile`` with ``backend="aot_eager"``:
-the time of Dynamo and AOTAutograd.
+the variants in reverse order.
 
 The first process to compile reads the compiler from disk, so one extra process runs first and is
 not counted. Skip it with --no-warm-up if something was compiled just before.
@@ -50,12 +49,8 @@ from graphshard.pipeline import compile as pipeline
 from graphshard.pipeline import partition
 from graphshard.ranks.plan_consensus import PlanConsensus
 
-TRACING, WHOLE, REGIONS = "tracing alone", "graphshard, whole", "graphshard, regions"
+WHOLE, REGIONS = "graphshard, whole", "graphshard, regions"
 VOCAB, CONTEXT, ROWS, HEAD_DIM, STEPS = 4096, 64, 2, 32, 20
-
-
-def _traced(model: GPT, mesh: DeviceMesh) -> Trained:
-    return torch.compile(model, backend="aot_eager")
 
 
 def _one_line(model: GPT, mesh: DeviceMesh, *, regions: bool) -> Trained:
@@ -64,14 +59,11 @@ def _one_line(model: GPT, mesh: DeviceMesh, *, regions: bool) -> Trained:
 
 
 VARIANTS: dict[str, Build] = {
-    TRACING: _traced,
     PLAIN: plain,
     FSDP2_BLOCKS: fsdp2_compiled_blocks,
     WHOLE: functools.partial(_one_line, regions=False),
     REGIONS: functools.partial(_one_line, regions=True),
 }
-OF_ONE_RANK = (TRACING, PLAIN)
-"""Variants without sharding, which run on one rank only."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +113,7 @@ def main() -> None:
             settings = [
                 Setting(variant, layers, args.dim, ranks, device.type)
                 for variant in args.variants
-                if ranks == 1 or variant not in OF_ONE_RANK
+                if ranks == 1 or variant != PLAIN  # which does not shard
             ]
             cold, warm = _repeat(settings, args)
             note = f"{layers} layers, d={args.dim}, {ranks} ranks; median of {args.repeats}"

@@ -18,15 +18,7 @@ gather parameters in bfloat16 (or in fp8, where the dtype is fp8). Sources:
     [graph]  torchtitan pull request 3141: the same, compiled by Inductor
     [4]      a reported figure for which no source was found; all settings are assumed
 
-The memory table compares allocated bytes (forecast) with reserved bytes (measured), and with the
-formulas of other projects:
-
-- DeepSpeed: ``estimate_zero3_model_states_mem_needs_all_live`` without offload
-  (deepspeed/runtime/zero/stage3.py): 4 bytes per parameter of the largest layer, and 18 / n bytes
-  per parameter of the model on n ranks. No activations.
-- Megatron-LM: ``report_theoretical_memory`` with the distributed optimizer, without tensor,
-  pipeline or sequence parallelism (megatron/training/theoretical_memory_usage.py): 6 + 12 / n bytes
-  per parameter on n ranks, and all activations, none recomputed (arXiv 2205.05198).
+The memory table compares allocated bytes (forecast) with reserved bytes (measured).
 
 The intervals are not fitted to rows with tensor parallelism or to uncompiled rows. The memory table
 omits rows with tensor parallelism, and uncompiled rows whose memory was measured.
@@ -218,44 +210,22 @@ def interval(ratios: Sequence[float]) -> str:
     )
 
 
-def deepspeed_bytes(num_params: int, largest_layer: int, num_gpus: int) -> float:
-    """Return DeepSpeed's estimate of a GPU's memory; ``largest_layer`` counts parameters."""
-    return 4 * largest_layer + 18 * num_params / num_gpus
-
-
-def megatron_bytes(num_params: int, num_gpus: int, published: Published) -> float:
-    sizes, tokens = published.sizes, published.batch * published.length
-    states = num_params * (6 + 12 / num_gpus)
-    layers = tokens * sizes.dim * 34 * sizes.layers
-    embedding = tokens * (8 + sizes.dim)
-    head = 2 * tokens * (sizes.vocab + sizes.dim)
-    return states + 1.05 * (layers + embedding + head)
-
-
 def memory_table(found: Iterable[tuple[Published, Forecast]]) -> str:
     lines = {}
     for published, result in found:
         if published.tp > 1:
             continue
-        num_params, num_gpus = result.num_params, published.gpus
         memory, held = result.memory, result.held
         states = held.parameters + held.trained + memory.optimizer
-        largest = published.sizes.vocab * published.sizes.dim
-        numbers = [
-            deepspeed_bytes(num_params, largest, num_gpus),
-            states,
-            megatron_bytes(num_params, num_gpus, published),
-            memory.allocated,
-            memory.high,
-        ]
+        numbers = (states, memory.allocated, memory.high)
         name = (
-            f"{published.name}, {num_gpus} {published.device}, {published.batch} x "
+            f"{published.name}, {published.gpus} {published.device}, {published.batch} x "
             f"{published.length}, {published.dtype}, {published.recompute} recomputed"
         )
         if published.compiled is not False or published.memory_gib is None:
             lines[name] = [name, *(b / GIB for b in numbers), published.memory_gib]
-    headers = ["GiB", "states: DeepSpeed", "forecast", "all: Megatron", "forecast", "at most"]
-    return tabulate(list(lines.values()), [*headers, "reserved"], tablefmt="github", floatfmt=".1f")
+    headers = ["GiB", "states", "all", "at most", "reserved"]
+    return tabulate(list(lines.values()), headers, tablefmt="github", floatfmt=".1f")
 
 
 def main() -> None:

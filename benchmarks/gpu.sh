@@ -78,10 +78,10 @@ print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, {name
 sys.exit(sys.argv[1] == "cuda" and not torch.cuda.is_available())
 EOF
     # Tests come first, because benchmarks of failing code are worthless. Test files run in
-    # parallel, because none measures time. The limits on a GPU add up to 590 seconds.
-    local small=(--layers 2) flat=() race=() split=tensor_parallelism
+    # parallel, because none measures time. The limits on a GPU add up to 555 seconds.
+    local small=(--layers 2) race=() split=tensor_parallelism
     if [[ $device == cpu ]]; then
-        small=(--layers 1 --steps 3) flat=(--layers 1 --dim 64)
+        small=(--layers 1 --steps 3)
         race=(--layers 1 --dim 64 --hidden 128 --vocab 256 --tokens 64)
         tests tests 260 tests/gpu/test_training.py -k "not $split"
         tests '2 x 2 ranks' 60 tests/gpu/test_training.py -k "$split"
@@ -95,7 +95,6 @@ EOF
     # If torchao is installed, the table has a row for its fp8.
     part 'race, fp8 and unsharded' 90 "$python" -m benchmarks.race --device "$device" "${race[@]}" \
         --links 0.03,370 --variants 'FSDP2, torchao float8' 'graphshard, fp8' torch.compile
-    part 'offload streams' 35 "$python" -m benchmarks.offload_streams --device "$device" "${flat[@]}"
     part overhead 40 "$python" -m benchmarks.overhead --device "$device" "${small[@]}"
     printf '\n## Summary\n\n| part | result | seconds |\n|---|---|---:|\n'
     printf '%s\n' "${rows[@]}"

@@ -13,10 +13,6 @@ profiled step:
 
 "predicted" is the prediction that the plan was based on. "exposed" is the time in which compute
 waits.
-
-A second table has each graph with reductions planned and simulated again with measured steps and
-predicted transfers, for each ``SchedulePolicy.reduce``. "link" is the time in which the link is
-busy.
 """
 
 from __future__ import annotations
@@ -27,29 +23,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile, zip_longest
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from benchmarks import common
 from benchmarks.gpu_trace import Kernel, parse, streams
 from graphshard.cost.hardware import Hardware
 from graphshard.cost.model import CostModel
-from graphshard.kinds import TransferKind
 from graphshard.planning.buckets import next_in_chain
-from graphshard.planning.memory_budget import Reduce, ScheduleLimits
 from graphshard.planning.plan import Plan, Problem
-from graphshard.planning.search import find_schedule
-from graphshard.planning.simulate import (
-    COMMUNICATION,
-    COPY_IN,
-    COPY_OUT,
-    BucketCost,
-    Clock,
-    Timeline,
-    clock,
-    simulate,
-    start_times_us,
-    sweep,
-)
+from graphshard.planning.simulate import BucketCost, Clock, clock, start_times_us, sweep
 
 RECORDED = Path(__file__).parent / "results" / "race.tar.gz"
 COPIES_IN = ("multi_tensor_apply", "chunk_cat")
@@ -65,18 +47,12 @@ class Times(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """Times of one graph of an entry of the race.
-
-    Attributes:
-        reduced: timelines of the graph planned again, keyed by ``SchedulePolicy.reduce``; empty if
-            its gradients cannot be exchanged.
-    """
+    """Times of one graph of an entry of the race."""
 
     name: str
     measured: Times
     simulated: Times
     predicted: Times
-    reduced: Mapping[str, Timeline]
 
 
 @dataclass
@@ -95,19 +71,13 @@ class Stretch:
 def main() -> None:
     parser = common.new_parser(__doc__)
     parser.add_argument("race", nargs="?", type=Path, default=RECORDED)
-    rows, reduced_rows = [], []
-    for name, *times, reduced in replay(parser.parse_args().race):
+    rows = []
+    for name, *times in replay(parser.parse_args().race):
         named = dict(zip(("measured", "simulated", "predicted"), times))
-        for reduce, timeline in reduced.items():
-            link_ms = timeline.busy_us(COMMUNICATION) / 1e3
-            cells = {"ms": timeline.total_us / 1e3, "exposed": sum(timeline.exposed_us) / 1e3}
-            cells |= {"copies": _copies_us(timeline) / 1e3, "link": link_ms}
-            texts = {key: f"{value:.2f}" for key, value in cells.items()}
-            reduced_rows.append({"graph": name, "reduce": reduce, **texts})
         totals = {f"ms, {part}": f"{each.total_ms:.2f}" for part, each in named.items()}
         exposed = {f"exposed, {part}": f"{each.exposed_ms:.2f}" for part, each in named.items()}
         rows.append({"graph": name, **totals, **exposed})
-    common.show(common.table(rows), common.table(reduced_rows))
+    common.show(common.table(rows))
 
 
 def replay(path: Path) -> Iterator[Replayed]:
@@ -144,31 +114,7 @@ def _replay(
         problem = _with_measured_steps(plan, by_launch)
         simulated = _simulate(plan, problem, by_launch, sent)
         times = (_times(simulated), _times(predicted))
-        reduced = _reduced(problem, cost_model)
-        yield Replayed(f"{name} {plan.graph}", _measured(own, end_us), *times, reduced)
-
-
-def _reduced(problem: Problem, cost_model: CostModel) -> dict[str, Timeline]:
-    # Older plans lack the dtype of gradients, which was bfloat16.
-    transfers = [
-        dataclasses.replace(t, exchange_dtype="torch.bfloat16", copied_in=False)
-        if t.kind == TransferKind.REDUCE_SCATTER and t.num_bytes == 2 * t.grad_bytes
-        else t
-        for t in problem.transfers
-    ]
-    problem = dataclasses.replace(problem, transfers=tuple(transfers))
-    if not any(t.exchange_dtype for t in transfers):
-        return {}
-    schedules = {
-        reduce: find_schedule(problem, cost_model, ScheduleLimits(reduce=reduce))
-        for reduce in get_args(Reduce)
-    }
-    return {reduce: simulate(problem, s, cost_model) for reduce, s in schedules.items()}
-
-
-def _copies_us(timeline: Timeline) -> float:
-    copies = (COPY_IN, COPY_OUT)
-    return sum(slot.duration_us for slot in timeline.slots if slot.kind in copies)
+        yield Replayed(f"{name} {plan.graph}", _measured(own, end_us), *times)
 
 
 def _last_step(compute: Sequence[Kernel], start_us: float, end_us: float) -> list[Stretch]:

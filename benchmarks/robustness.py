@@ -2,9 +2,10 @@
 
     python -m benchmarks.robustness [--models 8B 70B 405B] [--gpus 8 64 1024] [--out FILE]
 
-Llama-3 is traced as in ``benchmarks.schedules``, and scheduled once for each number of GPUs and
-each kind of link: the H100's in the hardware table, and links that take 3.7 times as long per byte.
-Each schedule is then simulated in ``SCENARIOS``, and compared with
+Needs no ranks and no data, only fake tensors and a fake process group. Llama-3 is traced once, and
+scheduled for each number of GPUs and each kind of link: the H100's in the hardware table, and links
+that take 3.7 times as long per byte. Each schedule is then simulated in ``SCENARIOS``, and compared
+with
 
     FSDP2's rule    the faster of its two schedules, with and without packed buffers
     exact           a schedule planned for the times of the scenario
@@ -174,7 +175,8 @@ def peak_bytes(problems: Sequence[Problem], schedules: Schedules) -> int:
 
 NOTE = f"""Simulated forward and backward in {len(SCENARIOS)} scenarios: links at 0.5, 1, 1.5 and 2
 times the planned time per byte, compute at 0.8, 1 and 1.2 times, latency at 1 and 5 times. *Exact*:
-planned for the times of the scenario. *Peak*: as in `schedules.md`."""
+planned for the times of the scenario. *Peak*: sharded and gathered parameters, gradients and
+activations, without optimizer state."""
 
 
 def main() -> None:

@@ -6,8 +6,6 @@ model = torch.compile(model, backend=graphshard.backend(mesh))
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ._torch import instances as _instances  # noqa: F401 - records optimizers created later
-
 if TYPE_CHECKING:
     from . import optim as optim
     from . import show as show

@@ -116,7 +116,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--largest",
         action="store_true",
-        help="print the largest model of the family and the largest batch that fit",
+        help="print the largest model of the family and the largest batch that fit, without --html "
+        "or --json",
     )
     add(
         "--formula",

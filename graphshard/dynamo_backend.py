@@ -29,14 +29,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from . import progress
 from ._torch.aot_graphs import flat_inputs
 from ._torch.as_parameter import trace_getters, trace_tables_by_attribute
-from ._torch.autograd import on_graph_error
 from ._torch.distributed import process_group
 from ._torch.dynamo import (
     Trace,
-    freed_on_reset,
     is_capturing,
     on_compile_end,
-    on_compile_error,
     on_compile_start,
     on_lookup,
     sources,
@@ -74,7 +71,7 @@ from .params.graph_params import (
     with_backward_hook,
 )
 from .params.memory_report import future_state_bytes
-from .params.mixed_precision import advise, check_cast_boundaries
+from .params.mixed_precision import check_cast_boundaries
 from .params.module_class import adopt
 from .params.plain_params import noted_ignored
 from .params.shard import shard_module
@@ -169,15 +166,13 @@ class Backend:
                 i for i, param in enumerate(by_input) if param and param.spec.overrides_reshard
             ),
         )
-        compiled = self._build(traced, settings)
+        run, compiled = self._build(traced, settings)
         if (is_latest := compiled.is_latest) is not None:
             guard_shard(gm, inputs, is_latest, "the graph saves what ranks last agreed to save")
-        is_cast = any(spec.dtype is not None for spec in specs)
         meter = Meter(device, waits=any(plan.buckets for plan in compiled.plans))
-        run = meter.metered(compiled.run)
+        run = meter.metered(run)
         run = with_backward_hook(run) if sharded else run
-        run = freed_on_reset(on_graph_error(run, advise) if is_cast else run)
-        self._graphs.append(dataclasses.replace(compiled, run=run))
+        self._graphs.append(compiled)  # without ``run``, which torch._dynamo.reset() may free
         self._meters.append(meter)
         if sharded:
             stop_watching(self)
@@ -188,7 +183,9 @@ class Backend:
             model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
         return run
 
-    def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:
+    def _build(
+        self, traced: TracedGraph, settings: CompileSettings
+    ) -> tuple[Runnable, CompiledGraph]:
         # Overridden by forecasts: see forecast/trace.py.
         writer = self._next_dump_writer(traced.groups)
         return compile_traced(traced, settings, self._consensus, writer)
@@ -480,7 +477,6 @@ def from_string(
 def _shard_before_trace(_: object) -> None:
     # If a compiled function calls a module that Dynamo runs eagerly, that module is the root. It is
     # sharded now, because the parts of its call that Dynamo compiles may have no parameter.
-    on_compile_error(_after_compile_error)
     on_compile_end(_end_progress)
     if is_capturing():
         return
@@ -500,12 +496,6 @@ def _shard_before_trace(_: object) -> None:
 
 def _end_progress(_: object) -> None:
     progress.end()
-
-
-def _after_compile_error(error: BaseException) -> None:
-    advise(error)
-    if (failed := _backend_of(compiled_call())) is not None:
-        stop_watching(failed)  # suppresses the warning that the backend sharded nothing
 
 
 def _backend_of(call: CompiledCall) -> Backend | None:

@@ -44,6 +44,18 @@ def describe_failure(error: BaseException) -> Failure:
     return Failure(cause, _where(error), details)
 
 
+def data_dependence(error: BaseException | None) -> str | None:
+    """Describe how code depends on values of tensors if that made fake tensors fail, or None."""
+    while error is not None:  # Dynamo wraps the error
+        name, text = type(error).__name__, str(error).strip().partition("\n")[0][:120]
+        if "DynamicOutputShape" in name:
+            return f"the size of a tensor depends on values ({text}), as in x[mask] and x.nonzero()"
+        if "DataDependent" in name:
+            return f"the model reads a value of a tensor ({text}), as .item() and `if tensor:` do"
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def _where(error: BaseException) -> str:
     """Return the innermost line of the user's code or, if there is none, of a library, or ""."""
     if isinstance(error, SyntaxError) and error.filename:

@@ -15,7 +15,7 @@ from graphshard.passes.layers import share_layers
 from graphshard.passes.lower import lower
 from graphshard.passes.normalize import normalize
 from graphshard.passes.regions import share_regions
-from graphshard.passes.reshard import bypass_sync_nodes, fix_backward_gathers, reshard
+from graphshard.passes.reshard import fix_backward_gathers, reshard
 from graphshard.passes.saving import (
     clone_mutated_inputs,
     keep_gathered,
@@ -35,7 +35,6 @@ PIPELINE = ordered(
     Pass(share_layers, Stage.TRACED, requires=(Fact.READS_OUTSIDE,)),
     #
     Pass(inline_layers, Stage.JOINT, provides=(Fact.ONE_GRAPH,)),
-    Pass(bypass_sync_nodes, Stage.JOINT, requires=(Fact.ONE_GRAPH,)),
     Pass(merge_markers, Stage.JOINT, requires=(Fact.ONE_GRAPH,), provides=(Fact.ONE_MARKER,)),
     Pass(cast_before_gather, Stage.JOINT, requires=(Fact.ONE_MARKER,)),
     Pass(gather_float8, Stage.JOINT, requires=(Fact.ONE_MARKER,), provides=(Fact.WIRE_DTYPES,)),

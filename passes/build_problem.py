@@ -134,14 +134,9 @@ def _user_waits(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> di
 
 
 def _step_of(graph: fx.Graph, steps: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    step_of, step, later = {}, 0, list(reversed(steps[1:]))
     # Markers and inputs belong to the step around them.
-    for node in graph.nodes:
-        if later and node is later[-1]:
-            later.pop()
-            step += 1
-        step_of[node] = step
-    return step_of
+    numbers, step = {node: i for i, node in enumerate(steps)}, 0
+    return {node: (step := numbers.get(node, step)) for node in graph.nodes}
 
 
 def _placed(transfer: Transfer, reach: _Reach, starts: list[int]) -> Transfer:

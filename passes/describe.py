@@ -44,7 +44,11 @@ def source_of(marker: fx.Node) -> fx.Node:
 
 def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
     """Map each marker of a parameter to a description of the parameter, in graph order."""
-    inputs = {**original_inputs(graph), **_inputs_of_gradients(graph)}
+    gradients = inputs_of_gradients(graph).items()
+    inputs = {
+        **original_inputs(graph),
+        **{node: i for node, i in gradients if node.target in markers.REDUCE_MARKERS},
+    }
     input_of = {
         marker: inputs[marker if marker in inputs else source_of(marker)]
         for marker in markers_of(graph)
@@ -56,11 +60,6 @@ def describe_params(graph: fx.Graph) -> dict[fx.Node, PlanParam]:
         if marker.target in markers.REDUCE_MARKERS or i not in markers_of_input:
             markers_of_input[i] = marker
     return {marker: _describe_param(markers_of_input[i], i) for marker, i in input_of.items()}
-
-
-def _inputs_of_gradients(graph: fx.Graph) -> dict[fx.Node, int]:
-    numbers = inputs_of_gradients(graph).items()
-    return {node: i for node, i in numbers if node.target in markers.REDUCE_MARKERS}
 
 
 def _describe_param(marker: fx.Node, position: int) -> PlanParam:
@@ -89,18 +88,14 @@ def number_params(graph: fx.Graph) -> tuple[tuple[PlanParam, ...], dict[fx.Node,
 
 def describe_transfers(graph: fx.Graph, param_of: Mapping[fx.Node, int]) -> dict[fx.Node, Transfer]:
     """Return the transfers keyed by marker, in graph order, with copies of activations last."""
-    nodes = [node for node in markers_of(graph) if node.target in markers.KIND_OF_MARKER]
+    kinds = [(node, kind) for node in markers_of(graph) if (kind := markers.read(node).kind)]
     # Ranks may copy different activations, but their collectives must have the same positions.
-    nodes.sort(key=lambda node: _kind_of(node) in HOST_COPIES)
-    return {node: _describe_transfer(node, param_of.get(node)) for node in nodes}
+    kinds.sort(key=lambda pair: pair[1] in HOST_COPIES)
+    return {node: _describe_transfer(node, kind, param_of.get(node)) for node, kind in kinds}
 
 
-def _kind_of(marker: fx.Node) -> TransferKind:
-    return markers.KIND_OF_MARKER[marker.target]  # type: ignore[index]  # targets are ops or names
-
-
-def _describe_transfer(marker: fx.Node, param: int | None) -> Transfer:
-    kind, spec, value = _kind_of(marker), markers.read(marker), value_of(marker)
+def _describe_transfer(marker: fx.Node, kind: TransferKind, param: int | None) -> Transfer:
+    spec, value = markers.read(marker), value_of(marker)
     transfer = Transfer(
         param=param,
         kind=kind,

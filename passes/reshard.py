@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard._torch.aot_graphs import bypass_wait, is_sync_node, is_tangent
+from graphshard._torch.aot_graphs import is_tangent
 from graphshard._torch.inductor import has_activation_budget
 from graphshard._torch.recompute import REGION
 from graphshard.cost.fusion import NodeKind, node_kind
@@ -57,18 +57,6 @@ def param_derived(graph: fx.Graph) -> list[fx.Node]:
 
 def _is_kept(marker: fx.Node) -> bool:
     return UnshardSpec.of_node(marker).regather_group is None
-
-
-def bypass_sync_nodes(gm: fx.GraphModule, context: PassContext) -> None:
-    """Let values derived from parameters bypass waits such as ``torch.cuda.synchronize()``."""
-    # All values pass through these waits. After one, a gathered parameter would look like an
-    # activation:
-    #
-    #   before   w = unshard(p)   y = x @ w   (y', w') = wait(y, w)   z = y'.relu()  ..  g @ w'.t()
-    #   after    w = unshard(p)   y = x @ w   y' = wait(y)            z = y'.relu()  ..  g @ w.t()
-    for node in list(gm.graph.nodes):
-        if is_sync_node(node):
-            bypass_wait(node, frozenset(param_derived(gm.graph)))
 
 
 def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:

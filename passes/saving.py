@@ -59,10 +59,7 @@ def _replace_saved(
     forward: fx.Graph, replacements: Mapping[fx.Node, fx.Node], num_outputs: int
 ) -> None:
     outputs = outputs_of(forward)
-    saved = [
-        replacements.get(node, node) if isinstance(node, fx.Node) else node
-        for node in outputs[num_outputs:]
-    ]
+    saved: Any = fx.map_arg(outputs[num_outputs:], lambda node: replacements.get(node, node))
     forward.output_node().args = ((*outputs[:num_outputs], *saved),)
 
 

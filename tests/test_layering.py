@@ -63,7 +63,6 @@ ALLOWED: dict[str, set[str]] = {
         "show",
     },
     "__init__": {
-        "_torch",
         "dynamo_backend",
         "forecast",
         "optim",

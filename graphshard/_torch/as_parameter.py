@@ -200,13 +200,9 @@ class _ParameterVariable(TensorVariable):
         return self
 
     # Dynamo registers hooks of a tensor with a source after the graph, on the tensor itself.
-    def method_register_hook(self, tx: Any, *args: Any, **kwargs: Any) -> VariableTracker:
-        return self.traced_dtensor(tx).call_method(tx, "register_hook", list(args), kwargs)
-
-    def method_register_post_accumulate_grad_hook(
-        self, tx: Any, *args: Any, **kwargs: Any
+    def _method_register_hook(
+        self, tx: Any, name: str, *args: Any, **kwargs: Any
     ) -> VariableTracker:
-        name = "register_post_accumulate_grad_hook"
         return self.traced_dtensor(tx).call_method(tx, name, list(args), kwargs)
 
     def dynamic_getattr(self, tx: Any, name: str) -> VariableTracker:
@@ -218,7 +214,7 @@ class _ParameterVariable(TensorVariable):
             if name in attributes:
                 return VariableTracker.build(tx, attributes[name], AttrSource(source, name))
             what = f"{source.name} has no attribute {name!r}"
-            Trace().guard(source, "requires_grad", lambda p: name not in vars(p), what)
+            Trace().guard(source, lambda p: name not in vars(p), what)
         return super().dynamic_getattr(tx, name)
 
 
@@ -254,7 +250,7 @@ def trace_as_parameters(
     ) -> VariableTracker:
         source = args[0].source
         assert source is not None, "the shard is an attribute of its module"
-        if _in_functional_call(tx):
+        if _functional_call.__code__ in _traced_codes(tx):  # torch/nn/utils/stateless.py
             on_functional_call(source)
         traced = tx.output.__dict__.setdefault(_TRACED, {})
         key = (function.value, *map(_identity, args))
@@ -343,10 +339,6 @@ def _identity(argument: VariableTracker) -> object:
     if isinstance(argument, TensorVariable):
         return argument.as_proxy().node
     return argument.as_python_constant()
-
-
-def _in_functional_call(tx: Any) -> bool:
-    return _functional_call.__code__ in _traced_codes(tx)  # torch/nn/utils/stateless.py
 
 
 def _traced_codes(tx: Any) -> Iterator[CodeType]:

@@ -1,4 +1,4 @@
-"""Dynamo: the frame being traced, guards, graph breaks, errors, and graphs freed on reset.
+"""Dynamo: the frame being traced, guards, graph breaks and errors.
 
 Relies on exc.py, output_graph.py, symbolic_convert.py, guards.py, callback.py, eval_frame.py,
 source.py, types.py, utils.py and backends/registry.py in torch/_dynamo and on torch/_guards.py,
@@ -8,12 +8,9 @@ from ``ShortenTraceback``, because ``OutputGraph.call_user_compiler`` does not w
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
-import sys
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any, TypeVar
@@ -34,7 +31,6 @@ from torch._dynamo.utils import counters
 from torch._guards import ChainedSource, CompileContext, Guard, Source
 
 from .frames import backend_of, is_resumed
-from .instances import note_module
 from .patches import patch
 
 __all__ = ["ShortenTraceback", "Source"]
@@ -111,13 +107,11 @@ class Trace:
         first_line = reason.reason.strip().splitlines()[0] if reason.reason.strip() else "?"
         return f"{where.filename}:{where.lineno}: {first_line}" if where else first_line
 
-    def guard(
-        self, source: Source, attribute: str, holds: Callable[[Any], bool], what: str
-    ) -> None:
-        """Guard the frame on ``holds(value of source)``, evaluated at every call.
+    def guard(self, source: Source, holds: Callable[[Any], bool], what: str) -> None:
+        """Guard the frame on ``holds(tensor of source)``, evaluated at every call.
 
-        ``holds`` runs before Dynamo's own guards on the value, and may change the value.
-        ``attribute`` is the name of any attribute of the value. ``what`` tells logs what must hold.
+        ``holds`` runs before Dynamo's own guards on the tensor, and may change the tensor.
+        ``what`` tells logs what must hold.
         """
         text = f"graphshard: {what}"
 
@@ -131,7 +125,7 @@ class Trace:
         # Dynamo may skip the guards on a tensor while the dictionaries that lead to it are
         # unchanged, but not if there is a guard on one of its attributes
         # (``find_tag_safe_roots`` in torch/_dynamo/guards.py).
-        guards.add(AttrSource(source, attribute).make_guard(GuardBuilder.TYPE_MATCH))
+        guards.add(AttrSource(source, "requires_grad").make_guard(GuardBuilder.TYPE_MATCH))
 
 
 def on_compile_start(act: Callable[[object], None]) -> None:
@@ -155,27 +149,6 @@ def on_compile_end(act: Callable[[object], None]) -> None:
         handler.register_end_callback(act)
 
 
-def on_compile_error(act: Callable[[BaseException], None]) -> None:
-    """Call ``act`` with the error that ends a compilation.
-
-    A reset removes ``act``, as in `on_compile_start`.
-    """
-    on_compile_end(_on_error(act))
-
-
-@functools.cache  # returns the same callback again, which is registered only once
-def _on_error(act: Callable[[BaseException], None]) -> Callable[[object], None]:
-    def act_on_error(_: object) -> None:
-        # End callbacks run while the error passes through ``install_callbacks``. Another error may
-        # be current if the user's code compiles while it handles one.
-        if (error := sys.exception()) is not None:
-            frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-            if any(frame.f_code.co_name == "install_callbacks" for frame in frames):
-                act(error)
-
-    return act_on_error
-
-
 def on_lookup(name: str, act: Callable[[], None]) -> None:
     """Call ``act()`` whenever ``torch.compile`` looks up the backend ``name``."""
 
@@ -193,9 +166,6 @@ def on_lookup(name: str, act: Callable[[], None]) -> None:
 def run_as_python(function: Callable[..., object]) -> None:
     """Let Dynamo inline ``function`` into traces, but never compile it when Python calls it."""
     skip_code(function.__code__)  # see torch/_dynamo/eval_frame.py
-
-
-run_as_python(note_module)  # not in instances.py: ``import graphshard`` must not import Dynamo
 
 
 def run_with_callees_as_python(function: _F) -> _F:
@@ -321,56 +291,3 @@ def _chain(error: BaseException) -> Iterable[BaseException]:
         yield following
         inner = getattr(following, "inner_exception", None)
         following = inner if isinstance(inner, BaseException) else following.__cause__
-
-
-def freed_on_reset(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backend's result so that ``torch._dynamo.reset()`` frees it."""
-    wrapper = _FreedOnReset(function, weakref.ref(InstructionTranslator.current_tx().f_code))
-    _wrappers().add(wrapper)
-    return wrapper
-
-
-class _FreedOnReset:
-    # No __dict__: Dynamo's own wrapper would copy its entries and keep the function alive.
-    __slots__ = ("__weakref__", "code", "function")
-
-    def __init__(self, function: Callable[..., Any], code: weakref.ref[CodeType]) -> None:
-        self.function, self.code = function, code  # code of the frame that calls ``function``
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
-class _OnReset:
-    """A no-op start callback whose finalizer runs when ``reset()`` drops all callbacks."""
-
-    def __init__(self) -> None:
-        self.wrappers: weakref.WeakSet[_FreedOnReset] = weakref.WeakSet()
-        weakref.finalize(self, _empty, self.wrappers).atexit = False
-
-    def __call__(self, _: object) -> None:
-        pass
-
-
-def _wrappers() -> weakref.WeakSet[_FreedOnReset]:
-    handler = torch._dynamo.callback_handler
-    for callback in handler.start_callbacks:
-        if isinstance(callback, _OnReset):
-            return callback.wrappers
-    handler.register_start_callback(_OnReset())
-    return _wrappers()
-
-
-def _empty(wrappers: weakref.WeakSet[_FreedOnReset]) -> None:
-    for wrapper in wrappers:
-        code = wrapper.code()
-        if code is not None and _debug_get_cache_entry_list(code):
-            _wrappers().add(wrapper)  # the callbacks were cleared without a reset
-        else:
-            wrapper.function = _is_dropped
-
-
-def _is_dropped(*args: object) -> None:
-    raise RuntimeError(
-        "torch._dynamo.reset() freed this graph during the model's forward: call the model again"
-    )

@@ -348,15 +348,6 @@ def _compile(
     )
 
 
-def stub_compiler(gm: fx.GraphModule, inputs: Sequence[Any], **arguments: Any) -> Any:
-    """Return a callable that raises, for traces that stop before compilation."""
-
-    def run(*values: Any) -> Any:
-        raise AssertionError("this graph was not compiled")
-
-    return make_boxed_func(run)
-
-
 def _uninitialized_results(gm: fx.GraphModule) -> Any:
     placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     outputs = tuple(gm.graph.output_node().args[0])  # type: ignore[arg-type]

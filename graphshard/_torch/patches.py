@@ -19,9 +19,6 @@ from typing import Any
 
 # Reason for replacing each attribute, keyed by its path.
 PATCHES = {
-    "torch.optim.optimizer.Optimizer._patch_step_function": (
-        "Records every optimizer, for `live_instances`. Both __init__ and __setstate__ call it."
-    ),
     "torch.optim.optimizer.Optimizer.load_state_dict": (
         "Checks loaded state against the shards. Torch has only per-instance hooks for this."
     ),
@@ -40,9 +37,6 @@ PATCHES = {
     ),
     "torch.distributed.tensor.DTensor.data": (
         "Makes `param.data = value` set the local tensor; torch's own setter loses the value."
-    ),
-    "torch.distributed.tensor.DTensor.__deepcopy__": (
-        "Copies gradients that are slices of a reduction buffer; torch's own method fails."
     ),
     "torch.autograd.graph._engine_run_backward": (
         "Differentiates with respect to shards if autograd.grad or backward(inputs=) gets DTensors."
@@ -70,12 +64,6 @@ PATCHES = {
 
 # Reason for adding entries to each table, keyed by its path.
 ENTRIES = {
-    "torch.nn.modules.module._global_parameter_registration_hooks": (
-        "Records modules with parameters, for `live_instances`."
-    ),
-    "torch.nn.modules.module._global_module_registration_hooks": (
-        "Records modules with submodules, for `live_instances`."
-    ),
     "torch.optim.optimizer._global_optimizer_pre_hooks": (
         "Raises if an optimizer steps parameters that should be sharded but are not; warns if a "
         "backend was never used."
@@ -84,12 +72,9 @@ ENTRIES = {
         "Increments the versions of stepped DTensors, so that backward detects changed parameters."
     ),
     "torch._dynamo.callback.callback_handler.start_callbacks": (
-        "Shards a module before Dynamo traces it, and frees compiled graphs on a reset."
+        "Shards a module before Dynamo traces it."
     ),
-    "torch._dynamo.callback.callback_handler.end_callbacks": (
-        "Clears the progress line. If the compilation failed, adds advice to dtype errors of "
-        "models with an mp_policy, and suppresses the warning that the backend sharded nothing."
-    ),
+    "torch._dynamo.callback.callback_handler.end_callbacks": "Clears the progress line.",
     "torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers": (
         "Traces the results of unshard markers as parameters."
     ),

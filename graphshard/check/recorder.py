@@ -7,20 +7,20 @@ A block is a tensor's storage. It ends when its last reference is gone or its si
 checked before every action.
 
 [Note: lifetimes] How a collective's memory stays alive while it runs. Line numbers refer to
-comments in ProcessGroupNCCL.hpp, torch 2.13 (2.11 in parentheses); Functional.cpp is from main.
+comments in ProcessGroupNCCL.hpp, torch 2.13; Functional.cpp is from main.
 
 - ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` of one tensor are coalesced collectives
-  of a list of one (Functional.cpp), so they run ``collectiveCoalesced``, 1173 (1180), instead of
+  of a list of one (Functional.cpp), so they run ``collectiveCoalesced``, 1173, instead of
   ``collective``.
 - The group's stream waits for the current stream. The work stashes its inputs,
-  ``stashed_for_allocator_safety_``, 486-495 (491-500), and does not call ``record_stream``; before
-  this was the default, ``TORCH_NCCL_AVOID_RECORD_STREAMS`` requested it, 182-189 (181-188).
+  ``stashed_for_allocator_safety_``, 486-495, and does not call ``record_stream``; before this was
+  the default, ``TORCH_NCCL_AVOID_RECORD_STREAMS`` requested it, 182-189.
 - The work is registered for each output. ``wait_tensor`` makes the stream that is current at that
   time wait for the work, and empties the stash. After the wait, the allocator may reuse the memory,
   and the result is safe to use on that stream only.
 - Without a wait, the watchdog moves the stash to a shelf once the work is done, and the group's
-  next call empties the shelf: ``shelvesToUnstash_``, 1426-1432 (1430-1436). The recorder instead
-  keeps the memory of such a collective until ``clear``.
+  next call empties the shelf: ``shelvesToUnstash_``, 1426-1432. The recorder instead keeps the
+  memory of such a collective until ``clear``.
 - Host copies keep their tensors alive in the same way (``graphshard.ops.host_copy``).
 """
 

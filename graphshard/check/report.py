@@ -14,12 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from .._torch.no_gpu.stand_ins import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 from ..dynamo_backend import backend
 from ..expert_parallel import parallelize_balanced
+from ..failures import data_dependence
 from ..fake_mesh import Ranks
 from ..options.schedule_policy import SchedulePolicy
 from ..scripts import Inputs, load_function, load_named_function, unpack
@@ -38,12 +35,6 @@ from .recorder import Recorder
 from .step import Recording, record_steps
 
 GB = 1e9
-_READS = {
-    DataDependentOutputException: "the model reads a value of a tensor ({}), as .item() and `if "
-    "tensor:` do",
-    DynamicOutputShapeException: "the size of a tensor depends on values ({}), as in x[mask] and "
-    "x.nonzero()",
-}
 _NO_VALUES = (
     "on a GPU the host would wait for the value, but simulated tensors have none. Use tensors of "
     "fixed sizes instead, for example with torch.where"
@@ -113,8 +104,10 @@ def check(recorder: Recorder, target: Target) -> Report:
             rank=target.rank,
             parallelize=target.parallelize(),
         )
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise RuntimeError(f"{_READS[type(error)].format(error)}: {_NO_VALUES}") from error
+    except Exception as error:
+        if (reason := data_dependence(error)) is not None:
+            raise RuntimeError(f"{reason}: {_NO_VALUES}") from error
+        raise
     errors = tuple(_errors(recording, target.device))
     return Report(errors, _text(recording, target, errors))
 

@@ -110,7 +110,7 @@ class Interconnect:
     def __post_init__(self) -> None:
         _check_positive("latency_us", self.latency_us, zero=True)
         _check_positive("hop_us", self.hop_us, zero=True)
-        _check_positive(_JSON_KEYS["buffer_us"], self.buffer_us, zero=True)
+        _check_positive("buffer_us", self.buffer_us, zero=True)
         for kind in COLLECTIVE_KINDS:
             if kind not in self.bus:
                 raise ValueError(
@@ -160,10 +160,7 @@ class Hardware:
         return self.flops.get(dtype, self.flops["float32"])
 
     def to_json(self) -> str:
-        raw = {"version": VERSION, **dataclasses.asdict(self)}
-        for name in ("intra", "inter"):
-            raw[name] = {_JSON_KEYS.get(key, key): value for key, value in raw[name].items()}
-        return json.dumps(raw, indent=1)
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, source: str = "hardware") -> Hardware:
@@ -198,8 +195,6 @@ def _check_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
 
 # --- the JSON form -------------------------------------------------------------------------------
 
-_JSON_KEYS = {"buffer_us": "parcel_us"}  # fields that have a different name in files
-
 _SCALARS: dict[Any, str] = {float: "a number", int: "an integer", str: "a string"}
 
 
@@ -225,9 +220,9 @@ def _decode(kind: Any, raw: Any, path: str) -> Any:
         return {name_type(k): _decode(value_type, v, f"{prefix}{k}") for k, v in raw.items()}
     types, values = get_type_hints(kind), {}
     for field in dataclasses.fields(kind):
-        key = _JSON_KEYS.get(field.name, field.name)
+        key = field.name
         if key in raw:
-            values[field.name] = _decode(types[field.name], raw[key], f"{prefix}{key}")
+            values[key] = _decode(types[key], raw[key], f"{prefix}{key}")
         elif field.default is dataclasses.MISSING:
             raise ValueError(
                 f"{prefix}{key} is missing: add it, or run `python -m graphshard calibrate` again"

@@ -121,8 +121,9 @@ def _check_options(args: argparse.Namespace) -> None:
             )
         if args.largest and mode != "largest":
             raise ValueError(f"--largest cannot be combined with --{mode}: drop one of the two")
-    if args.largest and args.json is not None:
-        raise ValueError("--largest cannot write --json: drop one of the two options")
+    for name in ("json", "html"):
+        if args.largest and getattr(args, name) is not None:
+            raise ValueError(f"--largest cannot write --{name}: drop one of the two options")
     if args.formula and args.dtype == "fp8":
         raise ValueError("--formula cannot be combined with --dtype fp8: drop one of the two")
     if is_function(args.model) and args.batch is not None:
@@ -163,9 +164,6 @@ def _print_largest(
     result = largest(make_workload, recipe, machine, batch.size, show_line)
     show_line("")
     print(result)
-    if args.html is not None:
-        title = f"graphshard plan --largest: {args.model} on {args.gpus} x {args.device}"
-        write_output("--html", args.html, result.page(title))
     return 0 if result.fits else 1
 
 

@@ -136,13 +136,10 @@ class _Segment:
         )
 
     def _makes_longer(self) -> bool:
-        derived, longer = self.deepened(1), self.longer
+        # Times and live bytes are those of the longer graph by construction.
         return (
-            _named_transfers(derived) == _named_transfers(longer)
+            _named_transfers(self.deepened(1)) == _named_transfers(self.longer)
             and tuple(self._user_collectives(0)) == self.short.problem.user_collectives
-            and derived.problem.fixed_bytes == longer.problem.fixed_bytes
-            and derived.problem.fixed_boundary_bytes == longer.problem.fixed_boundary_bytes
-            and all(_alike(derived.compute_us[n], us) for n, us in longer.compute_us.items())
         )
 
     def deepened(self, periods: int) -> StepGraph:
@@ -357,9 +354,7 @@ def _segment_transfers(transfers: Sequence[Transfer], start: int, length: int) -
         for i, t in enumerate(transfers)
         if (start <= t.due < stop if t.kind.is_fetch else start < t.ready <= stop)
     ]
-    if own and own[-1] - own[0] + 1 != len(own):
-        return None
-    return range(own[0], own[-1] + 1) if own else None
+    return range(own[0], own[-1] + 1) if own and own[-1] - own[0] == len(own) - 1 else None
 
 
 def _growths(short: Sequence[int], longer: Sequence[int], start: int, stop: int) -> tuple[int, int]:

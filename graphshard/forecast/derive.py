@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -206,44 +205,36 @@ def _path_of_layers(workload: Workload, num_layers: int) -> str:
 
 
 def for_strategy(traced: TracedStep, recipe: Recipe, num_gpus: int) -> TracedStep | None:
-    """Adapt a ZeRO-3 step to the strategy of ``recipe``: ZeRO-3, ZeRO-2 or HSDP.
+    """Adapt a ZeRO-3 step to the strategy of ``recipe``: ZeRO-3, ZeRO-2, or HSDP with replicas.
 
-    Return None if the strategy needs its own trace.
+    Return None if the strategy needs its own trace: HSDP does if a parameter is replicated or, in
+    the ZeRO-3 step, padded, or if a transfer is of another kind than those of ZeRO-3. Otherwise,
+    ZeRO-3 and HSDP differ only in how many bytes each rank holds and in which ranks exchange them.
     """
     if recipe.kind != "hsdp":
         return traced  # ZeRO-2, too: see ``Recipe.traced_options``
-    return on_mesh(traced, num_gpus // recipe.tp, recipe.ranks(num_gpus))
-
-
-def on_mesh(traced: TracedStep, num_ranks: int, ranks: Ranks) -> TracedStep | None:
-    """Adapt a step traced for ``num_ranks`` shards to the mesh ``ranks``, or return None.
-
-    The result is None if a parameter is replicated or, on either mesh, padded, or if a transfer is
-    of another kind than those of ZeRO-3. Otherwise, ZeRO-3 and HSDP differ only in how many bytes
-    each rank holds and in which ranks exchange them. ``traced`` must not have replicas.
-    """
     # The time to compute the fp8 scales of each rank's shards is not adapted: an error of 1.3 ms in
     # a step of one second for Llama 3 8B on 8 shards instead of 64.
-    ratio = Fraction(num_ranks, ranks.shards)
-    if not all(_divides(p, num_ranks, ranks) for graph in traced.graphs for p in graph.params):
+    ranks = recipe.ranks(num_gpus)
+    num_shards = ranks.replicas * ranks.shards  # of ``traced``
+    if not all(_is_even(p, num_shards) for graph in traced.graphs for p in graph.params):
         return None
-    if any(not _is_plain(t) for graph in traced.graphs for t in graph.problem.transfers):
+    if not all(_is_plain(t) for graph in traced.graphs for t in graph.problem.transfers):
         return None
     held = traced.held
     return dataclasses.replace(
         traced,
-        graphs=tuple(_graph_on_mesh(graph, ranks, ratio) for graph in traced.graphs),
+        graphs=tuple(_with_replicas(graph, ranks) for graph in traced.graphs),
         held=dataclasses.replace(
             held,
-            parameters=held.parameters * float(ratio),
-            trained=held.trained * float(ratio),
+            parameters=held.parameters * ranks.replicas,
+            trained=held.trained * ranks.replicas,
         ),
     )
 
 
-def _divides(param: PlanParam, num_ranks: int, ranks: Ranks) -> bool:
-    sizes = (num_ranks, ranks.shards)
-    return param.padded_rows is not None and not any(param.shape[0] % size for size in sizes)
+def _is_even(param: PlanParam, num_shards: int) -> bool:
+    return param.padded_rows is not None and param.shape[0] % num_shards == 0
 
 
 def _is_plain(transfer: Transfer) -> bool:
@@ -252,34 +243,33 @@ def _is_plain(transfer: Transfer) -> bool:
     return transfer.kind in kinds
 
 
-def _graph_on_mesh(graph: StepGraph, ranks: Ranks, ratio: Fraction) -> StepGraph:
-    input_bytes = int(graph.input_bytes * ratio)
+def _with_replicas(graph: StepGraph, ranks: Ranks) -> StepGraph:
+    input_bytes = graph.input_bytes * ranks.replicas
     problem = graph.problem
     return dataclasses.replace(
         graph,
         params=tuple(
-            dataclasses.replace(p, padded_rows=int((p.padded_rows or 0) * ratio))
+            dataclasses.replace(p, padded_rows=(p.padded_rows or 0) * ranks.replicas)
             for p in graph.params
         ),
         problem=dataclasses.replace(
             _with_inputs(problem, input_bytes - graph.input_bytes),
-            transfers=tuple(_transfer_on_mesh(t, ranks, ratio) for t in problem.transfers),
+            transfers=tuple(_transfer_with_replicas(t, ranks) for t in problem.transfers),
         ),
         input_bytes=input_bytes,
     )
 
 
-def _transfer_on_mesh(transfer: Transfer, ranks: Ranks, ratio: Fraction) -> Transfer:
+def _transfer_with_replicas(transfer: Transfer, ranks: Ranks) -> Transfer:
     reduces = transfer.kind == TransferKind.REDUCE_SCATTER
-    averaged = reduces and ranks.replicas > 1
     return dataclasses.replace(
         transfer,
         group="shard",
         world=ranks.shards,
-        shard_bytes=int(transfer.shard_bytes * ratio),
-        replicas="replicate" if averaged else "",
-        num_replicas=ranks.replicas if averaged else 1,
-        replica_stride=ranks.shards * ranks.tp if averaged else 1,
+        shard_bytes=transfer.shard_bytes * ranks.replicas,
+        replicas="replicate" if reduces else "",
+        num_replicas=ranks.replicas if reduces else 1,
+        replica_stride=ranks.shards * ranks.tp if reduces else 1,
     )
 
 

@@ -144,7 +144,7 @@ def _optimizer_us(recipe: Recipe, held: HeldMemory, hardware: Hardware) -> float
 # --- memory --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryForecast:
     """Memory of a rank at the peak of a step, in bytes.
 
@@ -167,12 +167,12 @@ class MemoryForecast:
     parameters: int
     gradients: int
     optimizer: int
-    activations: int
-    kept: int
-    gathered: int
-    reducing: int
+    activations: int = 0
+    kept: int = 0
+    gathered: int = 0
+    reducing: int = 0
     buffers: int
-    margin: int
+    margin: int = 0
     device: int
     host: int = 0
 
@@ -249,12 +249,7 @@ def outside_of_graphs(held: HeldMemory, recipe: Recipe, device_bytes: int) -> Me
         parameters=int(held.parameters),
         gradients=int(held.trained),
         optimizer=int(optimizer_bytes),
-        activations=0,
-        kept=0,
-        gathered=0,
-        reducing=0,
         buffers=int(held.buffers),
-        margin=0,
         device=device_bytes,
     )
     if not recipe.offload:

@@ -115,8 +115,10 @@ class Forecast:
         padding = find_padding(shapes, shards, self.held.parameters, self.held.params_bytes / tp)
         if padding is None:
             return None
-        hsdp = f"; hsdp:{padding.rows} would avoid this padding"
-        return f"{padding}{hsdp if padding.splits_evenly(num_gpus // tp) else ''}"
+        # HSDP over one rank would replicate parameters.
+        if padding.rows > 1 and num_gpus // tp % padding.rows == 0:
+            return f"{padding}; hsdp:{padding.rows} would avoid this padding"
+        return str(padding)
 
     def code(self) -> str:
         budget = self.dumps[0].limits.peak

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from ..show.page import page, table_data
 from .cluster import Cluster
 from .derive import (
     LEAST_PERIODS,
@@ -61,26 +60,6 @@ class LargestResult:
         if not self.fits:
             return "nothing fits: use more GPUs, or GPUs with more memory"
         return tabulate([fit.row() for fit in self.fits], HEADERS, floatfmt=",.1f")
-
-    def page(self, title: str) -> str:
-        charts = []
-        for grown in dict.fromkeys(fit.grown for fit in self.fits if fit.grown != "samples"):
-            bars = [
-                {
-                    "name": fit.strategy,
-                    "value": fit.num_params / 1e9,
-                    "text": f"{fit.num_params / 1e9:,.1f} billion: {fit.what}",
-                }
-                for fit in self.fits
-                if fit.grown == grown
-            ]
-            charts.append({"title": f"largest model with more {grown}", "bars": bars})
-        rows = [
-            [cell if isinstance(cell, str) else f"{cell:.1f}" for cell in fit.row()]
-            for fit in self.fits
-        ]
-        tables = [table_data("largest models and batches that fit", HEADERS, rows)]
-        return page(title, [], tables=tables, charts=charts)
 
 
 _Key = tuple[str, int | None, int, str]

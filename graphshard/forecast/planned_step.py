@@ -86,7 +86,10 @@ def plan_step(
     outside = outside_of_graphs(held, recipe, cluster.memory_bytes)
     cost_model = CostModel(hardware)
     graphs = [
-        graph.with_problem(dataclasses.replace(graph.problem, compute_us=graph.compute_us[prices]))
+        dataclasses.replace(
+            graph,
+            problem=dataclasses.replace(graph.problem, compute_us=graph.compute_us[prices]),
+        )
         for graph in traced.graphs
     ]
     limits = _limits(graphs, recipe, outside)
@@ -145,7 +148,7 @@ def _keep_for_backward(
     }
     kept = list(gathered) if keep_all else choose_kept(*problems, gathered, cost_model, limits)
     pair = zip((forward, backward), keep_unsharded(*problems, {i: gathered[i] for i in kept}))
-    return [graph.with_problem(problem) for graph, problem in pair]
+    return [dataclasses.replace(graph, problem=problem) for graph, problem in pair]
 
 
 def _regathered(forward: StepGraph, backward: StepGraph) -> dict[int, Transfer]:

@@ -88,7 +88,6 @@ class SearchResult:
 
     candidates: tuple[PlannedRecipe, ...]  # candidates that fit come first; then by step time
     refused: tuple[str, ...]  # recipes that were not planned, and the reasons
-    num_traces: int
 
     @property
     def best(self) -> PlannedRecipe:
@@ -111,7 +110,7 @@ class SearchResult:
 
     def __str__(self) -> str:
         front = self.front()
-        counted = f"{len(self.candidates)} recipes, {self.num_traces} traces"
+        counted = f"{len(self.candidates)} recipes"
         parts = [f"{counted}; Pareto front of step time and memory among those that fit:"]
         if front:
             rows = [candidate.row() for candidate in front]
@@ -153,10 +152,10 @@ def search(
     Args:
         size: number of samples of a rank, or of ``recipe.tp`` ranks, in a step, over all
             microbatches.
-        recipe: settings of all candidates: optimizer, ``budget_gb``, ``reduce`` and ``tp``, to
-            which ``split`` adds other degrees. ``ep`` must be 1; other fields are ignored.
+        recipe: settings of all candidates: optimizer, ``budget_gb``, ``reduce`` and ``tp``. ``ep``
+            must be 1; other fields are ignored.
         split: whether to also plan tensor parallelism within a node, with the same number of
-            samples per rank in a step.
+            samples per rank in a step; ``recipe.tp`` must be 1.
         dtypes: precisions to try (default: bf16, and fp8 if the device has it and ``recipe.tp`` is
             1).
     """
@@ -178,7 +177,7 @@ def search(
     for tp in searching.degrees() if split else ():
         searching.add_split(tp)
     candidates = sorted(searching.candidates, key=lambda c: (not c.fits, c.step_us))
-    return SearchResult(tuple(candidates), tuple(dict.fromkeys(refused)), searching.num_traces)
+    return SearchResult(tuple(candidates), tuple(dict.fromkeys(refused)))
 
 
 def _dtypes(recipe: Recipe, cluster: Cluster, refused: list[str]) -> list[str]:
@@ -202,7 +201,6 @@ class _Search:
     refused: list[str]
     done: str = ""  # count of traced precisions and sizes, for ``progress``
     candidates: list[PlannedRecipe] = field(default_factory=list)
-    num_traces: int = 0
 
     def bases(self) -> Iterator[Recipe]:
         for dtype in self.dtypes:
@@ -247,10 +245,8 @@ class _Search:
         groups = shard_groups(self.cluster, recipe.tp)
         for strategy in ("zero3", "zero2", *(f"hsdp:{size}" for size in groups)):
             variant = dataclasses.replace(recipe, strategy=strategy)
-            candidate = self._derive(traced, variant, microbatch)
-            if candidate is None:
-                self._add_traced(strategy, recipe, workload, microbatch)
-                continue
+            step = for_strategy(traced, variant, self.cluster.num_gpus)
+            candidate = self._plan(step or self._trace(variant, workload), variant, microbatch)
             self.candidates.append(candidate)
             if strategy == "zero3" and not candidate.fits:
                 self._add_offloaded(traced, variant, microbatch)
@@ -271,7 +267,7 @@ class _Search:
         dtype = next((dtype for dtype in self.dtypes if dtype != "fp8"), None)
         if dtype is None:
             return
-        size = self.size * tp // self.recipe.tp
+        size = self.size * tp
         try:
             for recompute in (0.0, 1.0):
                 if self._add_largest(self._base(dtype, recompute, tp), size) == size:
@@ -336,7 +332,6 @@ class _Search:
         self.progress(f"partial recomputation, {dtype}")
         base = self._base(dtype, 0.0, self.recipe.tp)  # from which all strategies are derived
         copies = trace_all_depths(workload, base, self.cluster, self.progress)
-        self.num_traces += sum(map(len, copies.steps))
         try:
             partial = [self._least_recomputed(r, copies, tried, microbatch) for r in recipes]
         except NotPeriodicError as error:
@@ -356,7 +351,10 @@ class _Search:
         def planned(number: int) -> PlannedRecipe | None:
             depth = tried[number - 1]
             partial = dataclasses.replace(recipe, recompute=depth.recomputed / sum(depth))
-            return self._derive(copies.at_depth(depth), partial, microbatch)
+            step = for_strategy(copies.at_depth(depth), partial, self.cluster.num_gpus)
+            if step is None:
+                return None
+            return self._plan(on_host(step) if partial.offload else step, partial, microbatch)
 
         def memory_at(number: int) -> int:
             candidate = planned(number) if number <= len(tried) else None
@@ -375,15 +373,7 @@ class _Search:
     def _trace(self, recipe: Recipe, workload: Workload) -> TracedStep:
         size = f"{workload.tokens} {workload.unit}"
         self.progress(f"{self.done}{recipe.strategy}, {recipe.dtype}, {size}")
-        self.num_traces += 1
         return trace_step(workload, recipe, self.cluster)
-
-    def _derive(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> PlannedRecipe | None:
-        step = for_strategy(traced, recipe, self.cluster.num_gpus)
-        if step is None:
-            return None
-        step = on_host(step) if recipe.offload else step
-        return self._plan(step, recipe, microbatch)
 
     def _plan(self, traced: TracedStep, recipe: Recipe, microbatch: int) -> PlannedRecipe:
         plan = functools.partial(plan_step, traced, cluster=self.cluster, refine=False)

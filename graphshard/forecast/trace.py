@@ -31,6 +31,7 @@ from .._torch.tensors import new_fake_mode, size_expr, size_hint, tree_leaves, t
 from ..cost.hardware import Hardware, Rate
 from ..cost.model import CostModel
 from ..dynamo_backend import Backend, backend, shard
+from ..failures import data_dependence
 from ..fake_mesh import Ranks, fake_mesh, sharding_options
 from ..kinds import GraphKind
 from ..ops.nodes import WHOLE_SHARD
@@ -40,7 +41,7 @@ from ..passes.build_problem import saved_bytes, shard_bytes
 from ..pipeline.compile import CompiledGraph, trace_only
 from ..pipeline.run_passes import read_problems
 from ..pipeline.settings import CompileSettings
-from ..pipeline.traced_graph import TracedGraph
+from ..pipeline.traced_graph import Runnable, TracedGraph
 from ..planning.plan import PlanParam, Problem
 from ..scripts import Inputs, call_model, loss_of
 from ..tensor_parallel import Parallelize
@@ -51,10 +52,6 @@ MakeModel = Callable[[], tuple[nn.Module, Inputs]]
 
 # Machines for which kernels are priced: the machine itself, and variants with one faster part.
 BASELINE, FASTER_COMPUTE, FASTER_MEMORY, NO_LAUNCHES = "baseline", "compute", "memory", "launches"
-
-
-class UntraceableError(ValueError):
-    """Error raised for a model whose graphs cannot be traced."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +66,6 @@ class StepGraph:
     @property
     def kind(self) -> GraphKind:
         return self.problem.graph
-
-    def with_problem(self, problem: Problem) -> StepGraph:
-        return dataclasses.replace(self, problem=problem)
 
 
 @dataclass(frozen=True)
@@ -123,10 +117,10 @@ def trace(
         symbols: symbols that replace sizes of the inputs, keyed by size; each size is at least 2.
 
     Raises:
-        UntraceableError: shapes or control flow depend on values of tensors, there is no backward
-            graph, or code outside of graphs reads a parameter or runs a graph several times.
-        ValueError: the model has no loss or no trainable parameter; or, if ``ranks`` splits the
-            model, ``parallelize`` is None or splits no parameter.
+        ValueError: the model has no loss or no trainable parameter; shapes or control flow depend
+            on values of tensors; there is no backward graph; code outside of graphs reads a
+            parameter or runs a graph several times; or, if ``ranks`` splits the model,
+            ``parallelize`` is None or splits no parameter.
         RuntimeError: this process already has a process group.
     """
     if dist.is_initialized():
@@ -206,15 +200,15 @@ def _run(model: nn.Module, compiled: Callable[..., object], inputs: Inputs) -> N
     try:
         loss_of(call_model(compiled, inputs)).backward()
     except Exception as error:
-        if (reason := _data_dependence(error)) is not None:
-            raise UntraceableError(
-                f"the model reads tensor values, which a forecast does not have ({reason}): keep "
-                "the computation in tensors, or make all shapes depend only on input shapes"
+        if (reason := data_dependence(error)) is not None:
+            raise ValueError(
+                f"{reason}: a forecast has no values. Keep the computation in tensors, or make all "
+                "shapes depend only on input shapes"
             ) from error
         sharded = sharded_model_of(model)
         if sharded is not None and sharded.reads_eagerly:
             # Gathered parameters have a class of their own, which fake tensors do not survive.
-            raise UntraceableError(
+            raise ValueError(
                 "code outside of graphs reads a parameter, which a forecast cannot trace "
                 f"({'; '.join(_breaks(model))}): {_ONE_GRAPH}. The step failed with "
                 f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
@@ -226,16 +220,6 @@ _ONE_GRAPH = (
     "change the model so that Dynamo compiles it to one graph; TORCH_LOGS=graph_breaks shows what "
     "prevents that"
 )
-_DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape")
-
-
-def _data_dependence(error: BaseException | None) -> str | None:
-    # Dynamo wraps the error.
-    while error is not None:
-        if any(name in type(error).__name__ for name in _DATA_DEPENDENT):
-            return str(error).strip().splitlines()[0][:120]
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def _breaks(model: nn.Module) -> list[str]:
@@ -249,12 +233,12 @@ def _breaks(model: nn.Module) -> list[str]:
 
 def _check_graphs(graphs: Sequence[StepGraph], most_runs: int, breaks: Sequence[str]) -> None:
     if not any(graph.kind == GraphKind.BACKWARD for graph in graphs):
-        raise UntraceableError(
+        raise ValueError(
             "no backward graph was compiled: the model needs trainable parameters, and a forward "
             "that Dynamo compiles, without torch.compiler.disable"
         )
     if most_runs > 1:
-        raise UntraceableError(
+        raise ValueError(
             f"a graph runs {most_runs} times in a step, but a forecast would count it once "
             f"({'; '.join(breaks) or 'forward calls it repeatedly'}): {_ONE_GRAPH}"
         )
@@ -284,11 +268,13 @@ class _TracingBackend(Backend):
         return max((meter.num_runs for meter in self._meters), default=0)
 
     @override
-    def _build(self, traced: TracedGraph, settings: CompileSettings) -> CompiledGraph:
+    def _build(
+        self, traced: TracedGraph, settings: CompileSettings
+    ) -> tuple[Runnable, CompiledGraph]:
         settings = dataclasses.replace(settings, compiler="inductor")
         reader = self._reader
         run = trace_only(traced, settings, lambda graph, kind: reader.read(graph, kind, traced))
-        return CompiledGraph(run, (), settings, "")
+        return run, CompiledGraph((), settings, "")
 
 
 class _GraphReader:

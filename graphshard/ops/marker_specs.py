@@ -23,6 +23,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from .._torch.tensors import OpOverload
+from ..kinds import TransferKind
 from .accumulators import PARTIAL, UNSYNCED
 from .collectives import CollectiveInput
 from .float8_math import E4M3
@@ -55,6 +56,7 @@ class MarkerSpec:
     """The arguments of one marker op."""
 
     name: ClassVar[str]
+    kind: ClassVar[TransferKind | None] = None  # the transfer that the marker stands for
     # Names of the last arguments: accumulators for gradients of microbatches.
     accumulators: ClassVar[tuple[str, ...]] = ()
 
@@ -86,13 +88,6 @@ class MarkerSpec:
 
     def arguments(self) -> tuple[Argument, ...]:
         return tuple(getattr(self, name) for name in self.argument_names())
-
-    def without_tensors(self) -> Self:
-        """Return the spec without tensors, for a backward that must not keep them."""
-        values = zip(self.argument_names(), self.arguments())
-        tensors = [name for name, v in values if isinstance(v, (torch.Tensor, fx.Node, list))]
-        nothing: dict[str, Any] = dict.fromkeys(tensors)
-        return dataclasses.replace(self, **nothing)
 
     def constants(self) -> tuple[Any, ...]:
         """Return the arguments between the first and the accumulators.
@@ -135,6 +130,7 @@ class UnshardSpec(MarkerSpec):
     """
 
     name: ClassVar[str] = "unshard"
+    kind: ClassVar[TransferKind | None] = TransferKind.ALL_GATHER
     accumulators: ClassVar[tuple[str, ...]] = (UNSYNCED, PARTIAL)
 
     shard: Value
@@ -214,6 +210,7 @@ class ReduceGradSpec(MarkerSpec):
     """
 
     name: ClassVar[str] = "reduce_grad"
+    kind: ClassVar[TransferKind | None] = TransferKind.REDUCE_SCATTER
 
     grad: Value
     padded_rows: int
@@ -289,6 +286,7 @@ class AllReduceGradSpec(MarkerSpec):
     """Arguments of ``all_reduce_grad``, which returns the mean gradient; see ``ReduceGradSpec``."""
 
     name: ClassVar[str] = "all_reduce_grad"
+    kind: ClassVar[TransferKind | None] = TransferKind.ALL_REDUCE
 
     grad: Value
     group: str
@@ -312,6 +310,7 @@ class MaxOverRanksSpec(MarkerSpec):
     """Arguments of ``max_over_ranks``, which returns the elementwise maximum over a group."""
 
     name: ClassVar[str] = "max_over_ranks"
+    kind: ClassVar[TransferKind | None] = TransferKind.ALL_REDUCE_MAX
 
     amax: Value
     group: str
@@ -326,6 +325,7 @@ class OffloadSpec(MarkerSpec):
     """Arguments of ``offload_activation``, which copies an activation to host memory."""
 
     name: ClassVar[str] = "offload_activation"
+    kind: ClassVar[TransferKind | None] = TransferKind.COPY_TO_HOST
 
     activation: Value
     host_memory: str
@@ -336,6 +336,7 @@ class ReloadSpec(MarkerSpec):
     """Arguments of ``reload_activation``, which copies an offloaded activation to ``device``."""
 
     name: ClassVar[str] = "reload_activation"
+    kind: ClassVar[TransferKind | None] = TransferKind.COPY_TO_DEVICE
 
     offloaded: Value
     device: torch.device

@@ -62,22 +62,16 @@ UNSHARD_MARKERS = (unshard, replicate)
 REDUCE_MARKERS = (reduce_grad, all_reduce_grad)
 PARAM_MARKERS = (*UNSHARD_MARKERS, *REDUCE_MARKERS)
 SPECS: dict[OpOverload, type[MarkerSpec]] = {
-    unshard: UnshardSpec,
-    reduce_grad: ReduceGradSpec,
-    replicate: ReplicateSpec,
-    all_reduce_grad: AllReduceGradSpec,
-    max_over_ranks: MaxOverRanksSpec,
-    offload_activation: OffloadSpec,
-    reload_activation: ReloadSpec,
-}
-# Kind of transfer that each marker stands for; ``replicate`` has none.
-KIND_OF_MARKER: dict[OpOverload, TransferKind] = {
-    unshard: TransferKind.ALL_GATHER,
-    reduce_grad: TransferKind.REDUCE_SCATTER,
-    all_reduce_grad: TransferKind.ALL_REDUCE,
-    max_over_ranks: TransferKind.ALL_REDUCE_MAX,
-    offload_activation: TransferKind.COPY_TO_HOST,
-    reload_activation: TransferKind.COPY_TO_DEVICE,
+    cls.op(): cls
+    for cls in (
+        UnshardSpec,
+        ReduceGradSpec,
+        ReplicateSpec,
+        AllReduceGradSpec,
+        MaxOverRanksSpec,
+        OffloadSpec,
+        ReloadSpec,
+    )
 }
 
 _Spec = TypeVar("_Spec", bound=MarkerSpec)
@@ -238,7 +232,10 @@ def _save(
 ) -> None:
     param, spec = inputs[0], cls(*inputs)
     accumulators = spec.unsynced, getattr(spec, PARTIAL, None)
-    ctx.spec = spec.without_tensors()
+    # Backward must not keep tensors through the spec.
+    names = zip(cls.argument_names(), inputs)
+    nothing: dict[str, Any] = {n: None for n, v in names if isinstance(v, (torch.Tensor, list))}
+    ctx.spec = dataclasses.replace(spec, **nothing)
     ctx.padded_shape, ctx.param_dtype = param.shape, param.dtype
     ctx.to_unsynced, ctx.to_partial = map(_is_stand_in, accumulators)
     ctx.save_for_backward(*(None if _is_stand_in(a) else a for a in accumulators))

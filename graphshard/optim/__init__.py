@@ -2,7 +2,7 @@
 
 Most of torch's optimizers work element by element: each rank steps its rows. Muon orthogonalizes
 whole matrices: ``row_exchange`` collects the rows of each matrix on one rank, and sends the results
-back. This package may import ``_torch``, ``ranks``, ``ops`` and ``params``.
+back.
 """
 
 from .muon import Muon

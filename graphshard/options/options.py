@@ -55,11 +55,7 @@ class ParamOptions:
             check_mesh(self.mesh)
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise ValueError(f"dim={self.dim!r}: must be the dimension to split, an integer")
-        if not isinstance(self.shard, bool):
-            raise ValueError(
-                f"shard={self.shard!r}: must be True, or False (DDP: replicate, all-reduce "
-                "gradients)"
-            )
+        check_bool("shard", self.shard)
         _check_mp_policy(self.mp_policy)
         if not isinstance(self.offload_policy, OffloadPolicy):
             raise ValueError(

@@ -55,7 +55,7 @@ from ..errors import BackendError
 from ..options.options import Options
 from .compare_traces import ForwardCheck
 from .mixed_precision import cast_inputs
-from .plain_params import find_reduced_by_ddp, noted_ignored
+from .plain_params import REPLACED, WHY_REPLACED, find_reduced_by_ddp, noted_ignored
 from .sharded_param import sharded_model_of, sharded_param_of
 from .trained_module import uncompiled_modules
 
@@ -300,6 +300,8 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 def _stepped_plainly(optimizer: Optimizer) -> set[nn.Parameter]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(REPLACED in vars(param) for param in params):
+        raise BackendError(f"{type(optimizer).__name__} steps a parameter: {WHY_REPLACED}")
     # A DTensor is sharded, by graphshard or something else. Most are: this check is the fastest.
     plain = (p for p in params if not isinstance(p, DTensor) and is_plain(p))
     return {p for p in plain if p.grad is not None}

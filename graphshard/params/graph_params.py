@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -100,7 +99,7 @@ def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> b
     """
     # Dynamo drops a shard from the inputs if forward only reads attributes of its parameter.
     for shard in shards_read():
-        trace.guard(shard, SHARDED_PARAM, in_sync, f"{shard.name} is in sync")
+        trace.guard(shard, in_sync, f"{shard.name} is in sync")
     synced = True
     for source, value in zip(sources(gm), inputs, strict=True):
         param = sharded_param_of(value)
@@ -121,7 +120,7 @@ def guard_shard(
     pairs = zip(sources(gm), inputs, strict=True)
     shards = (source for source, value in pairs if sharded_param_of(value) is not None)
     if (shard := next(shards, None)) is not None:
-        Trace().guard(shard, SHARDED_PARAM, lambda _: holds(), what)
+        Trace().guard(shard, lambda _: holds(), what)
 
 
 # --- how a traced graph uses its parameters ------------------------------------------------------
@@ -204,38 +203,40 @@ _VERSIONS = "graphshard_versions"
 _hook: list[RemovableHandle] = []
 
 
-@dataclass
-class _Hooked:
-    """A graph whose backward has our hook."""
-
-    node_type: type  # class of the graph's autograd nodes
-    # Positions of the inputs that are shards and saved for backward; None until determined.
-    saved: list[int] | None = None
-
-
 def with_backward_hook(compiled: Callable[..., _R]) -> Callable[..., _R]:
     """Wrap a compiled graph so that its backward detects parameters changed since the forward.
 
     Backward honors changes to ``requires_grad``. It raises if it would gather a parameter whose
     values have changed, unless the forward ran under saved-tensor hooks.
     """
-    hooked: _Hooked | None = None
+    node_type: type | None = None  # class of the graph's autograd nodes, once they have our hook
+    # Positions of the inputs that are shards and saved for backward; None until determined.
+    saved: list[int] | None = None
 
     def run(*args: object) -> _R:
-        nonlocal hooked
-        if hooked is None:
+        nonlocal node_type
+        if node_type is None:
             outputs, nodes = call_and_find_nodes(compiled, args)
             if nodes:
                 node = nodes.pop()
                 before_backward(node, _before_backward)
-                hooked = _Hooked(type(node))
+                node_type = type(node)
         else:
             outputs = compiled(*args)
         # Saved-tensor hooks pack a copy, or recompute with the parameters as they are in backward.
-        if hooked is not None and hooked.saved != [] and saves_unpacked():
+        if node_type is not None and saved != [] and saves_unpacked():
             assert isinstance(outputs, Sequence), "graphs with a backward return sequences"
-            _record_versions(outputs, args, hooked)
+            record_versions(outputs, args)
         return outputs
+
+    def record_versions(outputs: Sequence[object], args: Sequence[object]) -> None:
+        nonlocal saved
+        for node in compiled_nodes(outputs):
+            if type(node) is node_type and not hasattr(node, _VERSIONS):
+                if saved is None:
+                    saved = _find_saved(node, args)
+                params = [p for i in saved if (p := sharded_param_of(args[i])) is not None]
+                setattr(node, _VERSIONS, [(p, version_of(p.dtensor)) for p in params])
 
     return run
 
@@ -259,24 +260,7 @@ def _find_saved(node: Any, args: Sequence[object]) -> list[int]:
     return shards
 
 
-def _record_versions(outputs: Sequence[object], args: Sequence[object], hooked: _Hooked) -> None:
-    for node in compiled_nodes(outputs):
-        if type(node) is hooked.node_type and not hasattr(node, _VERSIONS):
-            if hooked.saved is None:
-                hooked.saved = _find_saved(node, args)
-            params = [sharded_param_of(args[i]) for i in hooked.saved]
-            setattr(node, _VERSIONS, [(p, version_of(p.dtensor)) for p in params if p is not None])
-
-
 def _before_backward(node: Any) -> None:
-    _raise_if_stale(node)
-    for accumulation, _ in node.next_functions:
-        sharded_param = sharded_param_of(getattr(accumulation, "variable", None))
-        if sharded_param is not None:
-            sharded_param.sync_requires_grad()
-
-
-def _raise_if_stale(node: Any) -> None:
     recorded: list[tuple[ShardedParam, int]] = getattr(node, _VERSIONS, [])
     for sharded_param, version in recorded:
         # If the DTensor was replaced, the new one starts at version 0, and has its own memory.
@@ -287,6 +271,10 @@ def _raise_if_stale(node: Any) -> None:
                 "Call backward before the change, or run the forward again after it; "
                 "reshard_after_forward=False keeps the values that forward gathered"
             )
+    for accumulation, _ in node.next_functions:
+        accumulated = sharded_param_of(getattr(accumulation, "variable", None))
+        if accumulated is not None:
+            accumulated.sync_requires_grad()
 
 
 def _count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:

@@ -86,7 +86,9 @@ def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assign
         value = value[0]
     if value.shape != spec.shape:
         return value
-    return _assigned(value, sharded_param) if assigns else _shard_of(value, spec)
+    if assigns:
+        return _assigned(value, sharded_param)
+    return spec.dtensor(spec.padded_shard(value))
 
 
 def _assigned(full: torch.Tensor, sharded_param: ShardedParam) -> nn.Parameter:
@@ -94,8 +96,8 @@ def _assigned(full: torch.Tensor, sharded_param: ShardedParam) -> nn.Parameter:
     known = sharded_param.assigned
     if known is not None and (source := known.source()) is not None and _is_same(source, full):
         return known.parameter
-    requires_grad = sharded_param.dtensor.requires_grad
-    parameter = nn.Parameter(_shard_of(full, sharded_param.spec), requires_grad)
+    spec, requires_grad = sharded_param.spec, sharded_param.dtensor.requires_grad
+    parameter = nn.Parameter(spec.dtensor(spec.padded_shard(full)), requires_grad)
     sharded_param.assigned = Assigned(weakref.ref(full), parameter)
     return parameter
 
@@ -107,13 +109,6 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.storage_offset() == other.storage_offset()
         and (one.stride(), one.dtype) == (other.stride(), other.dtype)
     )
-
-
-def _shard_of(full: torch.Tensor, spec: ParamSpec) -> DTensor:
-    """Return ``full`` as a DTensor split by ``spec``, on the shard's device unless on meta."""
-    if spec.rows is None or spec.host_memory is not None or full.is_meta:
-        return spec.dtensor(spec.padded_shard(full))
-    return spec.dtensor(spec.padded(full[spec.part].to(spec.groups.device)))
 
 
 def _own_shard(value: DTensor, spec: ParamSpec, name: str) -> torch.Tensor:

@@ -27,6 +27,7 @@ from .._torch.dtensor import local_tensor, values_on_rank
 from .._torch.nn import buffers_of, parameters_of, replace_parameters
 from ..errors import BackendError
 from ..ranks.agree import broadcast_from_rank
+from .full_tensor import as_bytes
 from .mesh import MeshGroups
 from .module_class import plain_class
 from .param_spec import ParamSpec
@@ -38,7 +39,7 @@ from .uninitialized import mark_uninitialized, num_uninitialized
 Init = Callable[[nn.Module], object]
 T = TypeVar("T")
 INITIALIZED = "_is_hf_initialized"  # marks tensors that transformers must not initialize
-_BOOL_MARK = 0x55  # byte of an unwritten bool; others are 0 or 1
+_MARK = 0x55  # each byte of an unwritten integer or bool; a written bool is 0 or 1
 
 
 def materialize(model: nn.Module, init: Init | None = None) -> None:
@@ -255,39 +256,27 @@ def _check_written(name: str, full: torch.Tensor, param: nn.Parameter) -> None:
 
 
 def _marked(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    buffer = torch.zeros_like(meta, device=device)
+    buffer = torch.zeros_like(meta, device=device, memory_format=torch.contiguous_format)
     _mark(values_on_rank(buffer))
     return buffer
 
 
 def _mark(values: torch.Tensor) -> None:
     """Mark all elements of a contiguous tensor as unwritten, unless they are 8-bit floats."""
-    if values.dtype == torch.bool:
-        values.view(torch.uint8).fill_(_BOOL_MARK)
-    elif not mark_uninitialized(values) and (mark := _integer_mark(values)) is not None:
-        values.fill_(mark)
-
-
-def _integer_mark(values: torch.Tensor) -> int | None:
-    """Return the value that marks integers as unwritten, or None for other numbers."""
-    if values.is_floating_point() or values.is_complex():
-        return None
-    limits = torch.iinfo(values.dtype)
-    return limits.min or limits.max  # 0 is a usual value of unsigned integers
+    if not mark_uninitialized(values) and not values.is_floating_point():
+        as_bytes(values).fill_(_MARK)
 
 
 def _num_unwritten(tensor: torch.Tensor) -> int:
     """Return the number of marked elements; of 8-bit integers, only if all are marked."""
-    values = values_on_rank(tensor)
-    if values.dtype == torch.bool:
-        return int((values.view(torch.uint8) == _BOOL_MARK).sum())
-    values = values.contiguous()
-    mark = _integer_mark(values)
-    if mark is None:
+    values = values_on_rank(tensor).contiguous()
+    if values.is_floating_point() or values.is_complex():
         return num_uninitialized(values)
-    unwritten = int((values == mark).sum())
+    elements = as_bytes(values).view(-1, values.itemsize)
+    unwritten = int((elements == _MARK).all(1).sum())
     # A table of all 8-bit values contains the mark.
-    return 0 if values.itemsize == 1 and unwritten < values.numel() else unwritten
+    may_contain_mark = values.itemsize == 1 and values.dtype != torch.bool
+    return 0 if may_contain_mark and unwritten < values.numel() else unwritten
 
 
 def _check_buffers(snapshots: Sequence[_Snapshot]) -> None:

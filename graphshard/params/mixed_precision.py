@@ -10,37 +10,28 @@ and gradients are cast in graphs (``graphshard.ops.markers``); users see them in
 from __future__ import annotations
 
 import functools
-import re
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .._torch.dynamo import describe_error, run_as_python
-from .._torch.frames import call_arguments, compiled_call
+from .._torch.dynamo import run_as_python
+from .._torch.frames import call_arguments
 from .._torch.nn import apply_to_tensors, has_forward
 from ..errors import BackendError
 from ..options.options import Options
-from .sharded_param import sharded_model_of, sharded_param_of
+from .sharded_param import sharded_model_of
 
 _T = TypeVar("_T")
 
-# Matches the error texts of linear, attention, norm and convolution operators.
-_DTYPES_DIFFER = re.compile("dtype|scalar type|type.* should be the same")
 
-
-class CastBoundary(NamedTuple):
-    """A module whose inputs and outputs are cast, and the policy that sets the dtypes."""
-
-    module: nn.Module
-    policy: MixedPrecisionPolicy
-
-
-def find_cast_boundaries(root: nn.Module, options: Options) -> list[CastBoundary]:
-    """Return the cast boundaries of ``root``, starting with ``root`` itself."""
+def find_cast_boundaries(
+    root: nn.Module, options: Options
+) -> list[tuple[nn.Module, MixedPrecisionPolicy]]:
+    """Return the cast boundaries of ``root`` and their policies, starting with ``root`` itself."""
     globs = {"": options.policy_glob("")}
-    boundaries = [CastBoundary(root, options.policy_of(globs[""]))]
+    boundaries = [(root, options.policy_of(globs[""]))]
     for fqn, module in list(root.named_modules())[1:]:
         if not has_forward(module):  # a container such as nn.ModuleList is never called
             continue
@@ -49,7 +40,7 @@ def find_cast_boundaries(root: nn.Module, options: Options) -> list[CastBoundary
         globs[fqn] = options.policy_glob(fqn)
         # A policy begins here if the nearest enclosing callable module matches a different glob.
         if globs[fqn] != next(globs[outer] for outer in around if outer in globs):
-            boundaries.append(CastBoundary(module, options.policy_of(globs[fqn])))
+            boundaries.append((module, options.policy_of(globs[fqn])))
     return boundaries
 
 
@@ -57,9 +48,8 @@ def _input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
     return policy.param_dtype if policy.cast_forward_inputs else None
 
 
-def cast_at_boundary(boundary: CastBoundary) -> None:
+def cast_at_boundary(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
     """Register hooks that cast the inputs and outputs of the module's forward."""
-    module, policy = boundary
     if _input_dtype(policy) is not None:
         # Runs after the user's hooks: Dynamo in torch 2.11 cannot trace a prepended hook.
         module.register_forward_pre_hook(functools.partial(cast_inputs, policy), with_kwargs=True)
@@ -130,36 +120,3 @@ def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
 
 for _traced in (cast_inputs, _after_forward, _cast_floating):
     run_as_python(_traced)  # inlined into traces, never compiled on its own
-
-
-# --- advice for dtype errors ---------------------------------------------------------------------
-
-
-def advise(error: BaseException) -> None:
-    """Add advice to a dtype error of a compiled module whose parameters an ``mp_policy`` casts."""
-    model = compiled_call().module
-    # Search the original error only: Dynamo's text around it has the dtypes of all arguments.
-    about_dtypes = _DTYPES_DIFFER.search(describe_error(error)) and not isinstance(
-        error, BackendError
-    )
-    if (
-        about_dtypes
-        and isinstance(error, RuntimeError)
-        and model is not None
-        and any(p and p.spec.dtype for p in map(sharded_param_of, model.parameters()))
-    ):
-        error.add_note(
-            "graphshard: mp_policy casts the inputs of the model, not of its submodules: "
-            "activations that a float32 buffer or norm promotes to float32 stay float32. "
-            f"overrides={{{_repeated(model)!r}: {{'mp_policy': policy}}}} also casts the inputs of "
-            "the matching modules, as FSDP2 does for every module that it wraps."
-        )
-
-
-def _repeated(model: nn.Module) -> str:
-    """Return a glob for the layers in the largest outermost ``ModuleList``, or a placeholder."""
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n}
-    outermost = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
-    callable_lists = [n for n in outermost if any(map(has_forward, lists[n]))]
-    largest = max(callable_lists, key=lambda name: len(lists[name]), default=None)
-    return "NAME_OF_MODULE" if largest is None else f"{largest}.*"

@@ -49,13 +49,6 @@ class Padding:
             f"{self.even_bytes / 1e6:,.0f} MB"
         )
 
-    def splits_evenly(self, num_ranks: int) -> bool:
-        """Return whether HSDP over ``rows`` of ``num_ranks`` ranks would split ``names[0]`` evenly.
-
-        False for a single row, which HSDP over one rank would replicate.
-        """
-        return self.rows > 1 and num_ranks % self.rows == 0
-
 
 def find_padding(
     shapes: Mapping[str, Sequence[int]], shards: int, held_bytes: float, full_bytes: float
@@ -102,7 +95,6 @@ def _advice_on_mesh(split: Mapping[ParamSpec, int]) -> str:
 
 
 def _remedy(padding: Padding, largest: ParamSpec) -> str:
-    num_ranks = largest.groups.mesh.size()
     sizes = [part.stop - part.start for part in largest.tp_part]
     even = (dim for dim, size in enumerate(sizes) if size % padding.shards == 0)
     if (dim := next(even, None)) is not None:
@@ -110,11 +102,4 @@ def _remedy(padding: Padding, largest: ParamSpec) -> str:
     if padding.rows == 1:
         overrides = {padding.names[0]: {"shard": False}}
         return f"overrides={overrides} takes no more memory on a rank, and avoids the gather"
-    by_row = "One parameter per row, as in nn.ParameterList, would need less padding"
-    if not padding.splits_evenly(num_ranks):
-        return by_row
-    shape = (num_ranks // padding.rows, padding.rows)
-    return (
-        f"{by_row}; HSDP over {padding.rows} ranks, on a mesh of {shape}, would not pad "
-        f"{padding.names[0]}, but would split other parameters over fewer ranks, too"
-    )
+    return "One parameter per row, as in nn.ParameterList, would need less padding"

@@ -203,7 +203,7 @@ class ParamSpec:
     # --- conversions of full tensors, padded shards and DTensors ---
 
     def padded_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's part of ``full`` to a padded shard, in host memory if offloaded."""
+        """Copy this rank's part of ``full`` to a padded shard; see ``padded_shard_of``."""
         return self.padded_shard_of(self.unsharded(full))
 
     def unsharded(self, full: torch.Tensor) -> torch.Tensor:
@@ -217,12 +217,15 @@ class ParamSpec:
         return full.detach()[self.tp_part]
 
     def padded_shard_of(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's part of ``unsharded`` to a padded shard, in host memory if offloaded."""
+        """Copy this rank's part of ``unsharded`` to a padded shard.
+
+        It is on the mesh's device, or in host memory if offloaded; a meta tensor stays on meta.
+        """
+        stays = unsharded.is_meta or self.host_memory is not None
+        device = unsharded.device if stays else self.groups.device
         if self.rows is None:
-            stays = unsharded.device.type in ("meta", self.mesh.device_type)
-            device = unsharded.device if stays else self.groups.device
             return unsharded.to(device, copy=True, memory_format=torch.contiguous_format)
-        rows = self.rows_first(unsharded)[self.local_rows]
+        rows = self.rows_first(unsharded)[self.local_rows].to(device)
         return to_host_memory(self.padded(self.in_place(rows)), self.host_memory)
 
     def padded(self, local: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch.instances import live_instances
 from .._torch.nn import ddp_parameters, parameters_if_initialized, parameters_of
 from .param_spec import ParamSpec
 from .sharded_param import sharded_param_of
@@ -21,6 +20,14 @@ _T = TypeVar("_T")
 # Attribute of a module: names of its ignored parameters, because ``to_empty``,
 # ``load_state_dict(assign=True)`` and copies create parameters that ``ignored_params`` lacks.
 _IGNORED = "_graphshard_ignored"
+
+# Attribute of a parameter that a shard has replaced while a forward was using it.
+REPLACED = "_graphshard_replaced"
+WHY_REPLACED = (
+    "graphshard has replaced this parameter with a DTensor: call model.parameters() again after "
+    "sharding, or, if gc.freeze() has hidden its optimizer or module, gc.unfreeze() before the "
+    "first step"
+)
 
 
 class Holder(NamedTuple):
@@ -100,18 +107,14 @@ def live_optimizers() -> Iterator[torch.optim.Optimizer]:
 
 
 def instances_of(kind: type[_T]) -> Iterator[_T]:
-    """Yield all live instances of ``kind`` and its subclasses."""
+    """Yield all live instances of ``kind`` and its subclasses, except those that are frozen.
+
+    ``gc.freeze()`` hides objects from ``gc.get_objects()``.
+    """
     # Filter types, not objects: there are few types, and isinstance may run a proxy's code.
     objects = gc.get_objects()
     kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, kind)}
-    # get_objects() omits objects frozen by gc.freeze(): add those that ``live_instances`` records.
-    # gc.get_freeze_count() cannot rule them out cheaply: it visits each frozen object.
-    frozen = live_instances(kind)
-    for instance in objects if kinds else ():
-        if type(instance) in kinds:
-            frozen.pop(id(instance), None)
-            yield instance
-    yield from frozen.values()
+    return (o for o in objects if type(o) in kinds)
 
 
 def find_reduced_by_ddp() -> set[nn.Parameter]:

@@ -31,10 +31,10 @@ from .._torch.autograd import (
     is_held_by_torch,
     share_hooks,
     take_gradient,
+    version_of,
 )
 from .._torch.distributed import process_group
 from .._torch.dtensor import (
-    fix_deepcopy,
     local_tensor,
     on_data_assigned,
     set_local_tensor,
@@ -56,7 +56,14 @@ from .module_class import ShardedModule, adopt, install
 from .padding import padding_advice
 from .param_spec import ParamSpec
 from .pickling import require_collective_save
-from .plain_params import PlainParam, find_plain_params, live_optimizers, note_ignored
+from .plain_params import (
+    REPLACED,
+    WHY_REPLACED,
+    PlainParam,
+    find_plain_params,
+    live_optimizers,
+    note_ignored,
+)
 from .save_pretrained import has_save_pretrained
 from .sharded_param import (
     ShardedModel,
@@ -70,9 +77,21 @@ from .sharded_param import (
 from .torch_calls import assign_data, gradient_of, leaves_of, share_found_infs
 from .trained_module import is_first_rank
 
-# Parts of descriptions from which ``_advice`` infers why ranks differ.
 _ARGUMENTS = "arguments of graphshard"
-_ON_META, _REQUIRES_GRAD, _WITH_GRADIENT = " on meta", " requires_grad", " with a gradient"
+
+# Parts of a tensor's description, in this order, and advice if only some ranks have the part.
+_ADVICE = {
+    " on meta": (
+        "Create the model on the meta device on all ranks, or on none; to load weights that only "
+        "one rank has, use load_full_state_dict after materialize or to_empty"
+    ),
+    " requires_grad": (
+        "Freeze the same parameters on all ranks: does only one rank load or freeze them?"
+    ),
+    " with a gradient": (
+        "Call zero_grad() on all ranks first, or on none: did only one run a backward?"
+    ),
+}
 
 
 class _Stale:
@@ -80,10 +99,7 @@ class _Stale:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(
-            "graphshard has replaced this parameter with a DTensor: call model.parameters() again "
-            "after sharding"
-        )
+        raise RuntimeError(WHY_REPLACED)
 
 
 class StaleParameter(_Stale, nn.Parameter):
@@ -151,12 +167,13 @@ def shard_module(
         _install(root, plain_params, sharded_params, model)
         _repoint_optimizers(sharded_params)
         on_data_assigned(assign_data)
-        fix_deepcopy()
         before_loading_optimizers(check_optimizer_state)
         extend_backward_inputs(leaves_of, gradient_of)
         after_unscaling(share_found_infs)
-        if not in_use:
-            for param in sharded_params:
+        for param in sharded_params:
+            if in_use:
+                vars(param)[REPLACED] = True
+            else:
                 stale: Any = StaleDTensor if isinstance(param, DTensor) else StaleParameter
                 param.__class__ = stale
     model.padding = padding_advice(
@@ -187,15 +204,9 @@ def _check_same_shards(
 def _advice(name: str, ours: str, theirs: str) -> str:
     if name == _ARGUMENTS:
         return "Pass the same values on all ranks: does one depend on the rank or a local file?"
-    if _ON_META in ours + theirs and ours.replace(_ON_META, "") == theirs.replace(_ON_META, ""):
-        return (
-            "Create the model on the meta device on all ranks, or on none; to load weights that "
-            "only one rank has, use load_full_state_dict after materialize or to_empty"
-        )
-    if ours.removesuffix(_WITH_GRADIENT) == theirs.removesuffix(_WITH_GRADIENT):
-        return "Call zero_grad() on all ranks first, or on none: did only one run a backward?"
-    if ours.removesuffix(_REQUIRES_GRAD) == theirs.removesuffix(_REQUIRES_GRAD):
-        return "Freeze the same parameters on all ranks: does only one rank load or freeze them?"
+    for part, advice in _ADVICE.items():
+        if ours.replace(part, "") == theirs.replace(part, ""):
+            return advice
     return "Build the same model on all ranks: does its code or config depend on the rank?"
 
 
@@ -203,11 +214,8 @@ def _describe(tensor: torch.Tensor) -> str:
     text = f"{tensor.dtype} {tuple(tensor.shape)}"
     if isinstance(tensor, DTensor):
         text += f" {tensor.placements}"
-    if tensor.is_meta:
-        text += _ON_META
-    if tensor.requires_grad:
-        text += _REQUIRES_GRAD
-    return text + _WITH_GRADIENT if tensor.grad is not None else text
+    holds = (tensor.is_meta, tensor.requires_grad, tensor.grad is not None)
+    return text + "".join(part for part, is_true in zip(_ADVICE, holds, strict=True) if is_true)
 
 
 def _raise_if_used_unequal(
@@ -331,9 +339,12 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
     drop_hooks(old)  # they run on the shard's gradients instead
     if not old.requires_grad:
         return
+    version = version_of(sharded_param.dtensor)
 
     @run_with_callees_as_python
     def hand_over(full: torch.Tensor) -> None:
+        if version_of(sharded_param.dtensor) > version:
+            raise BackendError(f"{sharded_param.fqn!r} has changed: {WHY_REPLACED}")
         grad = take_gradient(full)
         assert grad is not None
         with eager_reduction(sharded_param.spec.groups, sharded_param.fqn):
@@ -367,9 +378,9 @@ def _install(
             by_module.setdefault(module, {})[name] = sharded_params[plain.param]
     # Modules that were sharded earlier keep their policy.
     boundaries = [
-        boundary
-        for boundary in find_cast_boundaries(root, model.options)
-        if sharded_model_of(boundary.module) is None
+        (module, policy)
+        for module, policy in find_cast_boundaries(root, model.options)
+        if sharded_model_of(module) is None
     ]
     for module in root.modules():
         join_model(module, model)
@@ -379,8 +390,8 @@ def _install(
         install(module, by_name, model)
     if ddp_flag is not None:
         root.require_backward_grad_sync = ddp_flag
-    for boundary in boundaries:
-        cast_at_boundary(boundary)
+    for module, policy in boundaries:
+        cast_at_boundary(module, policy)
 
 
 def repoint_param_groups(new: Mapping[nn.Parameter, torch.Tensor]) -> list[torch.optim.Optimizer]:

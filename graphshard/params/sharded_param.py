@@ -37,7 +37,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, SupportsIndex, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -47,7 +46,6 @@ from .._torch.autograd import (
     post_accumulate_hooks,
     step_in_backward,
 )
-from .._torch.distributed import process_group
 from .._torch.dtensor import attributes_of, dtensor_like, local_tensor, set_local_tensor
 from .._torch.dynamo import graph_break_reasons, run_with_callees_as_python
 from .._torch.nn import parameters_of
@@ -56,6 +54,7 @@ from ..ops.accumulators import ACCUMULATOR_NAMES, PARTIAL, UNSYNCED, Accumulator
 from ..ops.host_copy import to_host_memory
 from ..ops.marker_specs import used_dtype
 from ..options.options import Options
+from ..ranks.agree import max_over_ranks
 from .mesh import eager_reduction
 from .param_spec import ParamSpec
 from .pickling import refuse_pickling
@@ -443,7 +442,9 @@ def in_sync(shard: torch.Tensor) -> bool:
         return False  # Dynamo tries another graph, or calls the backend
     # Dynamo compares the shard's requires_grad only after this guard: if the user flipped the
     # DTensor's back and forth, the shard now agrees, and the earlier graph is used again.
-    sharded_param.sync()
+    if sharded_param._uninitialized:
+        sharded_param._check_initialized()
+    sharded_param.sync_requires_grad()
     return True
 
 
@@ -547,21 +548,19 @@ class ShardedModel:
         with eager_reduction(reducible[0].spec.groups, reducible[0].fqn):
             for sharded_param, pending in zip(reducible, self._pending_on_any_rank(reducible)):
                 if any(pending):
-                    sharded_param.reduce_accumulated(unsynced=pending[0])
+                    sharded_param.reduce_accumulated(unsynced=bool(pending[0]))
 
-    def _pending_on_any_rank(self, sharded_params: list[ShardedParam]) -> list[list[bool]]:
+    def _pending_on_any_rank(self, sharded_params: list[ShardedParam]) -> list[tuple[int, int]]:
         """Return, per parameter, whether each of its two accumulators must be reduced."""
-        pending = [
-            [sharded_param.accumulator_key(name) is not None for name in ACCUMULATOR_NAMES]
+        pending: list[int] = [
+            sharded_param.accumulator_key(name) is not None
             for sharded_param in sharded_params
+            for name in ACCUMULATOR_NAMES
         ]
-        if not self.reads_eagerly:
-            return pending
-        # Eager code may compute gradients of different parameters on each rank.
-        groups = sharded_params[0].spec.groups
-        flags = torch.tensor(pending, dtype=torch.int32, device=groups.device)
-        dist.all_reduce(flags, group=process_group(groups.all_ranks))
-        return [[flag > 0 for flag in row] for row in flags.tolist()]
+        if self.reads_eagerly:
+            # Eager code may compute gradients of different parameters on each rank.
+            pending = max_over_ranks(pending, sharded_params[0].spec.groups.all_ranks)
+        return list(zip(pending[::2], pending[1::2]))
 
     def warn_of_other_options(self, options: Options) -> None:
         ignored = options.differences_from(self.options)

@@ -15,7 +15,6 @@ broadcasts full tensors. But it sends all of them to all ranks; copies tied weig
 versions; steps an optimizer that has no state yet; cannot load state that only some parameters
 have; leaves 8-bit optimizer states in torchao's classes; raises some errors on one rank only; turns
 entries of the loaded state dict into shards; and returns nothing if the mesh lacks global rank 0.
-``tests/numerics/test_torch_full_state.py`` fails when one of these is no longer true.
 """
 
 from __future__ import annotations

@@ -80,13 +80,12 @@ class _Call:
         result = self.op(*_with(read, self.args), **_with(read, kwargs))
         return result if isinstance(result, torch.Tensor) else result[self.output]
 
-    def argument(self, position: int, name: str, default: Any) -> Any:
-        if position < len(self.args):
-            return self.args[position]
-        return self.kwargs.get(name, default)
+    def argument(self, position: int, default: Any) -> Any:
+        # ``__torch_dispatch__`` gets all but keyword-only arguments by position.
+        return self.args[position] if position < len(self.args) else default
 
-    def dim(self, position: int, name: str, ndim: int) -> int:
-        return int(self.argument(position, name, 0)) % ndim  # dims may be negative
+    def dim(self, position: int, ndim: int) -> int:
+        return int(self.argument(position, 0)) % ndim  # dims may be negative
 
 
 def _with(convert: Callable[[StoredTensor], torch.Tensor], values: Any) -> Any:
@@ -124,7 +123,7 @@ def _same_rows(call: _Call, rows: slice) -> torch.Tensor:
 
 def _rows_of_stack(call: _Call, rows: slice) -> torch.Tensor:
     tensors = call.args[0]
-    if call.dim(1, "dim", tensors[0].dim() + 1) > 0:
+    if call.dim(1, tensors[0].dim() + 1) > 0:
         return _same_rows(call, rows)
     return torch.stack([read_stored(tensor) for tensor in tensors[rows]])
 
@@ -132,7 +131,7 @@ def _rows_of_stack(call: _Call, rows: slice) -> torch.Tensor:
 def _rows_of_cat(call: _Call, rows: slice) -> torch.Tensor:
     tensors = call.args[0]
     # ``torch.cat`` skips empty vectors, whatever the other tensors' dimensions.
-    if call.dim(1, "dim", max(tensor.dim() for tensor in tensors)) > 0:
+    if call.dim(1, max(tensor.dim() for tensor in tensors)) > 0:
         return _same_rows(call, rows)
     parts, start = [], 0
     for tensor in tensors:
@@ -146,7 +145,7 @@ def _rows_of_cat(call: _Call, rows: slice) -> torch.Tensor:
 
 def _rows_of_split(call: _Call, rows: slice) -> torch.Tensor:
     tensor, sizes = call.args[0], call.args[1]
-    if call.dim(2, "dim", tensor.dim()) > 0:
+    if call.dim(2, tensor.dim()) > 0:
         return _same_rows(call, rows)
     # One size for all parts, or one for each.
     start = sizes * call.output if isinstance(sizes, int) else sum(sizes[: call.output])
@@ -155,18 +154,18 @@ def _rows_of_split(call: _Call, rows: slice) -> torch.Tensor:
 
 def _rows_of_slice(call: _Call, rows: slice) -> torch.Tensor | None:
     tensor = call.args[0]
-    if call.dim(1, "dim", tensor.dim()) > 0:
+    if call.dim(1, tensor.dim()) > 0:
         return _same_rows(call, rows)
-    if call.argument(4, "step", 1) != 1:
+    if call.argument(4, 1) != 1:
         return None
-    given = slice(call.argument(2, "start", None), call.argument(3, "end", None))
+    given = slice(call.argument(2, None), call.argument(3, None))
     start, _, _ = given.indices(tensor.shape[0])
     return read_stored(tensor, slice(start + rows.start, start + rows.stop))
 
 
 def _rows_of_transpose(call: _Call, rows: slice) -> torch.Tensor | None:
     ndim = call.args[0].dim()
-    moved = {call.dim(1, "dim0", ndim), call.dim(2, "dim1", ndim)}
+    moved = {call.dim(1, ndim), call.dim(2, ndim)}
     return None if moved != {0} and 0 in moved else _same_rows(call, rows)
 
 

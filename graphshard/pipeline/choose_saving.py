@@ -11,7 +11,7 @@ do not, saves fewer activations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from .._torch.inductor import (
     has_activation_budget,
     options_of_plans,
     read_partitioned,
-    stub_compiler,
 )
 from ..cost.devices import FRAGMENTATION
 from ..errors import BackendError
@@ -48,7 +47,7 @@ from ..progress import report
 from ..ranks.plan_consensus import PlanConsensus
 from ..show.dump_folder import DumpWriter
 from ..show.table import saving_table
-from .partition import Partitioner
+from .partition import CutGraphs, Partitioner
 from .settings import CompileSettings
 from .traced_graph import TracedGraph
 
@@ -291,7 +290,8 @@ def _plan_candidates(
     """
     trials = _Trials([settings.with_saving(saving, within_gb) for saving in candidates])
     if settings.compiler == "aot_eager":
-        aot_autograd(fw_compiler=stub_compiler, partition_fn=trials)(traced.gm, traced.inputs)
+        trace = aot_autograd(fw_compiler=lambda gm, _: gm, partition_fn=trials)
+        trace(traced.gm, traced.inputs)
         return trials.tried
     options = {
         **options_of_plans(settings.device),
@@ -318,7 +318,16 @@ class _Trials(CustomPartitionerFn):
             self._candidates, key=lambda c: c.schedule.activation_memory_budget
         ):
             planned = []
-            for settings, parts in _partitioned(gm, joint_inputs, list(candidates), **kwargs):
+            # Cutting takes longest, and does not depend on which parameters are kept.
+            cuts: dict[bool, CutGraphs] = {}
+            for settings in candidates:
+                partitioner = Partitioner(settings, DumpWriter())
+                offloads = settings.may_offload_activations
+                if offloads not in cuts:
+                    cuts[offloads] = partitioner.cut(_copy(gm), joint_inputs, **kwargs)
+                cut = cuts[offloads]
+                copied = cut._replace(forward=_copy(cut.forward), backward=_copy(cut.backward))
+                parts = partitioner.save(copied)
                 planned.append(_plan(parts, settings))
             is_slower = saves_enough(planned, self.tried)
             self.tried += planned
@@ -328,25 +337,6 @@ class _Trials(CustomPartitionerFn):
 
     def uuid(self) -> bytes | None:
         return None
-
-
-def _partitioned(
-    gm: fx.GraphModule,
-    joint_inputs: Sequence[object],
-    candidates: Sequence[CompileSettings],
-    **kwargs: Any,
-) -> Iterator[tuple[CompileSettings, tuple[fx.GraphModule, fx.GraphModule]]]:
-    # Cut once per group: cutting takes longest and does not depend on which parameters are kept.
-    by_offload = itertools.groupby(
-        candidates, key=lambda settings: settings.may_offload_activations
-    )
-    for _, alike in by_offload:
-        cut = None
-        for settings in alike:
-            partitioner = Partitioner(settings, DumpWriter())
-            cut = cut or partitioner.cut(_copy(gm), joint_inputs, **kwargs)
-            copied = cut._replace(forward=_copy(cut.forward), backward=_copy(cut.backward))
-            yield settings, partitioner.save(copied)
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:

@@ -66,9 +66,8 @@ _WAIT_S = 120.0  # timeout for graphs without a process group
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A compiled graph with its plans."""
+    """The plans and properties of a compiled graph."""
 
-    run: Runnable
     plans: tuple[Plan, ...]  # plans of forward and backward, or of inference, with parameter names
     settings: CompileSettings
     compile_id: str  # Dynamo's name for the compilation, such as "0/0", or ""
@@ -103,7 +102,7 @@ class CompiledGraph:
 @without_full_collections()
 def compile_traced(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
-) -> CompiledGraph:
+) -> tuple[Runnable, CompiledGraph]:
     """Compile a Dynamo graph with plans that all ranks follow.
 
     If the graphs communicate, their groups' call logs record every call to the result.
@@ -128,24 +127,23 @@ def compile_traced(
     )
     settings = dataclasses.replace(settings, baked_in=facts)
 
-    def choose_and_compile() -> tuple[CompiledGraph, ChosenSaving]:
+    def choose_and_compile() -> tuple[Runnable, CompiledGraph, ChosenSaving]:
         chosen = choose_saving(traced, settings, consensus, writer)
-        return _compile(traced, chosen.settings, writer), chosen
+        return *_compile(traced, chosen.settings, writer), chosen
 
-    (compiled, chosen), num_layers = _share_layers(traced, settings, choose_and_compile)
+    (run, compiled, chosen), num_layers = _share_layers(traced, settings, choose_and_compile)
     if any(plan.buckets for plan in compiled.plans):
         report("comparing plans with other ranks")
     plans = consensus.common_plans(compiled.plans, chosen.context, traced.groups)
     if collectives_text(plans) != collectives_text(compiled.plans):
         report("compiling again with the first rank's plans")
-        compiled = _compile(traced, chosen.settings.following(plans), writer)
+        run, compiled = _compile(traced, chosen.settings.following(plans), writer)
         _warn_over_budget(compiled)
-    run = wait_in_flight_on_error(compiled.run)
+    run = wait_in_flight_on_error(run)
     run = log_every_call(run, compiled.plans, traced.groups)
     seconds = time.perf_counter() - start_s
     compiled = dataclasses.replace(
         compiled,
-        run=run,
         tried=chosen.tried,
         seconds=seconds,
         num_shared_layers=num_layers,
@@ -153,7 +151,7 @@ def compile_traced(
     )
     if is_logged():
         report(_result(compiled))
-    return compiled
+    return run, compiled
 
 
 def _result(compiled: CompiledGraph) -> str:
@@ -203,7 +201,9 @@ def _warn_over_budget(compiled: CompiledGraph) -> None:
             )
 
 
-def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter) -> CompiledGraph:
+def _compile(
+    traced: TracedGraph, settings: CompileSettings, writer: DumpWriter
+) -> tuple[Runnable, CompiledGraph]:
     lowering = Lowering(traced, settings, writer)
     cache = lowering.cache
     warn_unless_loaded(cache.key)
@@ -221,7 +221,8 @@ def _compile(traced: TracedGraph, settings: CompileSettings, writer: DumpWriter)
     if writer.code and lowering.lowered:  # passes ran
         cache.save_code(writer.code)
     named = tuple(plan.named(traced.fqns) for plan in plans)
-    return CompiledGraph(run, named, settings, lowering.compile_id, has_loaded=lowering.has_loaded)
+    has_loaded = lowering.has_loaded
+    return run, CompiledGraph(named, settings, lowering.compile_id, has_loaded=has_loaded)
 
 
 def _half_timeout_s(groups: Sequence[str]) -> float:

@@ -18,7 +18,7 @@ from operator import add
 from typing import NamedTuple
 
 from .bucketing import CandidateBucket, CostedBucket, Split
-from .buckets import in_launch_order
+from .buckets import in_launch_order, next_in_chain
 from .live_bytes import (
     Footprint,
     Span,
@@ -247,7 +247,7 @@ class Placer:
         order = sorted(range(len(placed)), key=lambda i: placed[i][1])
         launches, waits = [placed[i][1] for i in order], [placed[i][2] for i in order]
         costs = [*(placed[i][0].cost for i in order), *self._user_costs]
-        successors = _successors(splits, order)
+        successors = next_in_chain([placed[i][0].bucket for i in order]) if splits.averages else {}
         total_us = 0.0
         for scenario in SCENARIOS:
             times = sweep(
@@ -319,15 +319,3 @@ def _placed(
     launches = [wait for c, wait in zip(reductions, reduction_waits) if c.replica_average]
     placed += zip(splits.averages, launches, launches if average_waits is None else average_waits)
     return placed
-
-
-def _successors(splits: Splits, order: Sequence[int]) -> dict[int, int]:
-    """Map reductions to their all-reduces over replicas, if any, as indices into ``order``."""
-    # ``order`` has positions in the list of all gathers, reductions and averages.
-    num_gathers = len(splits.gathers)
-    averaged = [i for i, c in enumerate(splits.reductions, num_gathers) if c.replica_average]
-    if not averaged:
-        return {}
-    places = {i: place for place, i in enumerate(order)}
-    averages = range(len(order) - len(averaged), len(order))
-    return {places[i]: places[average] for i, average in zip(averaged, averages)}

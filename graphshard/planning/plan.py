@@ -16,7 +16,7 @@ import dataclasses
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -25,13 +25,6 @@ from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
 _Record = TypeVar("_Record")
 VERSION = 8  # version of the JSON format
-# Fields whose JSON key is their former name.
-_JSON_KEYS = {
-    "buffers": "parcels",
-    "fixed_bytes": "other_bytes",
-    "fixed_boundary_bytes": "between_bytes",
-    "num_compiled_regions": "num_forms",
-}
 
 
 @dataclass(frozen=True)
@@ -371,8 +364,7 @@ class Plan:
         return f"{bucket.kind} of {bucket.num_bytes} bytes in group {bucket.group}: {buffers}"
 
     def to_json(self) -> str:
-        raw = {"version": VERSION, **dataclasses.asdict(self)}
-        return json.dumps(_renamed(raw, _JSON_KEYS), indent=1)
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -381,16 +373,14 @@ class Plan:
         Raises:
             ValueError: ``text`` has a version other than ``VERSION``.
         """
-        raw: dict[str, Any] = _renamed(
-            json.loads(text), {key: name for name, key in _JSON_KEYS.items()}
-        )
+        raw: dict[str, Any] = _with_tuples(json.loads(text))
         if raw.get("version") != VERSION:
             raise ValueError(
                 f"the plan has version {raw.get('version')}, but this graphshard reads version "
                 f"{VERSION}; compile again"
             )
         transfers = tuple(_with_kind(Transfer, t) for t in raw["problem"].pop("transfers"))
-        users = raw["problem"].pop("user_collectives", ())  # missing in older files
+        users = raw["problem"].pop("user_collectives")
         graph = GraphKind(raw["problem"].pop("graph"))
         return cls(
             params=tuple(PlanParam(**param) for param in raw["params"]),
@@ -411,8 +401,8 @@ def _with_kind(cls: Callable[..., _Record], raw: dict[str, Any]) -> _Record:
     return cls(**{**raw, "kind": TransferKind(raw["kind"])})
 
 
-def _renamed(value: Any, names: Mapping[str, str]) -> Any:
-    """Return a JSON value with all keys renamed by ``names``, and all lists as tuples."""
+def _with_tuples(value: Any) -> Any:
+    """Return a JSON value with all lists as tuples."""
     if isinstance(value, dict):
-        return {names.get(key, key): _renamed(item, names) for key, item in value.items()}
-    return tuple(_renamed(i, names) for i in value) if isinstance(value, (list, tuple)) else value
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

@@ -87,19 +87,13 @@ class SavingChoice:
         return self.best is None and bool(self.tried or self.error)
 
     def to_json(self) -> str:
-        raw = dataclasses.asdict(self)
-        for tried in raw["tried"]:  # the JSON key is the field's former name
-            tried["saving"]["stows"] = tried["saving"].pop("offloads")
-        return json.dumps(raw)
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> SavingChoice:
         raw = json.loads(text)
-        tried = []
-        for t in raw["tried"]:
-            t["saving"]["offloads"] = t["saving"].pop("stows")
-            tried.append(TriedSaving(**{**t, "saving": Saving(**t["saving"])}))
-        return cls(**{**raw, "tried": tuple(tried), "notes": tuple(raw["notes"])})
+        tried = tuple(TriedSaving(**{**t, "saving": Saving(**t["saving"])}) for t in raw["tried"])
+        return cls(**{**raw, "tried": tried, "notes": tuple(raw["notes"])})
 
 
 class NothingFitsError(BackendError):

@@ -52,18 +52,15 @@ class Lane:
 
 
 class TransferCostModel(Protocol):
-    """The methods of a cost model that planning needs. Times are in microseconds."""
+    """The methods of a cost model that planning needs; see ``cost.model.CostModel``."""
 
     def collective_us(
         self, kind: TransferKind, num_bytes: int, world: int, stride: int = 1
-    ) -> float:
-        """Return the time of a collective, or of a host copy, with one buffer."""
+    ) -> float: ...
 
-    def exchange_us(self, num_bytes: int, world: int, stride: int = 1) -> float:
-        """Return the time of an all-to-all; ``num_bytes`` includes the part that a rank keeps."""
+    def exchange_us(self, num_bytes: int, world: int, stride: int = 1) -> float: ...
 
-    def copy_us(self, num_bytes: int) -> float:
-        """Return the time of a copy on the device."""
+    def copy_us(self, num_bytes: int) -> float: ...
 
     def buffer_us(self, world: int, stride: int = 1) -> float:
         """Return the time that each buffer after the first adds to a collective."""
@@ -71,8 +68,7 @@ class TransferCostModel(Protocol):
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
         """Return whether a group communicates over the interconnect between nodes."""
 
-    def slowdown_us(self, lane_us: float) -> float:
-        """Return how long a concurrent collective of ``lane_us`` delays compute."""
+    def slowdown_us(self, lane_us: float) -> float: ...
 
 
 class BucketCost(NamedTuple):

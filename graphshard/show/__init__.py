@@ -6,8 +6,8 @@
 
 from .diff import diff
 from .dump import Dump
-from .dump_folder import DumpWriter, profile
+from .dump_folder import profile
 from .table import summary, table
 from .trace import trace
 
-__all__ = ["Dump", "DumpWriter", "diff", "profile", "summary", "table", "trace"]
+__all__ = ["Dump", "diff", "profile", "summary", "table", "trace"]

@@ -53,8 +53,8 @@ class Totals:
     lost_us: float  # slowdown of compute by hidden collectives; not part of ``total_us``
     peak_bytes: int  # largest live memory of a step
     in_flight_bytes: int  # largest size of the transfers in flight, between launch and wait
-    user_collectives_us: float = 0.0  # busy time of the lane of user collectives
-    user_exposed_us: float = 0.0  # time that compute spends waiting for user collectives
+    user_collectives_us: float  # busy time of the lane of user collectives
+    user_exposed_us: float  # time that compute spends waiting for user collectives
 
     @property
     def all_exposed_us(self) -> float:

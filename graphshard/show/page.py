@@ -35,7 +35,6 @@ def page(
     steps: Sequence[Json] = (),
     notes: Sequence[str] = (),
     tables: Sequence[Json] = (),
-    charts: Sequence[Json] = (),
     *,
     compares: bool = False,
 ) -> str:
@@ -46,7 +45,6 @@ def page(
         steps: results of ``step_data`` and ``steps_data``.
         notes: lines of text, such as assumptions, or missing parts with reasons.
         tables: results of ``table_data``.
-        charts: bar charts with a title and bars, each with a name, a value and a text.
         compares: whether all steps have a chart, on one time axis, instead of only the first.
     """
     data = {
@@ -54,7 +52,6 @@ def page(
         "steps": steps,
         "compares": compares,
         "notes": notes,
-        "charts": charts,
         "tables": tables,
         "graphs": graphs,
     }

@@ -147,6 +147,10 @@ def test_error_for_unknown_option_points_to_help_of_command(
             "--largest cannot be combined with --formula",
         ),
         (
+            [LLAMA, "--largest", "--html", "largest.html"],
+            "--largest cannot write --html: drop one of the two",
+        ),
+        (
             [LLAMA, "--offload", "--device", "cpu", "--memory", "1"],
             "shards are in host memory already",
         ),
@@ -232,7 +236,7 @@ def test_search_keeps_given_tensor_parallelism(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("mode", "result", "says"),
     [
-        ("search", SearchResult((), (), 0), "none fits"),
+        ("search", SearchResult((), ()), "none fits"),
         ("largest", LargestResult(()), "nothing fits"),
     ],
 )
@@ -247,7 +251,7 @@ def test_exit_status_is_1_if_nothing_fits(
 def test_search_writes_files_if_nothing_fits(tmp_path: Path) -> None:
     page, numbers = tmp_path / "search.html", tmp_path / "search.json"
     candidate = PlannedRecipe(Recipe("zero2"), 4, step_us=2e3, memory_bytes=3 * 10**9, fits=False)
-    result = SearchResult((candidate,), ("fp8: a reason",), 1)
+    result = SearchResult((candidate,), ("fp8: a reason",))
     with mock.patch.object(command, "search", return_value=result):
         files = ["--json", str(numbers), "--html", str(page)]
         assert _plan("gpt2", "--search", *files) == 1
@@ -296,23 +300,16 @@ def test_settings_that_are_searched_are_refused(
     assert f"{options[0]} chooses {options[1]} itself" in capsys.readouterr().err
 
 
-def test_largest_lists_models_that_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_largest_lists_models_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--gpus", "4", "--batch", "1x32768", "--device", "A100-40GB"]
-    # The model itself needs 1.5 GB.
-    page, limit = tmp_path / "largest.html", 1.6
-    arguments += ["--memory", f"{limit}GB", "--html", str(page), "--largest"]
+    limit = 1.6  # the model itself needs 1.5 GB
+    arguments += ["--memory", f"{limit}GB", "--largest"]
     assert _plan(_llama(3), *arguments) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     # Rows of "layers and width" also begin with "layers".
     assert {row[0] for row in rows} == {"layers", "samples"}
     assert all(float(row[-1]) <= limit for row in rows)
     assert any(row[:3] == ["samples", "zero3", "1"] for row in rows)
-    data = json.loads(re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)[0])
-    (table,) = data["tables"]
-    bars = [bar for chart in data["charts"] for bar in chart["bars"]]
-    grown = [row for row in table["rows"] if row[0] != "samples"]
-    assert [(bar["name"], f"{bar['value']:.1f}") for bar in bars] == [(r[1], r[3]) for r in grown]
-    assert len(table["rows"]) == len(rows) > len(bars) > 0
 
 
 def test_scaled_config_has_heads_of_same_size() -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,26 @@ def _memory_budget() -> AbstractContextManager[object]:
     return torch._functorch.config.patch(activation_memory_budget=0.5)
 
 
+@contextmanager
+def _setting(change: Callable[[Any], object], value: Any, default: Any) -> Iterator[None]:
+    change(value)
+    try:
+        yield
+    finally:
+        change(default)
+
+
+MODES: list[Callable[[], AbstractContextManager[object]]] = [
+    _autocast,
+    _half_autocast,
+    torch.no_grad,
+    torch.inference_mode,
+    _memory_budget,
+    lambda: _setting(torch.use_deterministic_algorithms, True, False),
+    lambda: _setting(torch.set_float32_matmul_precision, "high", "highest"),
+]
+
+
 def test_everything_baked_into_graph_changes_key(group: str) -> None:
     cpu, x = torch.device("cpu"), torch.ones(4, 3)
     text = baked_in([x, 5], [group], cpu, {})
@@ -72,7 +94,7 @@ def test_everything_baked_into_graph_changes_key(group: str) -> None:
         baked_in([x, 5], [group], cpu, {"max_autotune": True}),
         baked_in([x, 5], [group], cpu, {}, [group]),
     ]
-    for mode in (_autocast, _half_autocast, torch.no_grad, torch.inference_mode, _memory_budget):
+    for mode in MODES:
         with mode():
             others.append(baked_in([x, 5], [group], cpu, {}))
     assert len({text, *others}) == 1 + len(others)

@@ -1,31 +1,13 @@
-"""Callbacks of compilations, and sources of graph inputs."""
+"""Sources of graph inputs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from graphshard._torch import dynamo
-
-
-def _failing(gm: Any, inputs: Any) -> Any:
-    raise RuntimeError("planted")
-
-
-def test_only_errors_of_compilations_are_reported() -> None:
-    errors: list[BaseException] = []
-    dynamo.on_compile_error(errors.append)
-    try:
-        raise KeyError("raised by the user's code")
-    except KeyError:
-        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    assert not errors
-    with pytest.raises(RuntimeError, match="planted"):
-        torch.compile(lambda x: x + 2, backend=_failing)(torch.ones(2))
-    assert len(errors) == 1 and "planted" in str(errors[0])
 
 
 class _WithTables(nn.Module):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
@@ -16,8 +14,6 @@ from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import world_mesh
 from tests.ranks import on_ranks
-
-from .test_unsharded import config_disable, force_eager, refuse_step, sequential, train_uncompiled
 
 
 def _train_by_name(folder: Path) -> list[str]:
@@ -50,45 +46,3 @@ def test_equal_options_share_a_backend(tmp_path: Path) -> None:
 def test_wrong_options_raise_in_torch_compile() -> None:
     with pytest.raises(ValueError, match="options has 'shards'"):
         torch.compile(MLP(), backend="graphshard", options={"shards": 4})
-
-
-# Same as for a backend object in tests/multirank/test_unsharded.py.
-
-
-def _named() -> dict[str, Any]:
-    options = {"compiler": "aot_eager", "mesh": world_mesh()}
-    return {"backend": "graphshard", "options": options}
-
-
-def _compiled(model: nn.Module, backend: object) -> Any:
-    return torch.compile(model, **_named())
-
-
-def _in_place(model: nn.Module, backend: object) -> nn.Module:
-    model.compile(**_named())
-    return model
-
-
-def _disabled(model: nn.Module, backend: object) -> Any:
-    return torch.compile(model, **_named(), disable=True)
-
-
-def _function(model: nn.Module, backend: object) -> Any:
-    return torch.compile(lambda x: model(x), **_named())
-
-
-UNCOMPILED = [
-    (MLP, _compiled, force_eager),
-    (MLP, _compiled, config_disable),
-    (MLP, _disabled, nullcontext),
-    (sequential, _in_place, nullcontext),
-]
-
-
-@pytest.mark.parametrize(("kind", "compile", "off"), UNCOMPILED)
-def test_model_is_sharded_although_nothing_is_compiled(kind: Any, compile: Any, off: Any) -> None:
-    ranks.run(2, train_uncompiled, kind, compile, off)
-
-
-def test_optimizer_step_on_unsharded_model_raises() -> None:
-    ranks.run(2, refuse_step, _function, force_eager)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphshard
 from graphshard.errors import BackendError
 from tests.models import MLP
-from tests.numerics.compare import compile_sharded, world_mesh
+from tests.numerics.compare import NEEDS_FP8, compile_sharded, world_mesh
 from tests.ranks import on_ranks
 
 ERRORS = (ValueError, RuntimeError)
@@ -269,20 +269,15 @@ def test_model_that_differs_between_ranks_is_refused(
     assert_refused(model, lambda m: compile_sharded(lambda x: m.mid(m.up(x)))(X), match)
 
 
+@NEEDS_FP8
 @on_ranks(2)
-def test_parameters_in_different_order_keep_their_values() -> None:
-    # A broadcast in registration order would mix up the values. An error is allowed, too.
-    model = nn.Module()
-    names = ["a", "b"] if dist.get_rank() == 0 else ["b", "a"]
-    for name in names:
-        model.register_parameter(name, nn.Parameter(torch.full((3,), float(ord(name)))))
-    try:
-        shard(model)
-    except ERRORS:
-        return
-    for name in sorted(names):
-        full = model.get_parameter(name).full_tensor()  # type: ignore[attr-defined]
-        assert torch.equal(full.detach(), torch.full((3,), float(ord(name)))), name
+def test_fp8_parameter_with_gradient_that_one_rank_freezes_is_refused() -> None:
+    model = MLP()
+    model.up.weight.grad = torch.zeros(13, 7)
+    model.up.weight.requires_grad_(dist.get_rank() == 0)
+    fp8 = graphshard.Float8Policy(filter_fn=lambda fqn, shape: True)
+    match = r"'up\.weight' differs between ranks.*requires_grad.*Freeze the same"
+    assert_refused(model, lambda m: graphshard.shard(m, world_mesh(), fp8=fp8), match)
 
 
 @pytest.mark.parametrize(
@@ -321,10 +316,22 @@ def test_fault_on_one_rank_is_an_error_on_all() -> None:
 BAD_OPTIONS: dict[str, list[Any]] = {
     "mesh": ["cpu", 2],
     "reshard_after_forward": [0, -2, "yes", None],
-    "mp_policy": [torch.bfloat16],
+    "mp_policy": [
+        torch.bfloat16,
+        MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn),
+        MixedPrecisionPolicy(reduce_dtype=torch.int32),
+        MixedPrecisionPolicy(output_dtype="bfloat16"),  # type: ignore[arg-type]
+        MixedPrecisionPolicy(cast_forward_inputs=None),  # type: ignore[arg-type]
+    ],
     "offload_policy": ["cpu", True],
     "ignored_params": [["up.weight"], [torch.zeros(3)], nn.Parameter(torch.zeros(3)), 3],
-    "overrides": [{"*.norm": {"shard": 0}}],
+    "overrides": [
+        {"*.norm": {"shard": 0}},
+        {"up.weight": {"mp_policy": "bf16"}},
+        {"up.weight": {"reshard_after_forward": "some"}},
+        {"up.weight": False},
+        ["up.weight"],
+    ],
     "fp8": [True],
     "schedule": ["fast"],
     "compiler": ["nvcc", None],

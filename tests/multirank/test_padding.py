@@ -46,7 +46,6 @@ def _all_cases() -> dict[str, list[str]]:
     return {
         "two rows": _warned(2),
         "two rows, odd": _warned(2, dim=DIM + 1),
-        "three rows, odd": _warned(3, dim=DIM + 1),
         "one row, odd": _warned(1, dim=DIM + 1),
         "HSDP": _warned(2, (2, 2)),
         "replicated": _warned(1, overrides={"up": {"shard": False}}),
@@ -58,8 +57,7 @@ def _all_cases() -> dict[str, list[str]]:
 
 REMEDIES = {
     "two rows": "overrides={'up': {'dim': 1}} splits it evenly",
-    "two rows, odd": "HSDP over 2 ranks, on a mesh of (2, 2), would not pad up, but would split",
-    "three rows, odd": "One parameter per row, as in nn.ParameterList, would need less padding",
+    "two rows, odd": "One parameter per row, as in nn.ParameterList, would need less padding",
     "one row, odd": "overrides={'up': {'shard': False}} takes no more memory on a rank, and avoids",
 }
 

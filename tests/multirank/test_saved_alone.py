@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graphshard
 from tests import ranks
+from tests.numerics.test_loading import save_in_thread
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.alone
@@ -130,9 +130,7 @@ def test_save_on_all_ranks_is_allowed(tmp_path: Path) -> None:
     if rank == 0:
         torch.save(full, tmp_path / "full.pt")
         pickle.loads(pickle.dumps(state))
-        writer = threading.Thread(target=torch.save, args=(copied, tmp_path / "thread.pt"))
-        writer.start()
-        writer.join()
+        save_in_thread(copied, tmp_path / "thread.pt")
         assert torch.load(tmp_path / "thread.pt").keys() == state.keys()
     dist.barrier()
 

@@ -18,8 +18,6 @@ from tests.numerics.compare import (
     Twins,
     assert_close,
     assert_plain,
-    assert_same,
-    assert_sharded,
     compile_sharded,
     draw,
     whole,
@@ -148,20 +146,6 @@ def test_ema_copy_from_before_sharding_stays_plain(
 
 
 @on_ranks(2)
-def test_copy_of_sharded_model_is_independent() -> None:
-    twins = Twins(MLP())
-    twins.train(MLP.batch, steps=1)
-    other = Twins(copy.deepcopy(twins.model), copy.deepcopy(twins.reference))
-    assert_sharded(other.model)
-    other.train(MLP.batch, steps=2)
-    with torch.no_grad():
-        for param in other.model.parameters():
-            param.zero_()
-    twins.train(MLP.batch, steps=2)  # the original is independent of its copy
-    assert other.compiled(torch.ones(5, 7)) == 0
-
-
-@on_ranks(2)
 def test_copy_of_sharded_model_keeps_tied_weights() -> None:
     twins = Twins(GPT())
     twins.train(GPT.batch, steps=1)
@@ -201,16 +185,3 @@ def test_use_of_old_parameter_objects_raises(use: Callable[[list[nn.Parameter]],
     compile_sharded(model)(torch.ones(5, 7)).backward()
     with pytest.raises(RuntimeError, match=r"call model\.parameters\(\) again"):
         use(old)
-
-
-@on_ranks(2)
-def test_values_changed_in_place_are_trained_on() -> None:
-    twins = Twins(MLP())
-    twins.train(MLP.batch, steps=1)
-    for model in (twins.model, twins.reference):
-        with torch.no_grad():
-            model.up.weight.mul_(0.5)
-            model.down.bias.data.fill_(0.25)
-            nn.init.ones_(model.mid.weight)
-    assert_same(twins.model, twins.reference)
-    twins.train(MLP.batch, steps=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,23 +16,30 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
-from tests import ranks
 from tests.models import MLP
 from tests.numerics.compare import (
     Twins,
     assert_plain,
     assert_sharded,
+    full_values,
     graphshard_warnings,
     sgd,
     world_mesh,
 )
 from tests.ranks import on_ranks
 
-Compile = Callable[[nn.Module, graphshard.Backend], Any]
+Compile = Callable[..., Any]
+"""Function ``compile(model, **options)``; options are those of ``torch.compile``."""
 
 
 def _backend(**options: Any) -> graphshard.Backend:
     return graphshard.backend(world_mesh(), compiler="aot_eager", **options)
+
+
+def _options(named: bool) -> dict[str, Any]:
+    if not named:
+        return {"backend": _backend()}
+    return {"backend": "graphshard", "options": {"mesh": world_mesh(), "compiler": "aot_eager"}}
 
 
 def _step(model: nn.Module, called: Any) -> None:
@@ -40,21 +48,21 @@ def _step(model: nn.Module, called: Any) -> None:
     optimizer.step()
 
 
-def _in_place(model: nn.Module, backend: graphshard.Backend) -> nn.Module:
-    model.compile(backend=backend)
+def _in_place(model: nn.Module, **options: Any) -> nn.Module:
+    model.compile(**options)
     return model
 
 
-def _disabled(model: nn.Module, backend: graphshard.Backend) -> Any:
-    return torch.compile(model, backend=backend, disable=True)
+def _disabled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, **options, disable=True)
 
 
-def _compiled(model: nn.Module, backend: graphshard.Backend) -> Any:
-    return torch.compile(model, backend=backend)
+def _compiled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, **options)
 
 
-def _function(model: nn.Module, backend: graphshard.Backend) -> Any:
-    return torch.compile(lambda x: model(x), backend=backend)
+def _function(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(lambda x: model(x), **options)
 
 
 class _Trainer:
@@ -65,46 +73,35 @@ class _Trainer:
         return self.model(x)
 
 
-def _method(model: nn.Module, backend: graphshard.Backend) -> Any:
-    return torch.compile(_Trainer(model).loss, backend=backend)
+def _method(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(_Trainer(model).loss, **options)
 
 
-def _disabled_function(model: nn.Module, backend: graphshard.Backend) -> Any:
-    return torch.compile(lambda x: model(x), backend=backend, disable=True)
+def _disabled_function(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(lambda x: model(x), **options, disable=True)
 
 
-def _plain_model(model: nn.Module, backend: graphshard.Backend) -> Any:
-    torch.compile(model, backend=backend)
+def _plain_model(model: nn.Module, **options: Any) -> Any:
+    torch.compile(model, **options)
     return model
 
 
-def force_eager() -> AbstractContextManager[object]:
+def _force_eager() -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager")
 
 
-def config_disable() -> AbstractContextManager[object]:
+def _config_disable() -> AbstractContextManager[object]:
     return torch._dynamo.config.patch(disable=True)
 
 
-def suppress_errors() -> AbstractContextManager[object]:
+def _suppress_errors() -> AbstractContextManager[object]:
     return torch._dynamo.config.patch(suppress_errors=True)
 
 
 # Sharded although nothing is compiled.
 
 
-def train_uncompiled(kind: Any, compile: Compile, off: Any) -> None:
-    twins = Twins(kind())
-    with off():
-        twins.compiled = compile(twins.model, twins.backend)
-        with graphshard_warnings() as texts:
-            twins.train(MLP.batch, loss=lambda model, x: model(x).square().mean())
-    assert_sharded(twins.model)
-    assert len(texts) == 1, texts
-    assert "compile" in texts[0]
-
-
-def sequential() -> nn.Module:
+def _sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
@@ -113,19 +110,28 @@ def _linear() -> nn.Module:
 
 
 UNCOMPILED = [
-    (MLP, _compiled, force_eager),
-    (MLP, _compiled, config_disable),
+    (MLP, _compiled, _force_eager),
+    (MLP, _compiled, _config_disable),
     (MLP, _disabled, nullcontext),
-    (sequential, _in_place, nullcontext),
+    (_sequential, _in_place, nullcontext),
     (_linear, _in_place, nullcontext),
 ]
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize(("kind", "compile", "off"), UNCOMPILED)
+@on_ranks(2)
 def test_model_is_sharded_although_nothing_is_compiled(
-    kind: Any, compile: Compile, off: Any
+    kind: Any, compile: Compile, off: Any, named: bool
 ) -> None:
-    ranks.run(2, train_uncompiled, kind, compile, off)
+    twins = Twins(kind())
+    with off():
+        twins.compiled = compile(twins.model, **_options(named))
+        with graphshard_warnings() as texts:
+            twins.train(MLP.batch, loss=lambda model, x: model(x).square().mean())
+    assert_sharded(twins.model)
+    assert len(texts) == 1, texts
+    assert "compile" in texts[0]
 
 
 class _Unsized(MLP):
@@ -133,15 +139,15 @@ class _Unsized(MLP):
         raise TypeError("has no length")
 
 
-def _compiled_twice(model: nn.Module, backend: graphshard.Backend) -> Any:
-    return torch.compile(torch.compile(model, backend="aot_eager"), backend=backend)
+def _compiled_twice(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(torch.compile(model, backend="aot_eager"), **options)
 
 
 @pytest.mark.parametrize(("kind", "compile"), [(_Unsized, _compiled), (MLP, _compiled_twice)])
 @on_ranks(2)
 def test_model_without_truth_value_is_sharded(kind: Any, compile: Compile) -> None:
     twins = Twins(kind())
-    twins.compiled = compile(twins.model, twins.backend)
+    twins.compiled = compile(twins.model, backend=twins.backend)
     with graphshard_warnings() as texts:
         twins.train(MLP.batch, loss=lambda model, x: model(x).square().mean())
     assert_sharded(twins.model)
@@ -151,9 +157,7 @@ def test_model_without_truth_value_is_sharded(kind: Any, compile: Compile) -> No
 @on_ranks(2)
 def test_sharded_but_uncompiled_model_warns_once() -> None:
     twins = Twins(graphshard.shard(MLP(), world_mesh()), MLP())
-    twins.reference.load_state_dict(
-        {name: p.full_tensor() for name, p in twins.model.state_dict().items()}
-    )
+    twins.reference.load_state_dict(full_values(twins.model))
     twins.compiled = twins.model
     with graphshard_warnings() as texts:
         twins.train(MLP.batch)
@@ -204,7 +208,7 @@ def test_model_that_reuses_a_graph_does_not_warn() -> None:
 @on_ranks(2)
 def test_copy_made_before_first_call_stays_plain() -> None:
     model = MLP()
-    called = _disabled(model, _backend())
+    called = _disabled(model, backend=_backend())
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for copied in copies:
         copied(torch.ones(5, 7)).backward()
@@ -216,35 +220,42 @@ def test_copy_made_before_first_call_stays_plain() -> None:
 # Not sharded: the first optimizer step raises.
 
 
-def refuse_step(compile: Compile, off: Any) -> None:
+UNSHARDED = [
+    (_plain_model, nullcontext),
+    (_function, _force_eager),
+    (_function, _config_disable),
+    (_disabled_function, nullcontext),
+    (_method, _force_eager),
+]
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("compile", "off"), UNSHARDED)
+@on_ranks(2)
+def test_optimizer_step_on_unsharded_model_raises(compile: Compile, off: Any, named: bool) -> None:
     model = MLP()
     with off():
-        called = compile(model, _backend())
+        called = compile(model, **_options(named))
         with pytest.raises(RuntimeError, match=r"SGD steps 'up\.weight' of MLP.*graphshard\.shard"):
             _step(model, called)
     dist.barrier()
 
 
-UNSHARDED = [
-    (_plain_model, nullcontext),
-    (_function, force_eager),
-    (_function, config_disable),
-    (_disabled_function, nullcontext),
-    (_method, force_eager),
-]
-
-
-@pytest.mark.parametrize(("compile", "off"), UNSHARDED)
-def test_optimizer_step_on_unsharded_model_raises(compile: Compile, off: Any) -> None:
-    ranks.run(2, refuse_step, compile, off)
-
-
 @on_ranks(2)
 def test_suppressed_compile_error_raises_at_first_step() -> None:
     model = MLP()
-    compiled = _function(model, _backend(overrides={"nothing": {"shard": False}}))
-    with suppress_errors(), pytest.raises(RuntimeError, match="SGD steps"):
+    compiled = _function(model, backend=_backend(overrides={"nothing": {"shard": False}}))
+    with _suppress_errors(), pytest.raises(RuntimeError, match="SGD steps"):
         _step(model, compiled)
+
+
+@on_ranks(2)
+def test_suppressed_compile_error_of_unknown_model_warns_at_first_step() -> None:
+    model, backend = MLP(), _backend(overrides={"nothing": {"shard": False}})
+    compiled = torch.compile(lambda model, x: model(x), backend=backend)
+    with _suppress_errors(), graphshard_warnings() as texts:
+        _step(model, functools.partial(compiled, model))
+    assert len(texts) == 1 and "sharded nothing" in texts[0], texts
 
 
 @on_ranks(1)
@@ -295,8 +306,8 @@ class _EagerHead(nn.Module):
         return self.head(self.body(x))
 
 
-def _body_in_place(model: nn.Module, backend: graphshard.Backend) -> nn.Module:
-    graphshard.shard(model, world_mesh()).get_submodule("body").compile(backend=backend)
+def _body_in_place(model: nn.Module, **options: Any) -> nn.Module:
+    graphshard.shard(model, world_mesh()).get_submodule("body").compile(**options)
     return model
 
 
@@ -304,7 +315,7 @@ REPLACED: list[tuple[Any, Compile, str]] = [
     (_EagerHead, _compiled, "head"),
     (_EagerHead, _function, "head"),
     (_EagerHead, _body_in_place, "head"),
-    (sequential, _in_place, "2"),
+    (_sequential, _in_place, "2"),
 ]
 
 
@@ -315,11 +326,11 @@ def test_optimizer_step_on_module_replaced_after_sharding_raises(
     kind: Any, compile: Compile, name: str, copied: bool
 ) -> None:
     model = kind()
-    called = compile(model, backend := _backend())
+    called = compile(model, backend=(backend := _backend()))
     _step(model, called)
     if copied:
         model = copy.deepcopy(model)
-        called = compile(model, backend)
+        called = compile(model, backend=backend)
     setattr(model, name, kind().get_submodule(name))
     sgd(model).step()  # the new module has no gradient yet
     with pytest.raises(RuntimeError, match=rf"steps '{name}\..* added after.*graphshard\.shard"):
@@ -398,7 +409,7 @@ def test_model_trained_with_ddp_may_stay_plain() -> None:
 def test_ddp_around_compiled_model_is_refused(compile: Compile) -> None:
     # DDP would keep the replaced parameters alive and reduce their gradients.
     model = MLP()
-    ddp = DistributedDataParallel(compile(model, _backend()))
+    ddp = DistributedDataParallel(compile(model, backend=_backend()))
     with pytest.raises(ValueError, match=r"Distributed.* reduces .*'up\.weight': remove the"):
         ddp(torch.ones(5, 7))
     assert_plain(model)
@@ -418,20 +429,6 @@ def test_unused_backend_warns_once() -> None:
         for _ in range(2):
             _step(model, compiled)
     assert len(texts) == 1 and "sharded nothing" in texts[0], texts
-    del backend
-
-
-@on_ranks(2)
-def test_backend_whose_compile_raised_does_not_warn() -> None:
-    param = nn.Parameter(torch.ones(7))
-    backend = _backend()
-    compiled = torch.compile(lambda x: (x * param).sum(), backend=backend)
-    with pytest.raises(RuntimeError, match="belongs to no module"):
-        compiled(torch.ones(7))
-    model = MLP()
-    with graphshard_warnings() as texts:
-        _step(model, model)
-    assert not texts, texts
     del backend
 
 

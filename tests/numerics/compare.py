@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graphshard
@@ -60,6 +61,12 @@ def world_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
+def named_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    """Return a mesh of shards or, if 2D, of replicas of shards; FSDP2 requires names."""
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def generator(*key: int) -> torch.Generator:
     seed = 0
     for part in key:
@@ -82,6 +89,11 @@ def whole(tensor: Tensor) -> Tensor:
     if tensor.dtype in (torch.int8, torch.int16, torch.bool):  # gloo cannot gather these
         return tensor.int().full_tensor().to(tensor.dtype)
     return tensor.full_tensor().clone()
+
+
+def full_values(model: nn.Module) -> dict[str, Tensor]:
+    """Return full copies of the entries of a state dict. Collective if the model is sharded."""
+    return {name: whole(value) for name, value in model.state_dict().items()}
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -258,6 +270,14 @@ def compile_sharded(model: Any, *, compiler: str = "aot_eager", **options: Any) 
     return torch.compile(model, backend=backend, fullgraph=True)
 
 
+def by_fsdp2(model: nn.Module, policies: Mapping[str, MixedPrecisionPolicy]) -> nn.Module:
+    """Apply FSDP2 to modules of a model, by FQN, and to the model itself (""); return it."""
+    for fqn in sorted({"", *policies}, key=len, reverse=True):  # inner modules first
+        policy = policies.get(fqn, MixedPrecisionPolicy())
+        fully_shard(model.get_submodule(fqn), mesh=world_mesh(), mp_policy=policy)
+    return model
+
+
 class Twins:
     """A compiled model and its unsharded copy.
 
@@ -327,13 +347,18 @@ class Twins:
         for step in range(steps):
             self.backward(draw(make_batch, step, self.mesh.size()), loss)
             self.check()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step_all(*optimizers)
 
 
 def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr)
+
+
+def step_all(*optimizers: torch.optim.Optimizer) -> None:
+    """Step optimizers and free the gradients."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def train(kind: Trainable, steps: int = 3, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphshard
@@ -26,6 +26,7 @@ from tests.numerics.compare import (
     assert_same,
     compile_sharded,
     draw,
+    named_mesh,
     num_graphs,
     relative_error,
     sgd,
@@ -37,11 +38,6 @@ from tests.ranks import on_ranks
 MICROBATCHES = 3
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 Sent = list[list[tuple[str, int]]]
-
-
-def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    names = ("replicate", "shard")[-len(shape) :]
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def _seeded(kind: Trainable) -> Any:
@@ -74,7 +70,7 @@ def _train(
     kind: Trainable, shape: tuple[int, ...], all_reduce_only: bool, options: dict[str, Any]
 ) -> Trained:
     torch._dynamo.utils.counters.clear()
-    ours, mesh = _seeded(kind), _mesh(shape)
+    ours, mesh = _seeded(kind), named_mesh(shape)
     backend = graphshard.backend(mesh, compiler="aot_eager", **options)
     compiled = torch.compile(ours, backend=backend, fullgraph=True)
     if all_reduce_only:
@@ -243,7 +239,7 @@ def test_accumulation_in_eager_part_matches_unsharded_copy() -> None:
 def test_deferred_all_reduce_covers_eager_and_unused_parts(
     kind: Any, function: Any, last_is_used: bool
 ) -> None:
-    mesh = _mesh((2, 2))
+    mesh = named_mesh((2, 2))
     twins = Twins(kind(), function=function, fullgraph=False, mesh=mesh)
     for step in range(2):
         graphshard.set_requires_all_reduce(twins.model, False)

@@ -18,6 +18,7 @@ from tests.numerics.compare import (
     assert_same,
     assert_sharded,
     draw,
+    full_values,
     sgd,
     whole,
 )
@@ -30,7 +31,7 @@ def _averaged(model: nn.Module) -> Any:
 
 def _save_and_load(average: Any) -> None:
     full = graphshard.full_state_dict(average)
-    values = {name: whole(value) for name, value in average.state_dict().items()}
+    values = full_values(average)
     if full:
         plain = _averaged(ConvNet())
         plain.load_state_dict(full)

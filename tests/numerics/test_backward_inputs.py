@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from tests.models import MLP
-from tests.numerics.compare import Twins, assert_close, draw, sgd, world_mesh
+from tests.numerics.compare import Twins, assert_close, draw, sgd, step_all, world_mesh
 from tests.ranks import on_ranks
 
 
@@ -131,9 +131,7 @@ def test_backward_inputs_accumulate_and_autograd_grad_raises() -> None:
         loss.backward(inputs=[*twins.model.parameters()])
         reference_loss.backward()
         twins.check()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
 
 
 def _penalty(params: list[nn.Parameter]) -> Any:

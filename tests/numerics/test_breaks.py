@@ -206,6 +206,9 @@ def test_model_with_graph_breaks_trains(kind: Trainable, compiler: str) -> None:
     assert len(warned) == 1, warned
     name = kind.__name__  # type: ignore[attr-defined]
     assert warned[0].startswith(f"graphshard: {name} does not compile to one graph:")
+    if kind is Middle:
+        line = Middle.forward.__code__.co_firstlineno + 2
+        assert f"test_breaks.py:{line}" in warned[0]
 
 
 @on_ranks(2)

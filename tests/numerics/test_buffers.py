@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import graphshard
 from tests import ranks
 from tests.models import ConvNet
 from tests.multirank.test_call_log import assert_same, message
-from tests.numerics.compare import compile_sharded, draw, sgd, world_mesh
+from tests.numerics.compare import compile_sharded, draw, named_mesh, sgd, world_mesh
 from tests.ranks import on_ranks
 
 ACCUMULATED = 2
@@ -76,7 +75,7 @@ class _Kinds(nn.Module):
 
 @on_ranks(4)
 def test_sync_buffers_copies_buffers_of_every_kind() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = named_mesh((2, 2))
     model = graphshard.shard(_Kinds(), mesh, sync_module_states=False)
     graphshard.sync_buffers(torch.compile(model))
     assert model.flag and model.count == 1 and model.bf16.tolist() == [1.0] * 3

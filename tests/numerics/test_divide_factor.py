@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
 from tests import ranks
 from tests.models import MLP
-from tests.numerics.compare import compile_sharded, relative_error, whole, world_mesh
+from tests.numerics.compare import compile_sharded, named_mesh, relative_error, whole, world_mesh
 from tests.ranks import on_ranks
 
 
 def _against_fsdp2(shape: tuple[int, ...], factor: float) -> None:
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = named_mesh(shape)
     torch.manual_seed(0)
     model = MLP()
     theirs: Any = fully_shard(copy.deepcopy(model), mesh=mesh)

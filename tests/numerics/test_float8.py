@@ -312,7 +312,6 @@ def test_invalid_fp8_policies_and_models_raise() -> None:
     )
 
 
-@NEEDS_FP8
 @on_ranks(2)
 def test_fp8_need_not_select_parameters_of_a_later_module() -> None:
     model = nn.Sequential(nn.Linear(32, 32))

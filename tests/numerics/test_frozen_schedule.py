@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests import ranks
 from tests.models import MLP
-from tests.numerics.compare import Twins, assert_close, draw, num_graphs, sgd
+from tests.numerics.compare import Twins, assert_close, draw, num_graphs, sgd, step_all
 
 STEPS = 10
 
@@ -54,9 +54,7 @@ def _train_gan(fullgraph: bool) -> tuple[int, bool]:
             for param in twins.reference.parameters():
                 param.grad /= dist.get_world_size()
             twins.check()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
         counts.append(num_graphs())
     return counts[-1], len(set(counts)) == 1
 

@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import BackendError
-from tests import ranks
+from tests import ranks, recording
 from tests.models import GPT, MLP, ConvNet, Trainable
-from tests.numerics.compare import draw, sgd, whole, world_mesh
+from tests.numerics.compare import draw, full_values, sgd, whole, world_mesh
 from tests.numerics.test_loading import Kinds
 from tests.ranks import on_ranks
 
@@ -86,7 +86,7 @@ def test_8_bit_optimizer_states_are_gathered_and_loaded() -> None:
     from torchao.optim import AdamW8bit
 
     models = nn.Linear(64, 128), graphshard.shard(nn.Linear(64, 128), world_mesh())
-    models[0].load_state_dict({n: whole(v) for n, v in models[1].state_dict().items()})
+    models[0].load_state_dict(full_values(models[1]))
     optims = [AdamW8bit(model.parameters(), 1e-2) for model in models]
     _step_on_one_batch(models, optims)
     (_, expected), (state, optim_state) = map(graphshard.full_state_dict, models, optims)
@@ -120,7 +120,7 @@ def test_states_of_checkpoint_wrapper_have_plain_names() -> None:
 
 def _save(kind: Trainable, shape: tuple[int, ...], options: State, folder: Path) -> None:
     model, compiled, optim = _trained(kind, shape, **options)
-    expected = {name: whole(value) for name, value in model.state_dict().items()}
+    expected = full_values(model)
     for source in (model, compiled):
         state, optim_state = graphshard.full_state_dict(source, optim)
         assert list(graphshard.full_state_dict(source)) == list(state)
@@ -286,16 +286,43 @@ def test_state_on_first_rank_is_loaded_on_all_ranks(setup: str, saved: Path) -> 
         ranks.run(2, _load, kind, (2,), options, saved)
 
 
+class _MoreKinds(Kinds):
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.randn(5, 3).to(torch.float8_e4m3fn)  # which gloo cannot send
+        self.table = nn.Parameter(table, requires_grad=False)
+
+
 @on_ranks(2)
 def test_parameters_of_every_kind_are_loaded_and_gathered() -> None:
-    model, expected = graphshard.shard(Kinds(), world_mesh()), None
+    model, expected = graphshard.shard(_MoreKinds(), world_mesh()), None
     if dist.get_rank() == 0:
         torch.manual_seed(77)
-        expected = dict(Kinds().state_dict())
+        expected = dict(_MoreKinds().state_dict())
     graphshard.load_full_state_dict(model, expected)
     state = graphshard.full_state_dict(model)
     if expected:
         _assert_equal(dict(state), expected)
+
+
+@on_ranks(3)
+def test_full_state_is_on_first_rank_of_mesh() -> None:
+    if dist.get_rank() > 0:
+        model = graphshard.shard(MLP(), DeviceMesh("cpu", [1, 2]))
+        state = graphshard.full_state_dict(model)
+        assert bool(state) == (dist.get_rank() == 1)
+        graphshard.load_full_state_dict(model, state)
+    dist.barrier()
+
+
+@on_ranks(2, backend=recording.BACKEND)
+def test_rows_are_sent_only_to_their_rank() -> None:
+    model = graphshard.shard(MLP(), world_mesh())
+    state = graphshard.full_state_dict(model)
+    recording.clear()
+    graphshard.load_full_state_dict(model, state)
+    assert recording.events("scatter")
+    assert all(event.dtype != torch.float32 for event in recording.events("broadcast"))
 
 
 @on_ranks(2)

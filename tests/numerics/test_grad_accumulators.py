@@ -29,6 +29,7 @@ from tests.numerics.compare import (
     assert_same,
     compile_sharded,
     draw,
+    named_mesh,
     whole,
     world_mesh,
 )
@@ -219,8 +220,7 @@ def test_backward_of_reduced_and_unreduced_forwards_adds_both(eager: bool) -> No
 
 
 def _late(shape: tuple[int, ...], eager: bool) -> None:
-    names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = named_mesh(shape)
     twins, other = Twins(MLP(), mesh=mesh), Twins(MLP(), mesh=mesh)
     batches, rank = [draw(MLP.batch, step) for step in range(6)], dist.get_rank()
     for one in (twins, other):

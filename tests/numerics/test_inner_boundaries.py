@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from tests import ranks
 from tests.numerics.compare import (
+    assert_equal,
     assert_history_rounded,
+    by_fsdp2,
     compare_with_fsdp2,
     compile_sharded,
     draw,
-    sgd,
     train_steps,
-    whole,
     world_mesh,
 )
 from tests.ranks import on_ranks
@@ -137,28 +137,13 @@ def test_inner_policy_casts_at_module_boundary_like_fsdp2(name: str) -> None:
 
 def _train(case: Case) -> None:
     torch.manual_seed(0)
-    ours, theirs = case.kind(), case.kind()
-    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
-    for fqn in sorted(case.wrapped, key=len, reverse=True):  # inner modules first
-        fully_shard(theirs.get_submodule(fqn), mesh=world_mesh(), mp_policy=case.wrapped[fqn])
-    if "" not in case.wrapped:
-        fully_shard(theirs, mesh=world_mesh())
+    ours = case.kind()
+    theirs = by_fsdp2(copy.deepcopy(ours), case.wrapped)
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", **_arguments(case))
     compiled = torch.compile(ours, backend=backend, fullgraph=case.kind is not Breaking)
-    optimizers = []
-    for step in range(2):
-        batch = draw(Stack.batch, step)[dist.get_rank()]
-        loss, expected = compiled(batch), theirs(batch)
-        assert loss.dtype == expected.dtype and torch.equal(loss, expected)
-        loss.backward()
-        expected.backward()
-        for (fqn, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            assert p.grad.dtype == q.grad.dtype == FP32
-            assert torch.equal(whole(p.grad), whole(q.grad)), fqn
-        optimizers = optimizers or [sgd(ours), sgd(theirs)]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    batches = [draw(Stack.batch, step)[dist.get_rank()] for step in range(2)]
+    trained = train_steps(compiled, ours, batches)
+    assert_equal(trained, train_steps(theirs, theirs, batches))
 
 
 def _arguments(case: Case) -> dict[str, Any]:
@@ -175,10 +160,8 @@ def _arguments(case: Case) -> dict[str, Any]:
 def test_inner_policy_casts_at_module_boundary_with_inductor() -> None:
     torch.manual_seed(0)
     ours = Stack()
-    theirs, exact = copy.deepcopy(ours), copy.deepcopy(ours)
-    for module in (*theirs.blocks, theirs):
-        fully_shard(module, mesh=world_mesh(), mp_policy=HALF)
-    fully_shard(exact, mesh=world_mesh())
+    theirs = by_fsdp2(copy.deepcopy(ours), {"": HALF, **_each(BLOCKS, HALF)})
+    exact = by_fsdp2(copy.deepcopy(ours), {})
     overrides = {"blocks.*": {"mp_policy": HALF}}
     compiled = compile_sharded(ours, compiler="inductor", mp_policy=HALF, overrides=overrides)
     batches = [draw(Stack.batch, step)[dist.get_rank()] for step in range(2)]
@@ -238,63 +221,3 @@ def test_glob_of_module_covers_all_its_parameters() -> None:
     graphshard.shard(model, world_mesh(), overrides={"blocks.1": {"shard": False}})
     replicated = [n for n, p in model.named_parameters() if p.placements[0].is_replicate()]
     assert replicated == [n for n, _ in model.named_parameters() if n.startswith("blocks.1.")]
-
-
-class Mixing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(7, 7)
-        self.register_buffer("table", torch.randn(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x * self.table).sum()
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
-        self.register_buffer("table", torch.randn(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.layers[0](x)[None]
-        return F.scaled_dot_product_attention(q * self.table, q, q).sum()
-
-
-@pytest.mark.parametrize(
-    ("kind", "glob"), [(Stack, "blocks.*"), (Attention, "layers.*"), (Mixing, "NAME_OF_MODULE")]
-)
-@on_ranks(2)
-def test_dtype_error_suggests_override(kind: type[nn.Module], glob: str) -> None:
-    with pytest.raises(RuntimeError, match="dtype") as raised:
-        compile_sharded(kind(), mp_policy=HALF)(torch.randn(5, 7))
-    (note,) = raised.value.__notes__
-    assert f"overrides={{{glob!r}: {{'mp_policy': policy}}}}" in note
-
-
-@on_ranks(2)
-def test_dtype_error_without_policy_has_no_note() -> None:
-    for kind in (Attention, Mixing):
-        with pytest.raises(RuntimeError, match="dtype") as raised:
-            compile_sharded(kind())(torch.randn(5, 7, dtype=torch.float64))
-        assert not getattr(raised.value, "__notes__", [])
-
-
-class Misshapen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, 3))
-        self.conv = nn.Conv1d(2, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight if x.dim() == 2 else self.conv(x)
-
-
-@on_ranks(2)
-def test_shape_error_has_no_note() -> None:
-    compiled = compile_sharded(Misshapen(), mp_policy=HALF)
-    compiled(torch.ones(2, 3))
-    for shape in ((2, 4), (1, 5, 4)):
-        with pytest.raises(RuntimeError) as raised:
-            compiled(torch.ones(shape))
-        assert not getattr(raised.value, "__notes__", [])

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import graphshard
 from tests import ranks, recording
 from tests.models import GPT, MLP, ConvNet, Trainable
-from tests.numerics.compare import Twins, assert_sharded, whole, world_mesh
+from tests.numerics.compare import Twins, assert_sharded, full_values, whole, world_mesh
 from tests.ranks import on_ranks
 
 State = dict[str, Any]
@@ -220,19 +220,23 @@ def test_mismatched_entries_raise_by_name(what: str) -> None:
 # Shards.
 
 
+def save_in_thread(state: object, path: Path) -> None:
+    """Save in a separate thread, in which torch.save does not wait for the other ranks."""
+    writer = threading.Thread(target=torch.save, args=(state, path))
+    writer.start()
+    writer.join()
+
+
 def _save_alone(path: Path, shape: tuple[int, ...]) -> None:
     model = graphshard.shard(Even(), init_device_mesh("cpu", shape))
     if dist.get_rank() == 0:
-        # In a separate thread, torch.save does not require the other ranks to call it.
-        writer = threading.Thread(target=torch.save, args=(model.state_dict(), path))
-        writer.start()
-        writer.join()
+        save_in_thread(model.state_dict(), path)
 
 
 def _load_alone(path: Path, shape: tuple[int, ...], refused: str | None, assign: bool) -> None:
     torch.manual_seed(77)
     model = graphshard.shard(Even(), init_device_mesh("cpu", shape))
-    before = {name: whole(value) for name, value in model.state_dict().items()}
+    before = full_values(model)
     state = torch.load(path)
     if refused is None:
         model.load_state_dict(state, assign=assign)

@@ -60,7 +60,7 @@ def _materialized(kind: Callable[[], nn.Module], init: Any = None, **options: An
 
 def _values(model: nn.Module) -> dict[str, torch.Tensor]:
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: whole(value.detach()).cpu().clone() for name, value in named}
+    return {name: whole(value).cpu() for name, value in named}
 
 
 def _by_ranks(kind: Callable[[], nn.Module], init: Any = None, **options: Any) -> Any:
@@ -222,6 +222,8 @@ class _Tables(nn.Module):
         self.register_buffer("angles", torch.ones(4, dtype=torch.complex64))
         self.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
         self.register_buffer("ids", torch.ones(4, dtype=torch.int32))
+        self.register_buffer("columns", torch.ones(4, 2, dtype=torch.int64).t())
+        self.register_buffer("rates", torch.ones(4, 2).t())
         self.register_buffer("bytes", torch.ones(256, dtype=torch.uint8))
         self.register_buffer("empty", torch.ones(0, dtype=torch.uint8))  # needs no values
 
@@ -240,6 +242,7 @@ def test_complex_bool_and_integer_tensors_are_written_by_init() -> None:
     with torch.device("meta"):
         model = graphshard.shard(_Tables(), world_mesh())
     names = {"phases", "codes", "flags", "causal", "angles", "mask", "ids", "bytes"}
+    names |= {"columns", "rates"}
     for missing in sorted(names):
         written = " ".join(names - {missing})
         with pytest.raises(ValueError, match=f"does not write .*'{missing}'"):

@@ -251,18 +251,6 @@ def _override() -> tuple[list[str], list[str]]:
     return sorted(forward.params[i].fqn for i in forward.kept), again
 
 
-@pytest.mark.parametrize("name", ["normal.*", "downs"])
-@on_ranks(2)
-def test_override_that_matches_no_parameter_raises(name: str) -> None:
-    model = Norms()
-    overrides = {name: {"reshard_after_forward": False}}
-    with pytest.raises(
-        RuntimeError, match="matches no parameter: the closest of 6 parameter names are '"
-    ):
-        graphshard.shard(model, world_mesh(), overrides=overrides)
-    assert type(model.up.weight) is nn.Parameter
-
-
 def test_overflowing_step_is_skipped_on_all_ranks() -> None:
     for before, skipped, after, scale in ranks.run(2, _overflow):
         assert torch.equal(before, skipped) and not torch.equal(before, after)
@@ -310,24 +298,6 @@ def test_overflow_in_one_shard_skips_step_on_all_ranks(replicated: bool) -> None
     scaler.update()
     assert scaler.get_scale() == 512.0
     assert all(map(torch.equal, map(whole, model.parameters()), before))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("mp_policy", MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)),
-        ("mp_policy", MixedPrecisionPolicy(reduce_dtype=torch.int32)),
-        ("mp_policy", MixedPrecisionPolicy(output_dtype="bfloat16")),  # type: ignore[arg-type]
-        ("mp_policy", MixedPrecisionPolicy(cast_forward_inputs=None)),  # type: ignore[arg-type]
-        ("overrides", {"up.weight": {"mp_policy": "bf16"}}),
-        ("overrides", {"up.weight": {"reshard_after_forward": "some"}}),
-        ("overrides", {"up.weight": False}),
-        ("overrides", ["up.weight"]),
-    ],
-)
-def test_invalid_policy_raises(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name):
-        graphshard.backend(**{name: value})
 
 
 class _Float8Table(nn.Module):

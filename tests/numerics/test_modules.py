@@ -101,19 +101,6 @@ class Parametrized(nn.Module):
     batch = staticmethod(_sequence)
 
 
-class OldWeightNorm(nn.Module):
-    """Deprecated `weight_norm`, whose hook sets a plain attribute before every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.utils.weight_norm(nn.Linear(DIM, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).square().mean()
-
-    batch = staticmethod(_sequence)
-
-
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -212,13 +199,6 @@ def test_unusual_module_trains_and_keeps_its_classes(kind: Any) -> None:
     # Libraries inspect module classes.
     assert repr(model) == described
     assert _classes(model) == classes
-
-
-@on_ranks(2)
-def test_weight_norm_by_hook_trains() -> None:
-    model, reference = OldWeightNorm(), OldWeightNorm()  # deepcopy fails on its non-leaf weight
-    reference.load_state_dict(model.state_dict())
-    Twins(model, reference).train(OldWeightNorm.batch)
 
 
 @pytest.mark.low_precision

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -23,7 +22,14 @@ from tests import ranks
 from tests.models import GPT, MLP, DeepGPT
 from tests.multirank.test_call_log import assert_same as assert_same_texts
 from tests.multirank.test_call_log import message
-from tests.numerics.compare import assert_same, compile_sharded, draw, generator, world_mesh
+from tests.numerics.compare import (
+    assert_same,
+    compile_sharded,
+    draw,
+    generator,
+    named_mesh,
+    world_mesh,
+)
 from tests.ranks import on_ranks
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -61,10 +67,6 @@ def _train(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimiz
         assert_same(*models, tolerance=0.0)
 
 
-def _mesh(shape: tuple[int, ...]) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
 def _against_torch(
     shape: tuple[int, ...],
     variant: str = "default",
@@ -79,7 +81,7 @@ def _against_torch(
         ours, theirs = (_grouped(model) for model in models)
         options = VARIANTS[variant]
         optimizers = Muon(ours, **options), torch.optim.Muon(theirs, **options)
-        graphshard.shard(model, _mesh(shape), **sharding)  # must re-point the optimizer
+        graphshard.shard(model, named_mesh(shape), **sharding)  # must re-point the optimizer
         _train(models, optimizers)
     finally:
         muon.BUCKET_BYTES = before

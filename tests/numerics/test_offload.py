@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -34,6 +33,7 @@ from tests.numerics.compare import (
     assert_equal,
     assert_history_rounded,
     draw,
+    named_mesh,
     relative_error,
     train_steps,
     whole,
@@ -54,10 +54,6 @@ WAYS: dict[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
 """Mesh shapes, and arguments for both FSDP2 and graphshard."""
 
 
-def _mesh(shape: tuple[int, ...]) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
 def _model(make: Callable[[], GPT | MLP] = GPT) -> GPT | MLP:
     torch.manual_seed(0)
     return make()
@@ -65,7 +61,7 @@ def _model(make: Callable[[], GPT | MLP] = GPT) -> GPT | MLP:
 
 def _train_against_fsdp2(way: str) -> None:
     shape, options = WAYS[way]
-    mesh, ours = _mesh(shape), _model()
+    mesh, ours = named_mesh(shape), _model()
     batches = [draw(GPT.batch, step)[dist.get_rank()] for step in range(STEPS)]
 
     def by_fsdp2(**options: Any) -> History:
@@ -110,7 +106,7 @@ def test_training_matches_fsdp2(way: str) -> None:
 
 def _losses(model: GPT | MLP, options: Mapping[str, Any], fullgraph: bool = True) -> list[Any]:
     torch._dynamo.reset()
-    backend = graphshard.backend(_mesh((2,)), **{"compiler": "aot_eager", **options})
+    backend = graphshard.backend(named_mesh((2,)), **{"compiler": "aot_eager", **options})
     compiled: Any = torch.compile(model, backend=backend, fullgraph=fullgraph)
     found: list[Any] = []
     optimizer = None
@@ -171,7 +167,7 @@ def test_offload_with_graph_break_changes_no_value() -> None:
 def test_offloaded_meta_device_model_trains() -> None:
     with torch.device("meta"):
         model = MLP()
-    graphshard.shard(model, _mesh((2,)), offload_policy=CPUOffloadPolicy())
+    graphshard.shard(model, named_mesh((2,)), offload_policy=CPUOffloadPolicy())
     model.to_empty(device="cpu")
     for module in model.modules():
         if hasattr(module, "reset_parameters"):

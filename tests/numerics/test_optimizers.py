@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+import graphshard
 from tests import ranks
-from tests.models import GPT, MLP
-from tests.numerics.compare import Twins, assert_close, draw, sgd
+from tests.models import MLP
+from tests.numerics.compare import Twins, assert_close, draw, sgd, world_mesh
 from tests.ranks import on_ranks
 
 Build = Callable[[nn.Module], Optimizer]
@@ -138,14 +139,6 @@ def test_optimizer_of_two_models_keeps_unsharded_model() -> None:
 
 
 @on_ranks(2)
-def test_optimizer_holds_tied_weight_once() -> None:
-    twins = Twins(GPT())
-    twins.train(GPT.batch)
-    optimizer = _adamw(twins.model)
-    assert len(optimizer.param_groups[0]["params"]) == len(list(twins.model.parameters()))
-
-
-@on_ranks(2)
 def test_scheduler_built_before_first_step_sets_learning_rate() -> None:
     twins = Twins(MLP())
     optimizers = [_momentum(twins.model), _momentum(twins.reference)]
@@ -249,19 +242,39 @@ class _Loss(nn.Module):
         self.weight = model.up.weight
 
 
-@on_ranks(2)
-def test_gc_freeze_before_first_step_is_allowed() -> None:
-    twins = Twins(MLP())
-    optimizers, loss = [sgd(twins.model), sgd(twins.reference)], _Loss(twins.model)
+def _hidden_from_sharding(model: nn.Module, graph_breaks: bool) -> None:
+    """Freeze all objects and run a first step, which shards ``model``."""
+
+    def loss(x: Tensor) -> Tensor:
+        if graph_breaks:
+            torch._dynamo.graph_break()  # sharded while the function runs
+        return cast(Tensor, model(x))
+
+    compiled = torch.compile(loss, backend=graphshard.backend(world_mesh(), compiler="aot_eager"))
     gc.collect()
     gc.freeze()
     try:
-        for step in range(2):
-            twins.backward(draw(MLP.batch, step))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        twins.check()
-        assert loss.weight is twins.model.up.weight
+        compiled(torch.ones(5, 7)).backward()
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("graph_breaks", [False, True])
+@on_ranks(2)
+def test_step_of_frozen_optimizer_raises(graph_breaks: bool) -> None:
+    model = MLP()
+    optimizer = sgd(model)
+    _hidden_from_sharding(model, graph_breaks)
+    with pytest.raises(RuntimeError, match=r"gc\.unfreeze"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("graph_breaks", [False, True])
+@on_ranks(2)
+def test_training_frozen_module_outside_of_model_raises(graph_breaks: bool) -> None:
+    model = MLP()
+    outside = _Loss(model)
+    _hidden_from_sharding(model, graph_breaks)
+    sgd(model).step()
+    with pytest.raises(RuntimeError, match=r"gc\.unfreeze"):
+        outside.weight.square().sum().backward()

@@ -54,7 +54,7 @@ class Run:
         mesh: shape of the mesh.
         model: class of the model.
         options: arguments of ``graphshard.backend``.
-        prepare: function called before the model is built, for example to set torch's flags.
+        prepare: function called before the model is built.
         rows: rows per batch; sizes are dynamic if over 5.
     """
 
@@ -162,14 +162,6 @@ def test_restart_on_another_world_size_recompiles(caches: Path) -> None:
         assert _sum_of_misses(found) > 0, name
 
 
-def _deterministic() -> None:
-    torch.use_deterministic_algorithms(True)
-
-
-def _tf32() -> None:
-    torch.set_float32_matmul_precision("high")
-
-
 CHANGES = {
     "strategy": Run(options={"reshard_after_forward": False}),
     "one replicated": Run(options={"overrides": {"up.*": {"shard": False}}}),
@@ -180,8 +172,6 @@ CHANGES = {
     "edited": Run(model=Relu),
     "symbolic sizes": Run(rows=6),
     "other sizes": Run(rows=60),
-    "deterministic": Run(prepare=_deterministic),
-    "tf32": Run(prepare=_tf32),
 }
 
 

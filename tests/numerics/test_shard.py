@@ -23,9 +23,11 @@ from tests.numerics.compare import (
     assert_same,
     assert_sharded,
     draw,
+    full_values,
     generator,
     graphshard_warnings,
     sgd,
+    step_all,
     whole,
     world_mesh,
 )
@@ -111,15 +113,13 @@ def test_meta_device_model_is_initialized_and_trains() -> None:
     _initialize(model)
     assert model.tied.weight is model.embed.weight
     reference = _Initialised()
-    reference.load_state_dict({name: whole(v) for name, v in model.state_dict().items()})
+    reference.load_state_dict(full_values(model))
     plain = torch.optim.AdamW(reference.parameters(), 1e-2)
     twins = Twins(model, reference)
     for step in range(3):
         twins.backward(draw(_Initialised.batch, step))
         twins.check()
-        for stepper in (optimizer, plain):
-            stepper.step()
-            stepper.zero_grad()
+        step_all(optimizer, plain)
 
 
 def _by_element(name: str, param: DTensor) -> None:
@@ -263,9 +263,7 @@ def test_optimizer_survives_loading() -> None:
     for step in range(2):
         twins.backward(draw(MLP.batch, step))
         twins.check()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
 
 
 @pytest.mark.parametrize(

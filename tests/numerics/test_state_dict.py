@@ -29,6 +29,7 @@ from tests.numerics.compare import (
     assert_sharded,
     compile_sharded,
     draw,
+    full_values,
     whole,
     world_mesh,
 )
@@ -99,14 +100,10 @@ def fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=world_mesh())
 
 
-def _values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(value) for name, value in model.state_dict().items()}
-
-
 def _save_trained(kind: Trainable, path: Path) -> dict[str, torch.Tensor]:
     model, _, _ = _train(kind)
     dcp.save({"model": model.state_dict()}, checkpoint_id=path)
-    return _values(model)
+    return full_values(model)
 
 
 def _load(
@@ -122,7 +119,7 @@ def _load(
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
-    values = _values(model)
+    values = full_values(model)
     assert values.keys() == saved[0].keys()
     for name, value in values.items():  # any rank's buffers may have been saved
         assert any(torch.equal(value, other[name]) for other in saved), name
@@ -148,7 +145,7 @@ def test_checkpoint_of_four_ranks_loads_on_two(tmp_path: Path) -> None:
 def _save_other(kind: Trainable, prepare: Prepare, path: Path) -> dict[str, torch.Tensor]:
     model = prepare(kind())
     dcp.save({"model": model.state_dict()}, checkpoint_id=path)
-    return _values(model)
+    return full_values(model)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +247,7 @@ def _load_on_mesh(shape: tuple[int, ...], path: Path, saved: dict[str, torch.Ten
 
 
 def _whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    values = _values(model)
+    values = full_values(model)
     for name, param in model.named_parameters():
         states = optimizer.state[param].items()
         values |= {f"{name}.{key}": whole(state) for key, state in states}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,8 +23,10 @@ from tests.models import GPT, MLP, Trainable
 from tests.numerics.compare import (
     assert_plain,
     draw,
+    named_mesh,
     relative_error,
     sgd,
+    step_all,
     whole,
     world_mesh,
 )
@@ -121,8 +123,7 @@ def _models(kind: Trainable, strategy: Strategy, compiler: str) -> tuple[Any, An
     torch.manual_seed(0)
     ours = kind()
     torch.manual_seed(0)
-    names = ("replicate", "shard")[-len(strategy.mesh) :]  # FSDP2 requires names
-    mesh = init_device_mesh("cpu", strategy.mesh, mesh_dim_names=names)
+    mesh = named_mesh(strategy.mesh)
     theirs = _peer(kind(), mesh, strategy.theirs)
     backend = graphshard.backend(mesh, compiler=compiler, **strategy.ours)
     return ours, torch.compile(ours, backend=backend, fullgraph=True), theirs
@@ -152,9 +153,7 @@ def _train(kind: Trainable, name: str, compiler: str) -> Trained:
         if step == STEPS - 1 and name in CLIPPED:
             clipped = _clip(ours, theirs)
         optimizers = optimizers or [sgd(ours), sgd(theirs)]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
     placements = {name: param.placements for name, param in ours.named_parameters()}
     return Trained(
         *map(max, zip(*errors)), forward, backward, other, evaluated, placements, clipped

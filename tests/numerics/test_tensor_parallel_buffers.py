@@ -41,7 +41,7 @@ class Scaled(MLP):
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
     assert all(isinstance(buffer, DTensor) for buffer in model.buffers())
-    return {name: whole(buffer.detach()).clone() for name, buffer in model.named_buffers()}
+    return {name: whole(buffer) for name, buffer in model.named_buffers()}
 
 
 def _assert_buffers(model: nn.Module, expected: dict[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from tests.numerics.compare import generator, whole
+from tests.numerics.compare import generator, step_all, whole
 from tests.numerics.parallel import (
     MLP,
     assert_like_fsdp2,
@@ -73,9 +73,7 @@ def test_accumulated_gradients_match_fsdp2() -> None:
             eager(batch + step).backward()
         if len(optims) == 1:
             optims.append(torch.optim.SGD(model.parameters(), 0.05))
-        for optim in optims:
-            optim.step()
-            optim.zero_grad()
+        step_all(*optims)
     assert_like_fsdp2(model.state_dict(), eager.state_dict(), 1e-6)
 
 

@@ -23,7 +23,7 @@ import graphshard
 from graphshard.errors import BackendError
 from graphshard.tools.consolidate import consolidate
 from tests import ranks
-from tests.numerics.compare import whole
+from tests.numerics.compare import full_values, whole
 from tests.numerics.parallel import (
     MLP,
     batches,
@@ -37,10 +37,6 @@ from tests.ranks import on_ranks
 
 def sharded(kind: Any, mesh: DeviceMesh) -> Any:
     return graphshard.shard(split(kind, mesh), mesh["dp"])
-
-
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(value) for name, value in model.state_dict().items()}
 
 
 def _trained(make: Callable[..., Any], mesh: DeviceMesh) -> tuple[Any, Any]:
@@ -64,7 +60,7 @@ def _save(make: Callable[..., Any], path: Path) -> dict[str, Tensor]:
     state, optim_state = get_state_dict(model, optim)
     dcp.save({"model": state, "optim": optim_state}, checkpoint_id=path)
     moments = {n: whole(optim.state[p]["exp_avg"]) for n, p in model.named_parameters()}
-    return {**_values(model), **{f"moment of {name}": m for name, m in moments.items()}}
+    return {**full_values(model), **{f"moment of {name}": m for name, m in moments.items()}}
 
 
 def _load(
@@ -78,7 +74,7 @@ def _load(
     state, optim_state = get_state_dict(model, optim)
     dcp.load({"model": state, "optim": optim_state}, checkpoint_id=path)
     set_state_dict(model, optim, model_state_dict=state, optim_state_dict=optim_state)
-    for name, value in _values(model).items():
+    for name, value in full_values(model).items():
         assert torch.equal(value, saved[name]), name
     for name, param in model.named_parameters():
         assert torch.equal(whole(optim.state[param]["exp_avg"]), saved[f"moment of {name}"]), name
@@ -119,25 +115,25 @@ def test_consolidated_checkpoint_has_full_tensors(checkpoint: Any, tmp_path: Pat
 def test_torch_state_dict_functions_save_and_load() -> None:
     mesh = mesh_2d()
     model, _ = _trained(sharded, mesh)
-    expected = _values(model)
+    expected = full_values(model)
     state = {name: value.clone() for name, value in get_model_state_dict(model).items()}
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert all(torch.equal(value, expected[name]) for name, value in full.items())
     _spoil(model)
     set_model_state_dict(model, state)
-    assert all(torch.equal(value, expected[name]) for name, value in _values(model).items())
+    assert all(torch.equal(value, expected[name]) for name, value in full_values(model).items())
 
 
 @on_ranks(4)
 def test_full_and_sharded_tensors_are_loaded() -> None:
     mesh = mesh_2d()
     model, _ = _trained(sharded, mesh)
-    expected = _values(model)
+    expected = full_values(model)
     states = expected, {name: value.clone() for name, value in model.state_dict().items()}
     for assign, state in itertools.product((False, True), states):
         _spoil(model)
         model.load_state_dict(state, assign=assign)
-        assert all(torch.equal(v, expected[name]) for name, v in _values(model).items())
+        assert all(torch.equal(v, expected[name]) for name, v in full_values(model).items())
     train(
         torch.compile(model, backend=graphshard.backend(mesh["dp"], compiler="aot_eager")),
         model,
@@ -149,7 +145,7 @@ def test_full_and_sharded_tensors_are_loaded() -> None:
 def test_full_state_dict_is_gathered_and_loaded() -> None:
     mesh = mesh_2d()
     model, optim = _trained(sharded, mesh)
-    expected = _values(model)
+    expected = full_values(model)
     moments = {n: whole(optim.state[p]["exp_avg"]) for n, p in model.named_parameters()}
     state, optim_state = graphshard.full_state_dict(model, optim)
     if dist.get_rank() == 0:
@@ -164,7 +160,7 @@ def test_full_state_dict_is_gathered_and_loaded() -> None:
     other, other_optim = _trained(sharded, mesh)
     _spoil(other)
     graphshard.load_full_state_dict(other, state, other_optim, optim_state)
-    for name, value in _values(other).items():
+    for name, value in full_values(other).items():
         assert torch.equal(value, expected[name]), name
     for name, param in other.named_parameters():
         moment = other_optim.state[param]["exp_avg"]
@@ -185,12 +181,12 @@ def test_meta_device_model_is_materialized() -> None:
     graphshard.shard(model, mesh["dp"])
     torch.manual_seed(3)
     graphshard.materialize(model, init)
-    ours = _values(model)
+    ours = full_values(model)
     with torch.device("meta"):
         plain = graphshard.shard(MLP())
     torch.manual_seed(3)
     graphshard.materialize(plain, init)
-    for name, value in _values(plain).items():
+    for name, value in full_values(plain).items():
         assert torch.equal(ours[name], value), name
 
 

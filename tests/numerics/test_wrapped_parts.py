@@ -11,19 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from graphshard.kinds import TransferKind
 from tests import ranks, recording
 from tests.numerics.compare import (
-    assert_same,
+    assert_equal,
+    by_fsdp2,
     compare_with_fsdp2,
     compile_sharded,
     draw,
-    relative_error,
-    sgd,
-    world_mesh,
+    train_steps,
 )
 from tests.ranks import on_ranks
 
@@ -180,29 +179,22 @@ def test_overridden_parts_match_parts_wrapped_by_fsdp2(name: str) -> None:
     make, policies = CASES[name]
     torch.manual_seed(0)
     ours = make()
-    theirs = copy.deepcopy(ours)
-    for fqn in sorted(policies, key=len, reverse=True):
-        fully_shard(theirs.get_submodule(fqn), mesh=world_mesh(), mp_policy=policies[fqn])
-    if "" not in policies:
-        fully_shard(theirs, mesh=world_mesh())
+    theirs = by_fsdp2(copy.deepcopy(ours), policies)
     parts = {fqn: {"mp_policy": policy} for fqn, policy in policies.items() if fqn}
     whole_model = policies.get("", MixedPrecisionPolicy())
     compiled = compile_sharded(ours, mp_policy=whole_model, overrides=parts)
     # The same kernels compute gradients, but FSDP2 divides float16 gradients before adding them.
     halves = FP16 in [policy.param_dtype for policy in policies.values()]
     tolerance = torch.finfo(FP16).eps if halves else 0.0
-    optimizers = []
-    for step in range(3):
-        batch = draw(_batch, step)[dist.get_rank()]
-        losses = [model(batch).sum() for model in (compiled, theirs)]
-        assert relative_error(*losses) <= tolerance
-        for loss in losses:
-            loss.backward()
-        assert_same(ours, theirs, tolerance)
-        optimizers = optimizers or [sgd(ours, 0.001), sgd(theirs, 0.001)]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    batches = [draw(_batch, step)[dist.get_rank()] for step in range(3)]
+    pairs = (compiled, ours), (theirs, theirs)
+    histories = [train_steps(*pair, batches, _summed, lr=0.001) for pair in pairs]
+    assert_equal(*histories, tolerance)
+
+
+def _summed(model: Any, batch: Tensor) -> Tensor:
+    output: Tensor = model(batch)
+    return output.sum()
 
 
 def _batch(rng: torch.Generator) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
 from graphshard.cost.hardware import COLLECTIVE_KINDS, Hardware, Interconnect, Rate
-from graphshard.kinds import TransferKind
+from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem
 from graphshard.planning.search import find_schedule
@@ -18,7 +20,7 @@ from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, r
 def hardware(line: Line, name: str = "wire") -> Hardware:
     per_s = (WORLD - 1) / WORLD * 1e6 / max(line.us_per_byte, 1e-3)
     bus = {kind: Rate(per_s, ((1.0, 1.0),)) for kind in COLLECTIVE_KINDS}
-    link = Interconnect(line.latency_us, 0.0, line.parcel_cost_us, bus)
+    link = Interconnect(line.latency_us, 0.0, line.buffer_cost_us, bus)
     memory = Rate(2e6 / max(line.copy_us_per_byte, 1e-3), ((1.0, 1.0),))
     rate = Rate(1e12, ((1.0, 1.0),))
     return Hardware(
@@ -78,6 +80,14 @@ def by_hand() -> Dump:
         bucket(TransferKind.REDUCE_SCATTER, [(2, 3)], 40, (2, 3)),
     ]
     return dump(asked, buckets, ["up.weight", "down.weight", "norm.weight", "norm.bias"])
+
+
+def as_kind(shown: Dump, graph: GraphKind, **changes: Any) -> Dump:
+    """Return a dump as that of another kind of graph, with other changes of its plan."""
+    asked = dataclasses.replace(shown.plan.problem, graph=graph)
+    return dataclasses.replace(
+        shown, plan=dataclasses.replace(shown.plan, problem=asked, **changes)
+    )
 
 
 @st.composite

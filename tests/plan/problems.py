@@ -22,7 +22,7 @@ class Line:
         latency_us: fixed time of a collective.
         us_per_byte: time of a collective, per byte.
         copy_us_per_byte: time of a copy on the device, per byte.
-        parcel_cost_us: time of each additional buffer in a collective.
+        buffer_cost_us: time of each additional buffer in a collective.
         issue_us: compute time lost to a collective of any size.
         contention: compute time lost during a collective, as a fraction of its time.
     """
@@ -30,7 +30,7 @@ class Line:
     latency_us: float = 10.0
     us_per_byte: float = 1.0
     copy_us_per_byte: float = 0.0
-    parcel_cost_us: float = 20.0
+    buffer_cost_us: float = 20.0
     issue_us: float = 30.0
     contention: float = 0.05
 
@@ -44,7 +44,7 @@ class Line:
         return num_bytes * self.copy_us_per_byte
 
     def buffer_us(self, world: int, stride: int = 1) -> float:
-        return self.parcel_cost_us
+        return self.buffer_cost_us
 
     def crosses_nodes(self, world: int, stride: int = 1) -> bool:
         return world > 1

@@ -1,4 +1,4 @@
-"""Baseline schedules and the lower bound: computed by hand for problems of a few steps."""
+"""FSDP2's rule and resized problems: computed by hand for problems of a few steps."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import dataclasses
 import operator
 
 import pytest
-from hypothesis import given
 
 from benchmarks import schedules
 from benchmarks.llama import LlamaSizes, trace
 from graphshard.kinds import GraphKind, TransferKind
-from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem
-from graphshard.planning.search import find_schedule
-from graphshard.planning.simulate import simulate
-from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
+from tests.plan.problems import WORLD, gather, problem, reduction
 
 
 def _plan(graph: Problem, *fqns: str) -> Plan:
@@ -49,46 +45,12 @@ def test_fsdp2_rule_gathers_one_block_early_and_waits_one_block_late() -> None:
     ]
 
 
-def test_unscheduled_transfers_are_all_exposed() -> None:
-    graph, line = _backward(), Line(latency_us=1.0)
-    buckets = schedules.unscheduled(_plan(graph, *FQNS), graph)
-    assert all(bucket.launch == bucket.wait for bucket in buckets)
-    timeline = simulate(graph, buckets, line)
-    assert sum(timeline.exposed_us) == len(buckets) * 1.0 + 8 * 32
-
-
-def test_kept_root_takes_memory_instead_of_a_gather() -> None:
-    graph = _backward()
-    kept = schedules.root_kept(_plan(graph, *FQNS), graph)
-    assert [(t.param, t.kind) for t in kept.transfers if t.kind == TransferKind.ALL_GATHER] == [
-        (i, TransferKind.ALL_GATHER) for i in (1, 2, 3)
-    ]
-    assert len(kept.transfers) == len(graph.transfers) - 1
-    assert kept.fixed_bytes == (32,) * 5
-
-
 def test_at_world_changes_shards_and_padding() -> None:
     graph = problem([1.0], [gather(0, 32, 0), reduction(0, 32, 1, 1)], [100])
     resized = schedules.at_world(_plan(graph, "w"), 3)  # 8 rows of 4 bytes: 3 rows per rank
     assert [(t.num_bytes, t.world) for t in resized.transfers] == [(36, 3), (36, 3)]
     assert resized.fixed_bytes == (100 - 32 // WORLD + 12,)
     assert resized.graph == GraphKind.BACKWARD
-
-
-def test_lower_bound_matches_hand_computation() -> None:
-    # Compute plus first gather (10 + 50 us) and last reduction, or only the time on the wire.
-    graph = problem([100.0, 100.0], [gather(0, 50, 0), reduction(0, 50, 2, 2)])
-    assert schedules.lower_bound_us(graph, Line()) == 60.0 + 200.0 + 60.0
-    slow = Line(us_per_byte=10.0)
-    assert schedules.lower_bound_us(graph, slow) == 510.0 + 200.0 + 510.0
-    # All gathers due at step 1 share one collective, as do all reductions ready at step 1.
-    many = problem([10.0, 10.0], [gather(i, 50, 1) for i in range(4)])
-    assert schedules.lower_bound_us(many, Line()) == 210.0 + 10.0
-    late = problem([10.0, 10.0], [reduction(i, 50, 1, 2) for i in range(4)])
-    assert schedules.lower_bound_us(late, Line()) == 10.0 + 210.0
-    # The wire is always busy, but step 0 does not wait for the second gather.
-    spread = problem([10.0, 10.0], [gather(0, 50, 0), gather(1, 500, 1)])
-    assert schedules.lower_bound_us(spread, Line()) == 560.0 + 10.0
 
 
 def _padding_bytes(one: Problem, other: Problem) -> list[int]:
@@ -116,12 +78,3 @@ def test_at_world_equals_trace_for_that_number_of_ranks() -> None:
         freed = _padding_bytes(one.problem, resized)
         assert all(abs(num_bytes) <= most for num_bytes, most in zip(differ, freed, strict=True))
         assert resized.compute_us == pytest.approx(graph.compute_us)
-
-
-@given(problems(), lines)
-def test_no_schedule_beats_the_lower_bound(graph: Problem, line: Line) -> None:
-    bound_us = schedules.lower_bound_us(graph, line)
-    plan = _plan(graph, *(f"blocks.{i // 2}.w" for i in range(8)))
-    ours = find_schedule(graph, line, ScheduleLimits())
-    for buckets in (ours, schedules.unscheduled(plan, graph), schedules.fsdp2_rule(plan, graph)):
-        assert simulate(graph, buckets, line).total_us >= bound_us - 1e-6

@@ -5,7 +5,7 @@ import pytest
 from graphshard.cost.devices import HARDWARE
 from graphshard.cost.model import CostModel
 from graphshard.kinds import HOST_COPIES, GraphKind, TransferKind
-from graphshard.ops.markers import KIND_OF_MARKER
+from graphshard.ops.markers import SPECS
 from graphshard.pipeline import verify
 from graphshard.planning import buckets
 from graphshard.show.page import TEMPLATE
@@ -32,7 +32,8 @@ def test_verifier_knows_launch_op_of_every_kind() -> None:
 
 
 def test_every_kind_except_all_reduces_of_shards_has_a_marker() -> None:
-    assert set(KIND_OF_MARKER.values()) == set(TransferKind) - {TransferKind.ALL_REDUCE_SHARDS}
+    kinds = {spec.kind for spec in SPECS.values()} - {None}
+    assert kinds == set(TransferKind) - {TransferKind.ALL_REDUCE_SHARDS}
     assert set(HOST_COPIES) < set(TransferKind)
 
 

@@ -71,7 +71,7 @@ def test_copies_of_sent_data_count_as_in_flight() -> None:
     # If the process group copies its input, half as many bytes may be in flight.
     graph = problem([100.0] * 9, [reduction(i, 1000, i + 1, 9) for i in range(8)])
     copying = dataclasses.replace(graph, copies_sent=True)
-    line = Line(latency_us=0.0, parcel_cost_us=0.0, issue_us=0.0)
+    line = Line(latency_us=0.0, buffer_cost_us=0.0, issue_us=0.0)
     once, twice = (
         max(in_flight_bytes(each, find_schedule(each, line, ScheduleLimits())))
         for each in (graph, copying)
@@ -98,7 +98,7 @@ def test_averages_begin_no_later_than_next_reduction() -> None:
     # An average over replicas is launched at the wait for its reduce-scatter.
     transfers = [reduction(i, 32, i + 1, 5, num_replicas=2) for i in range(4)]
     graph = problem([100.0] * 5, transfers)
-    buckets = find_schedule(graph, Line(latency_us=0.0, parcel_cost_us=0.0), ScheduleLimits())
+    buckets = find_schedule(graph, Line(latency_us=0.0, buffer_cost_us=0.0), ScheduleLimits())
     reduced = [b for b in buckets if b.kind == TransferKind.REDUCE_SCATTER]
     assert len(reduced) > 1
     for bucket, after in itertools.pairwise(reduced):

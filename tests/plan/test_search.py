@@ -18,7 +18,7 @@ from graphshard.planning.live_bytes import alive_bytes, in_flight_bytes, smalles
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.plan import Bucket, Plan, PlanParam, Problem
 from graphshard.planning.search import BudgetError, find_schedule, schedule_without_overlap
-from graphshard.planning.simulate import COLLECTIVE, clock, simulate
+from graphshard.planning.simulate import COLLECTIVE, simulate
 from tests.plan.problems import WORLD, Line, gather, lines, problem, problems, reduction
 
 
@@ -54,7 +54,7 @@ def test_every_transfer_is_in_one_bucket_at_a_valid_time(graph: Problem, line: L
     _assert_sound(graph, schedule_without_overlap(graph))
 
 
-@pytest.mark.parametrize("line", [Line(latency_us=1e4), Line(latency_us=0.0, parcel_cost_us=0.0)])
+@pytest.mark.parametrize("line", [Line(latency_us=1e4), Line(latency_us=0.0, buffer_cost_us=0.0)])
 def test_a_gather_ready_after_another_is_due_has_its_own_bucket(line: Line) -> None:
     # As for an fp8 weight whose scale is computed late.
     early, late = gather(0, 50, 1), gather(1, 50, 3, ready=2)
@@ -258,15 +258,6 @@ def test_tensor_is_packed_if_its_own_buffer_costs_more() -> None:
         graph, Line(latency_us=1000.0, copy_us_per_byte=1.0), ScheduleLimits()
     )
     assert bucket.buffers == ((0, 1), (2,), (3,))
-
-
-def test_reduction_does_not_delay_gather() -> None:
-    # The gather that step 2 needs is sent before the reduction that is ready after step 0.
-    graph = problem([100.0, 100.0, 100.0], [reduction(0, 150, 1, 3), gather(1, 90, 2)])
-    buckets = find_schedule(graph, Line(1.0, 1.0), ScheduleLimits())
-    exposed_us = clock(graph, buckets, Line(1.0, 1.0)).exposed_us
-    (index,) = (i for i, bucket in enumerate(buckets) if bucket.kind == TransferKind.ALL_GATHER)
-    assert exposed_us[index] == 0.0
 
 
 _SCRIPT = """

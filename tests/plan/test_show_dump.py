@@ -14,9 +14,9 @@ from torch import fx
 
 from graphshard.__main__ import main
 from graphshard.kinds import GraphKind
-from graphshard.show import Dump, DumpWriter, diff, table
-from graphshard.show.dump_folder import PAGE, dump_paths
-from tests.plan.dumps import by_hand, dumps
+from graphshard.show import Dump, diff, table
+from graphshard.show.dump_folder import PAGE, DumpWriter, dump_paths
+from tests.plan.dumps import as_kind, by_hand, dumps
 
 
 @given(dumps())
@@ -142,12 +142,7 @@ def test_reader_of_a_dump_never_sees_a_part_of_it(tmp_path: Path) -> None:
 
 def test_dumps_of_folder_are_in_order(tmp_path: Path) -> None:
     shown = by_hand()
-    forward = dataclasses.replace(
-        shown,
-        plan=dataclasses.replace(
-            shown.plan, problem=dataclasses.replace(shown.plan.problem, graph=GraphKind.FORWARD)
-        ),
-    )
+    forward = as_kind(shown, GraphKind.FORWARD)
     for number in (100, 2):
         DumpWriter(tmp_path, number).write_plan(shown)
         DumpWriter(tmp_path, number).write_plan(forward)

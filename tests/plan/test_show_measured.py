@@ -10,17 +10,13 @@ import pytest
 from graphshard.kinds import GraphKind
 from graphshard.show import Dump, dump_folder, profile
 from graphshard.show.trace import MEASURED, PID, measured_runs, with_predictions
-from tests.plan.dumps import by_hand
+from tests.plan.dumps import as_kind, by_hand
 
 Event = dict[str, Any]
 
 
-def _dump(graph: str, compiled: str) -> Dump:
-    shown = by_hand()
-    problem = dataclasses.replace(shown.plan.problem, graph=graph)
-    return dataclasses.replace(
-        shown, plan=dataclasses.replace(shown.plan, problem=problem), compiled=compiled
-    )
+def _dump(graph: GraphKind, compiled: str) -> Dump:
+    return dataclasses.replace(as_kind(by_hand(), graph), compiled=compiled)
 
 
 def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: int) -> Event:

@@ -21,13 +21,13 @@ from graphshard.__main__ import main
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.planning.memory_budget import ScheduleLimits
 from graphshard.planning.simulate import COMMUNICATION, COMPUTE
-from graphshard.show import Dump, DumpWriter
-from graphshard.show.dump_folder import PAGE, folder_page
+from graphshard.show import Dump
+from graphshard.show.dump_folder import PAGE, DumpWriter, folder_page
 from graphshard.show.page import TEMPLATE, Json, graph_data, page, steps_data
 from graphshard.show.step import Phase, graph_names, training_step
 from graphshard.show.table import exposed_reason, is_notable
 from graphshard.show.trace import PID
-from tests.plan.dumps import by_hand, dump, dumps
+from tests.plan.dumps import as_kind, by_hand, dump, dumps
 from tests.plan.problems import problem, reduction
 from tests.plan.test_show_measured import NAME, STEP, event, op
 
@@ -39,12 +39,6 @@ def _data(text: str) -> dict[str, Any]:
     assert found
     data: dict[str, Any] = json.loads(found[1])
     return data
-
-
-def _as(shown: Dump, graph: GraphKind, **changes: Any) -> Dump:
-    asked = dataclasses.replace(shown.plan.problem, graph=graph)
-    plan = dataclasses.replace(shown.plan, problem=asked, **changes)
-    return dataclasses.replace(shown, plan=plan)
 
 
 # --- the data ------------------------------------------------------------------------------------
@@ -106,14 +100,14 @@ def test_graph_data_matches_hand_computation() -> None:
 
 def _local(shown: Dump) -> Dump:
     buckets = tuple(bucket for bucket in shown.plan.buckets if not bucket.kind.is_reduction)
-    return _as(shown, GraphKind.BACKWARD, buckets=buckets)
+    return as_kind(shown, GraphKind.BACKWARD, buckets=buckets)
 
 
 def test_step_counts_runs_of_graphs_in_profile() -> None:
     last = by_hand()
-    forward = _as(last, GraphKind.FORWARD, buckets=_local(last).plan.buckets)
+    forward = as_kind(last, GraphKind.FORWARD, buckets=_local(last).plan.buckets)
     local = [dataclasses.replace(one, compiled="0/1") for one in (forward, _local(last))]
-    dumps = [*local, forward, last, _as(last, GraphKind.INFERENCE)]
+    dumps = [*local, forward, last, as_kind(last, GraphKind.INFERENCE)]
     names = graph_names(dumps)
     assert names == [
         "forward, no_sync",
@@ -154,9 +148,9 @@ def test_step_contains_only_newest_graph_of_same_parameters() -> None:
 def test_backward_graphs_run_in_reverse_order() -> None:
     shown = by_hand()
     renamed = [dataclasses.replace(param, fqn=f"2.{param.fqn}") for param in shown.plan.params]
-    other = _as(shown, GraphKind.BACKWARD, params=tuple(renamed))
+    other = as_kind(shown, GraphKind.BACKWARD, params=tuple(renamed))
     dumps = [
-        dataclasses.replace(_as(dump, kind), compiled=str(i))
+        dataclasses.replace(as_kind(dump, kind), compiled=str(i))
         for i, dump in enumerate((shown, other))
         for kind in (GraphKind.FORWARD, GraphKind.BACKWARD)
     ]
@@ -169,7 +163,7 @@ def test_backward_graphs_run_in_reverse_order() -> None:
 def test_names_are_escaped() -> None:
     shown = by_hand()
     params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
-    graph = graph_data(_as(shown, GraphKind.BACKWARD, params=params), "")
+    graph = graph_data(as_kind(shown, GraphKind.BACKWARD, params=params), "")
     text = page(EVIL, [graph])
     data = _data(text)
     assert (data["title"], data["graphs"]) == (EVIL, [json.loads(json.dumps(graph))])
@@ -186,11 +180,11 @@ def test_page_needs_no_other_files() -> None:
 
 def test_page_of_folder_shows_all_graphs(tmp_path: Path) -> None:
     shown = by_hand()
-    DumpWriter(tmp_path, 0).write_plan(_as(shown, GraphKind.FORWARD))
+    DumpWriter(tmp_path, 0).write_plan(as_kind(shown, GraphKind.FORWARD))
     DumpWriter(tmp_path, 0).write_plan(shown)
     (tmp_path / "notes.json").write_text("{}")
     (tmp_path / "01-forward.json").write_text("half of a")
-    DumpWriter(tmp_path, 2).write_plan(_as(shown, GraphKind.INFERENCE))
+    DumpWriter(tmp_path, 2).write_plan(as_kind(shown, GraphKind.INFERENCE))
     data = _data((tmp_path / PAGE).read_text())
     assert data["title"] == f"graphshard: {tmp_path.name}"
     names = ["00-forward", "00-backward", "02-inference"]
@@ -201,7 +195,7 @@ def test_page_of_folder_shows_all_graphs(tmp_path: Path) -> None:
 
 def test_page_has_measured_and_predicted_times(tmp_path: Path) -> None:
     shown = dataclasses.replace(by_hand(), compiled="1/0")
-    DumpWriter(tmp_path).write_plan(_as(shown, GraphKind.FORWARD))
+    DumpWriter(tmp_path).write_plan(as_kind(shown, GraphKind.FORWARD))
     DumpWriter(tmp_path).write_plan(shown)
     measured = {**NAME, "args": {"name": "measured: python"}}
     predicted = {**STEP[0], "pid": PID}
@@ -276,9 +270,6 @@ setTimeout(() => {
   seen.first = top.querySelector("canvas").getBoundingClientRect().top;
   press(top.querySelector("canvas"), "ArrowRight");
   seen.layers = top.querySelector(".tip").textContent;
-  seen.bars = all(".bars i").map(bar => bar.getBoundingClientRect().width);
-  seen.tiles = all(".tiles div").map(tile => [tile.firstChild, tile.lastChild.firstChild]);
-  seen.tiles = seen.tiles.map(nodes => nodes.map(node => node.textContent));
   seen.graphs = all("#graphs tbody tr").map(row => texts("th, td", row));
   seen.headers = texts(".buckets thead th", section);
   seen.rows = shown(section.querySelector(".buckets")).map(row => texts("td", row));
@@ -334,34 +325,23 @@ def test_page_works_in_browser(tmp_path: Path) -> None:
     shown = by_hand()
     params = (dataclasses.replace(shown.plan.params[0], fqn=EVIL), *shown.plan.params[1:])
     reasons = ((1, "travels as float32: used as bfloat16 and float32"),)
-    evil = _as(shown, GraphKind.BACKWARD, params=params, kept=(0,), reasons=reasons)
+    evil = as_kind(shown, GraphKind.BACKWARD, params=params, kept=(0,), reasons=reasons)
     lanes = {"compute": [(0.0, 80.0)], "communication": [(100.0, 50.0)]}
     measured = {"runs": 3, "median_us": 1234.0, "us": 500.0, "lanes": {"0": lanes}}
     graphs = [
         graph_data(evil, "backward", "00-backward", measured),
-        graph_data(_as(shown, GraphKind.INFERENCE), "evaluation (0/0)"),
-        graph_data(_as(dump(problem([], []), []), GraphKind.INFERENCE), "evaluation (0/1)"),
+        graph_data(as_kind(shown, GraphKind.INFERENCE), "evaluation (0/0)"),
+        graph_data(as_kind(dump(problem([], []), []), GraphKind.INFERENCE), "evaluation (0/1)"),
     ]
     steps = steps_data([evil], graphs[:1], optimizer_us=46.0, note="as measured")
     path = tmp_path / "page.html"
-    bars = [{"name": name, "value": v, "text": f"{v}"} for name, v in ((EVIL, 3), ("short", 1.5))]
-    text = page(EVIL, graphs, steps, charts=[{"title": "bars", "bars": bars}])
+    text = page(EVIL, graphs, steps)
     path.write_text(text.replace("</body>", f"{LOOK}</body>"))
     seen, console = _look(path, tmp_path / "profile")
     assert len(console) == 1, console
     (looked,) = console  # the message of LOOK; errors would also be here
     assert '"looked"' in looked
     assert seen["images"] == 0 and seen["title"] == EVIL
-    full, half = seen["bars"]
-    assert full == pytest.approx(2 * half, abs=1) and half > 0
-    tiles = [
-        ["predicted total", "0.200"],
-        ["predicted compute", "0.074"],
-        ["predicted communication", "0.110"],
-        ["predicted exposed", "0.080"],
-        ["predicted peak memory", "220"],
-    ]
-    assert seen["tiles"] == tiles
     assert "training step 0.200 ms" in seen["sums"] and "0.080 ms exposed (40.0 %)" in seen["sums"]
     assert "optimizer 0.046 ms" in seen["sums"] and "as measured" in seen["sums"]
     assert seen["first"] < 300 and "0.020 ms of compute, from 0.030 to 0.050" in seen["layers"]

@@ -10,6 +10,7 @@ from hypothesis import given
 from graphshard.kinds import TransferKind
 from graphshard.planning.buckets import bucket_of
 from graphshard.planning.memory_budget import ScheduleLimits
+from graphshard.planning.offload import add_host_copies
 from graphshard.planning.plan import Bucket, Problem
 from graphshard.planning.search import find_schedule
 from graphshard.planning.simulate import (
@@ -54,7 +55,8 @@ def test_additional_buffer_in_collective_takes_time() -> None:
 
 @given(problems(), lines)
 def test_clock_agrees_with_simulate(graph: Problem, line: Line) -> None:
-    buckets = find_schedule(graph, line, ScheduleLimits())
+    limits = ScheduleLimits()
+    buckets = add_host_copies(graph, find_schedule(graph, line, limits), line, limits)
     timeline = simulate(graph, buckets, line)
     times = clock(graph, buckets, line)
     assert times.total_us == pytest.approx(timeline.total_us)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 from hypothesis import given
@@ -21,7 +20,7 @@ from graphshard.show.page import graph_data
 from graphshard.show.table import table
 from graphshard.show.trace import THREADS, trace
 from tests.plan.dumps import by_hand
-from tests.plan.problems import Line, gather, lines, problem, problems, reduction, user_collective
+from tests.plan.problems import Line, lines, problem, problems, reduction, user_collective
 
 PARAMS = tuple(PlanParam(i, (), "", 1) for i in range(8))
 
@@ -80,11 +79,7 @@ def test_plans_with_different_sides_differ_in_text() -> None:
     assert _plan(2).collectives_text() == _plan(3).collectives_text()
 
 
-def test_plan_of_older_file_has_no_user_collectives() -> None:
-    plan = dataclasses.replace(_plan(), problem=problem([1.0], [gather(0, 8, 0)]))
-    raw = json.loads(plan.to_json())
-    del raw["problem"]["user_collectives"]
-    assert Plan.from_json(json.dumps(raw)) == plan
+def test_user_collectives_survive_json() -> None:
     assert Plan.from_json(_plan(1).to_json()) == _plan(1)
 
 

@@ -69,7 +69,7 @@ class Training:
 
     def weights(self) -> dict[str, torch.Tensor]:
         model = self.accelerator.unwrap_model(self.model)
-        return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
+        return {name: whole(param) for name, param in model.named_parameters()}
 
 
 @on_ranks(2)

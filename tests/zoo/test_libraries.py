@@ -12,12 +12,12 @@ from .libraries import LIBRARIES
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
-def _train(name: str, compiler: str) -> None:
+def _train(name: str) -> None:
     library = LIBRARIES[name]
-    twins = Twins(library.build(), fullgraph=library.one_graph, compiler=compiler)
+    twins = Twins(library.build(), fullgraph=library.one_graph)
     twins.train(library.batch, loss=library.loss)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_library_model_trains_like_unsharded_copy(name: str) -> None:
-    ranks.run(2, _train, name, "aot_eager", env=OFFLINE)
+    ranks.run(2, _train, name, env=OFFLINE)

@@ -118,7 +118,7 @@ def _fit(
 
 
 def _weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
+    return {name: whole(param) for name, param in model.named_parameters()}
 
 
 def compare_with_ddp(folder: str) -> float:

@@ -42,7 +42,7 @@ def _data() -> Tensor:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
+    return {name: whole(param) for name, param in model.named_parameters()}
 
 
 def _by_fsdp2(epochs: int = EPOCHS) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from graphshard.errors import BackendError
 from tests import ranks
-from tests.numerics.compare import Twins, assert_close, draw, sgd, world_mesh
+from tests.numerics.compare import Twins, assert_close, draw, sgd, step_all, world_mesh
 
 from .models import causal_batch, llama, model_loss
 
@@ -71,9 +71,7 @@ def _train(name: str, compiler: str) -> None:
     for step in range(3):
         twins.backward(draw(causal_batch, step), model_loss)
         _check(twins, quantized)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(*optimizers)
 
 
 def _check(twins: Twins, quantized: dict[str, nn.Parameter]) -> None:

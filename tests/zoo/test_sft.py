@@ -66,7 +66,7 @@ def _train(folder: str, kind: Any, bf16: bool = True, **more: Any) -> tuple[SFTT
 
 def _trained(trainer: SFTTrainer) -> dict[str, Tensor]:
     params = trainer.model.named_parameters()
-    return {name.removeprefix("module."): whole(param.detach()) for name, param in params}
+    return {name.removeprefix("module."): whole(param) for name, param in params}
 
 
 def compare_with_ddp(folder: str) -> tuple[float, bool]:

@@ -84,7 +84,7 @@ def _trainer(
 
 def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     params = trainer.model.named_parameters()
-    return {name: whole(param.detach()).clone() for name, param in params}
+    return {name: whole(param) for name, param in params}
 
 
 def _history(trainer: Trainer, key: str) -> list[float]:

@@ -30,14 +30,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import hints, triton_helpers
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
-
-__all__ = ["DataDependentOutputException", "DynamicOutputShapeException"]
 
 TORCH_VERSIONS = ("2.13",)
 TRITON_VERSIONS = ("3.7",)
