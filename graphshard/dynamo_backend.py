@@ -172,7 +172,7 @@ class Backend:
         meter = Meter(device, waits=any(plan.buckets for plan in compiled.plans))
         run = meter.metered(run)
         run = with_backward_hook(run) if sharded else run
-        self._graphs.append(compiled)  # without ``run``, which torch._dynamo.reset() may free
+        self._graphs.append(compiled)  # without ``run``, to not keep the graph alive
         self._meters.append(meter)
         if sharded:
             stop_watching(self)

@@ -16,7 +16,9 @@ line, which is cleared at the end.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import shutil
 import sys
 import time
@@ -55,8 +57,15 @@ def end() -> None:
 def show_line(text: str) -> None:
     """Replace the current line of stderr with ``text``, if stderr is a terminal."""
     if _is_terminal():
-        width = shutil.get_terminal_size().columns - 1  # a wrapped line cannot be cleared
+        width = _width() - 1  # a wrapped line cannot be cleared
         print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
+
+
+def _width() -> int:
+    with contextlib.suppress(OSError, ValueError):  # stderr may have no file descriptor
+        if columns := os.get_terminal_size(sys.stderr.fileno()).columns:  # 0: unknown
+            return columns
+    return shutil.get_terminal_size().columns  # of stdout
 
 
 def _shows_line() -> bool:

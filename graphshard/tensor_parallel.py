@@ -73,6 +73,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     name = getattr(config, "model_type", type(model).__name__)
     if not styles:
         raise ValueError(f"{name} has no base_model_tp_plan: {_OWN_PLAN}")
+    _check_styles(name, styles)
     lm: Any = model
     _check_sizes(name, lm, mesh.size())
     base = getattr(lm, lm.base_model_prefix)
@@ -96,6 +97,20 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
 _OWN_PLAN = "pass a function that calls parallelize_module (--tp-plan FILE.py:FUNCTION)"
 
 
+def _check_styles(name: str, styles: dict[str, str]) -> None:
+    for path, style in styles.items():
+        parent = path.removeprefix(_LAYER).rpartition(".")[0]
+        if style not in _STYLES:
+            supported = f"styles {', '.join(_STYLES)}"
+        elif style == "colwise" and parent not in _GATHERS:
+            supported = f"parts of {' and '.join(_GATHERS)}"
+        else:
+            continue
+        raise ValueError(
+            f"{name}: cannot split {path} by style {style!r}, only {supported}: {_OWN_PLAN}"
+        )
+
+
 def _check_sizes(name: str, lm: Any, size: int) -> None:
     fields = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     numbers = {field: getattr(lm.config, field, None) for field in fields}
@@ -106,13 +121,10 @@ def _check_sizes(name: str, lm: Any, size: int) -> None:
 
 
 def _layer_plan(name: str, layer: nn.Module, styles: dict[str, str]) -> dict[str, ParallelStyle]:
-    plan: dict[str, ParallelStyle] = {}
-    for path, style in styles.items():
-        part = path.removeprefix(_LAYER)
-        parent = part.rpartition(".")[0]
-        if style not in _STYLES or (style == "colwise" and parent not in _GATHERS):
-            raise ValueError(f"{name}: cannot split {path} by style {style!r}: {_OWN_PLAN}")
-        plan[part] = _STYLES[style]()
+    paths = {path.removeprefix(_LAYER): style for path, style in styles.items()}
+    plan = {path: _STYLES[style]() for path, style in paths.items()}
+    for path, style in paths.items():
+        parent = path.rpartition(".")[0]
         if style == "colwise":
             plan[parent] = _GATHERS[parent]()
     plan |= {path: SequenceParallel() for path, c in layer.named_children() if _own_parameters(c)}

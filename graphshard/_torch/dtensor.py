@@ -39,7 +39,7 @@ def set_local_tensor(dtensor: DTensor, local: torch.Tensor) -> None:
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    return _wrapped(local, like._spec)
+    return DTensor(local, like._spec, requires_grad=False)
 
 
 def dtensor_of(
@@ -48,15 +48,7 @@ def dtensor_of(
     """Wrap ``local`` in a contiguous DTensor of the full ``shape``."""
     # ``DTensor.from_local`` would move an offloaded local tensor to the mesh's device.
     meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
-    return _wrapped(local, DTensorSpec(mesh, placements, tensor_meta=meta))
-
-
-def _wrapped(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    # A wrapper has the storage offset of the tensor that it is made of. If that is not 0, as for a
-    # gradient in a reduction buffer, copy.deepcopy and torch.save try to read the wrapper's memory.
-    wrapper = DTensor(local.new_empty(0), spec, requires_grad=False)
-    wrapper._local_tensor = local
-    return wrapper
+    return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
 def rows_of_parts(num_parts: int, dim: int) -> Placement:
@@ -123,6 +115,25 @@ def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
             _set_data(dtensor, value)
 
     patch("torch.distributed.tensor.DTensor.data", lambda data: property(data.__get__, assign))
+
+
+@functools.cache  # patching again has no effect
+def fix_deepcopy() -> None:
+    """Let ``copy.deepcopy`` copy a DTensor whose local tensor starts inside a storage."""
+
+    # For example a gradient, a slice of a reduction buffer. Torch takes the wrapper's data pointer,
+    # which is then not 0, as a sign that it has memory, and fails to copy that.
+    def wrap(deepcopy: Callable[[DTensor, dict[int, Any]], DTensor]) -> Callable[..., DTensor]:
+        @functools.wraps(deepcopy)
+        def copy(self: DTensor, memo: dict[int, Any]) -> DTensor:
+            is_plain = not self.requires_grad and not isinstance(self, torch.nn.Parameter)
+            if is_plain and self.data_ptr() != 0:
+                memo.setdefault(id(self), self.clone())
+            return deepcopy(self, memo)
+
+        return copy
+
+    patch("torch.distributed.tensor.DTensor.__deepcopy__", wrap)
 
 
 _set_data: Callable[[DTensor, object], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]

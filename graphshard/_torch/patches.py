@@ -38,6 +38,9 @@ PATCHES = {
     "torch.distributed.tensor.DTensor.data": (
         "Makes `param.data = value` set the local tensor; torch's own setter loses the value."
     ),
+    "torch.distributed.tensor.DTensor.__deepcopy__": (
+        "Copies gradients that are slices of a reduction buffer; torch's own method fails."
+    ),
     "torch.autograd.graph._engine_run_backward": (
         "Differentiates with respect to shards if autograd.grad or backward(inputs=) gets DTensors."
     ),

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 from ..kinds import TransferKind
 
-VERSION = 4  # version of the JSON form; files with another version are rejected
+VERSION = 5  # version of the JSON form; files with another version are rejected
 
 # Sources of rates: published numbers, or measurements of the machine itself.
 DATASHEET, CALIBRATED = "datasheet", "calibrated"

@@ -55,7 +55,11 @@ class ParamOptions:
             check_mesh(self.mesh)
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise ValueError(f"dim={self.dim!r}: must be the dimension to split, an integer")
-        check_bool("shard", self.shard)
+        if not isinstance(self.shard, bool):
+            raise ValueError(
+                f"shard={self.shard!r}: must be True, or False (DDP: replicate, all-reduce "
+                "gradients)"
+            )
         _check_mp_policy(self.mp_policy)
         if not isinstance(self.offload_policy, OffloadPolicy):
             raise ValueError(

@@ -268,14 +268,14 @@ def _mark(values: torch.Tensor) -> None:
 
 
 def _num_unwritten(tensor: torch.Tensor) -> int:
-    """Return the number of marked elements; of 8-bit integers, only if all are marked."""
+    """Return the number of marked elements; of short integers, only if all are marked."""
     values = values_on_rank(tensor).contiguous()
     if values.is_floating_point() or values.is_complex():
         return num_uninitialized(values)
     elements = as_bytes(values).view(-1, values.itemsize)
     unwritten = int((elements == _MARK).all(1).sum())
-    # A table of all 8-bit values contains the mark.
-    may_contain_mark = values.itemsize == 1 and values.dtype != torch.bool
+    # A table of all 8-bit or 16-bit values contains the mark.
+    may_contain_mark = values.itemsize <= 2 and values.dtype != torch.bool
     return 0 if may_contain_mark and unwritten < values.numel() else unwritten
 
 

@@ -31,10 +31,10 @@ from .._torch.autograd import (
     is_held_by_torch,
     share_hooks,
     take_gradient,
-    version_of,
 )
 from .._torch.distributed import process_group
 from .._torch.dtensor import (
+    fix_deepcopy,
     local_tensor,
     on_data_assigned,
     set_local_tensor,
@@ -170,6 +170,7 @@ def shard_module(
         before_loading_optimizers(check_optimizer_state)
         extend_backward_inputs(leaves_of, gradient_of)
         after_unscaling(share_found_infs)
+        fix_deepcopy()
         for param in sharded_params:
             if in_use:
                 vars(param)[REPLACED] = True
@@ -339,12 +340,9 @@ def _hand_over_grads(old: nn.Parameter, sharded_param: ShardedParam) -> None:
     drop_hooks(old)  # they run on the shard's gradients instead
     if not old.requires_grad:
         return
-    version = version_of(sharded_param.dtensor)
 
     @run_with_callees_as_python
     def hand_over(full: torch.Tensor) -> None:
-        if version_of(sharded_param.dtensor) > version:
-            raise BackendError(f"{sharded_param.fqn!r} has changed: {WHY_REPLACED}")
         grad = take_gradient(full)
         assert grad is not None
         with eager_reduction(sharded_param.spec.groups, sharded_param.fqn):

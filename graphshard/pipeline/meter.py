@@ -95,7 +95,7 @@ class _TimedRun:
 class Meter:
     """Meter of a compiled graph: counts all of its runs, and times one in ``EVERY``.
 
-    A meter does not keep its graph alive: ``torch._dynamo.reset()`` frees the graph.
+    A meter does not keep its graph alive.
 
     Args:
         waits: whether the graph waits for collectives or host copies.

@@ -6,6 +6,7 @@ A violation is a bug in graphshard, and raises an AssertionError before the grap
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,9 +35,23 @@ _KIND_OF_LAUNCH: dict[object, TransferKind] = {
 }
 
 
-# ("launch", kind, size of the full buffers), ("wait", kind, index of the launch in the graph) for
-# each buffer, or text for the launch of a user collective.
-Event = tuple[object, ...] | str
+@dataclass(frozen=True)
+class Launch:
+    """The launch of a collective or host copy."""
+
+    kind: TransferKind
+    num_bytes: int  # size of its full buffers
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The wait for one buffer of a launch."""
+
+    kind: TransferKind
+    launch: int  # index of the launch in the graph
+
+
+Event = Launch | Wait | str  # text for the launch of a user collective
 
 
 def verify_partition(
@@ -86,10 +101,10 @@ def _planned_events(plan: Plan) -> list[Event]:
             waits = bucket.transfers if bucket.kind in HOST_COPIES else bucket.buffers
             buffers = range(len(waits))
             if is_wait:
-                events += [("wait", kind, launch_of[i, buffer]) for buffer in buffers]
+                events += [Wait(kind, launch_of[i, buffer]) for buffer in buffers]
                 continue
             sizes = _launched_bytes(plan, bucket)
-            events += [("launch", kind, size) for size in sizes]
+            events += [Launch(kind, size) for size in sizes]
             for buffer in buffers:
                 launch_of[i, buffer] = num_launched + min(buffer, len(sizes) - 1)
             num_launched += len(sizes)
@@ -105,7 +120,7 @@ def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
 
 def _graph_events(graph: fx.Graph) -> list[Event]:
     events: list[Event] = []
-    launches: dict[fx.Node, Event] = {}  # the event of the wait for each buffer
+    launches: dict[fx.Node, Wait] = {}  # the event of the wait for each buffer
     num_launched = 0
     for node in graph.nodes:
         if is_user_launch(node):
@@ -114,11 +129,11 @@ def _graph_events(graph: fx.Graph) -> list[Event]:
             continue
         elif node.target in _KIND_OF_LAUNCH:
             kind = _launch_kind(node)
-            events.append(("launch", kind, _full_bytes(node)))
+            events.append(Launch(kind, _full_bytes(node)))
             buffers = list(node.users) if isinstance(node.meta["val"], list) else [node]
             for buffer in buffers:
                 _verify_one_wait(buffer)
-                launches[buffer] = ("wait", kind, num_launched)
+                launches[buffer] = Wait(kind, num_launched)
             num_launched += 1
         elif node.target is WAIT and node.args[0] in launches:
             # Our other waits, which plans do not list, make the host wait for copies to the host.

@@ -14,7 +14,7 @@ cards of a node.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -254,23 +254,31 @@ def packed_bucket(
         i: problem.transfers[i].exchanged() if exchanges else problem.transfers[i] for i in members
     }
     float8: list[int] = []
-    cast: list[int] = []
     others: list[int] = []
     alone: list[tuple[int, ...]] = []
     for i, transfer in sent.items():
         if not _is_small(transfer, cost_model):
             alone.append((i,))
-        # fp8 has a separate shared buffer, because the kernel that casts to fp8 also packs.
-        elif "float8" in transfer.dtype:
-            float8.append(i)
-        # One kernel packs gradients for all ranks if their dtypes are equal (``chunk_cat_`` in
-        # ``graphshard._torch.tensors``); otherwise packing takes one kernel per gradient.
-        elif transfer.kind == TransferKind.REDUCE_SCATTER and transfer.casts:
-            cast.append(i)
         else:
-            others.append(i)
-    buffers = (*map(tuple, filter(None, (float8, cast, others))), *alone)
+            # fp8 has a separate shared buffer, because the kernel that casts to fp8 also packs.
+            (float8 if "float8" in transfer.dtype else others).append(i)
+    packed = _packed({i: sent[i] for i in others}, cost_model)
+    buffers = (*filter(None, (tuple(float8), *packed)), *alone)
     return bucket_of(problem, buffers, launch=launch, wait=wait, exchanges=exchanges)
+
+
+def _packed(sent: Mapping[int, Transfer], cost_model: TransferCostModel) -> list[tuple[int, ...]]:
+    """Group transfers into one shared buffer, or two if packing mixed dtypes would cost more."""
+    # One kernel packs gradients for all ranks if their dtypes are equal (``chunk_cat_`` in
+    # ``graphshard._torch.tensors``); otherwise packing takes one kernel per gradient.
+    cast = tuple(i for i, t in sent.items() if t.casts)
+    uncast = tuple(i for i, t in sent.items() if not t.casts)
+    first = next(iter(sent.values()), None)
+    if first and first.kind == TransferKind.REDUCE_SCATTER and cast and uncast:
+        launches_us = cost_model.copy_us(0) * len(sent)
+        if launches_us > cost_model.buffer_us(first.world, first.stride):
+            return [cast, uncast]
+    return [tuple(sent)]
 
 
 def gathers_by_due(problem: Problem) -> list[int]:

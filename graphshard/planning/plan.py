@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from ..kinds import HOST_COPIES, GraphKind, TransferKind
 
 _Record = TypeVar("_Record")
-VERSION = 8  # version of the JSON format
+VERSION = 9  # version of the JSON format
 
 
 @dataclass(frozen=True)

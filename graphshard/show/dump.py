@@ -35,7 +35,7 @@ from ..planning.simulate import (
     simulate,
 )
 
-VERSION = 3
+VERSION = 4
 # Slowdown of transfers in the pessimistic estimate of exposed time. Measured on an H200: modelled
 # links took 1.3 to 1.6 times as long as planned.
 TRANSFER_SLOWDOWN = 1.5

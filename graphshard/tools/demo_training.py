@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
 
 from .._torch.modelled_wire import gather_ahead
 from ..dynamo_backend import Backend
-from ..params.memory_report import memory_report
 from .demo_model import SIZES, new_model
 
 LEARNING_RATE = 1e-3
@@ -82,7 +82,7 @@ class Training:
         dist.barrier()  # start at the same time on all ranks
         _synchronize(batch.device)
         start = time.perf_counter()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad()  # not at the end of a step: ``count_memory`` counts gradients
         loss = self.model(batch)
         loss.backward()
         self.optimizer.step()
@@ -94,9 +94,10 @@ class Training:
         self.seconds.append(seconds.max().item())
 
     def count_memory(self, device: torch.device) -> None:
-        report = memory_report(self.model, self.optimizer)
-        parts = (report.parameters, report.gradients, report.optimizer)
-        held = _gather([part.rank for part in parts], device)
+        params = list(self.model.parameters())
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        kinds = (params, [param.grad for param in params], states)
+        held = _gather([_storage_bytes(tensors) for tensors in kinds], device)
         self.held_bytes = held.max(dim=0).values.tolist()
 
     def difference(self, other: Training) -> float:
@@ -115,6 +116,17 @@ def _gather(values: Sequence[float], device: torch.device) -> torch.Tensor:
     rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, local)
     return torch.stack(rows).cpu()
+
+
+def _storage_bytes(values: Iterable[object]) -> int:
+    """Return the bytes of the storages of all tensors or DTensors' shards, each counted once."""
+    sizes: dict[int, int] = {}
+    for value in values:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if isinstance(local, torch.Tensor):
+            storage = local.detach().untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def new_trainings(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -37,9 +38,14 @@ def test_progress_line_is_shown_and_cleared(mesh: DeviceMesh) -> None:
         assert any(line.startswith(f"graphshard: {text}") for line in lines), lines
 
 
-def test_progress_line_fits_into_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
+def test_progress_line_is_as_wide_as_the_terminal_of_stderr(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = {77: 20, 1: 50}  # by file descriptor
+    size_of = os.terminal_size
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: size_of((columns[fd], 24)))
     with contextlib.redirect_stderr(_Terminal()) as terminal:
+        terminal.fileno = lambda: 77  # type: ignore[method-assign]
         progress.show_line("x" * 100)
     assert terminal.getvalue() == "\r\033[K" + "x" * 19
 

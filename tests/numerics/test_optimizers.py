@@ -269,12 +269,10 @@ def test_step_of_frozen_optimizer_raises(graph_breaks: bool) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("graph_breaks", [False, True])
 @on_ranks(2)
-def test_training_frozen_module_outside_of_model_raises(graph_breaks: bool) -> None:
+def test_training_frozen_module_outside_of_model_raises() -> None:
     model = MLP()
     outside = _Loss(model)
-    _hidden_from_sharding(model, graph_breaks)
-    sgd(model).step()
+    _hidden_from_sharding(model, graph_breaks=False)
     with pytest.raises(RuntimeError, match=r"gc\.unfreeze"):
         outside.weight.square().sum().backward()

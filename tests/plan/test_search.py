@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from graphshard.errors import BackendError
 from graphshard.kinds import TransferKind
+from graphshard.planning.bucketing import packed_bucket
 from graphshard.planning.buckets import replica_bucket
 from graphshard.planning.follow_plan import follow_plan
 from graphshard.planning.live_bytes import alive_bytes, in_flight_bytes, smallest_peak
@@ -258,6 +259,24 @@ def test_tensor_is_packed_if_its_own_buffer_costs_more() -> None:
         graph, Line(latency_us=1000.0, copy_us_per_byte=1.0), ScheduleLimits()
     )
     assert bucket.buffers == ((0, 1), (2,), (3,))
+
+
+class _Kernels(Line):
+    def copy_us(self, num_bytes: int) -> float:
+        return 5.0
+
+
+@pytest.mark.parametrize(("num_gradients", "num_buffers"), [(3, 1), (5, 2)])
+def test_mixed_gradients_have_two_buffers_if_kernels_cost_more(
+    num_gradients: int, num_buffers: int
+) -> None:
+    # One kernel packs a buffer of equal dtypes; in a mixed one, each gradient takes its own.
+    reduced = [
+        dataclasses.replace(reduction(i, 10, 0, 1), casts=i > 0) for i in range(num_gradients)
+    ]
+    graph, cost_model = problem([10.0], reduced), _Kernels(buffer_cost_us=20.0)
+    bucket = packed_bucket(graph, range(num_gradients), cost_model, launch=1, wait=1)
+    assert len(bucket.buffers) == num_buffers
 
 
 _SCRIPT = """

@@ -28,7 +28,7 @@ def test_a_dump_survives_json(shown: Dump) -> None:
 
 def test_the_json_of_a_dump_is_readable() -> None:
     raw = json.loads(by_hand().to_json())
-    assert raw["version"] == 3 and raw["compiled"] == "0/0"
+    assert raw["version"] == 4 and raw["compiled"] == "0/0"
     assert raw["hardware"]["name"] == "wire"
     assert raw["limits"] == {"cap": None, "in_flight": None, "peak": None, "reduce": "ring"}
     assert raw["plan"]["params"][0]["fqn"] == "up.weight"
@@ -65,10 +65,10 @@ BAD = [
     ("[1, 2]", "is not a dump from graphshard"),
     ('{"traceEvents": []}', "is not a dump from graphshard"),
     (by_hand().plan.to_json(), "is not a dump from graphshard"),
-    (_with(version=7), "dump of version 7: this graphshard reads version 3"),
-    (_with(plan={"version": 9}), "the plan has version 9"),
-    (_with(plan={"version": 8}), "is not a dump from graphshard"),
-    (_with(hardware={"version": 9}), "version 9: this graphshard reads version 4"),
+    (_with(version=7), "dump of version 7: this graphshard reads version 4"),
+    (_with(plan={"version": 8}), "the plan has version 8"),
+    (_with(plan={"version": 9}), "is not a dump from graphshard"),
+    (_with(hardware={"version": 9}), "version 9: this graphshard reads version 5"),
     (_with(limits={"top": 3}), "is not a dump from graphshard"),
     (IMPOSSIBLE, "is not a dump from graphshard"),
     (_with_number(-1, "plan", "buckets", 0, "launch"), "is not a dump from graphshard"),
