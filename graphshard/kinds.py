@@ -21,7 +21,7 @@ class TransferKind(_Kind):
     """The operation of a transfer, and of a bucket of such transfers.
 
     When a kind is added, ``tests/plan/test_kinds.py`` finds most tables that lack it, and
-    ``git grep TransferKind`` finds the rest.
+    docs/how_it_works.md says how to find the rest.
     """
 
     # ``pipeline.verify`` distinguishes launches by their ops. gloo's reduce-scatter already uses

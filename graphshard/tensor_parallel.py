@@ -1,8 +1,10 @@
 """Tensor parallelism for transformers models, as assumed by ``graphshard plan --tp``.
 
-ranks along tp    embed ─► [norm ─► gather ─► q k v, attention ─► out ─► scatter] .. ─► head
-sequence          split     split   whole                               split        whole
-heads, features             whole   split                               whole        split
+How the ranks along tp divide the output of each stage; the MLP is split like attention:
+
+            embed ─► [norm ─► gather ─► q k v, attention ─► out, scatter] .. ─► head
+sequence    split     split   whole     whole               split               whole
+features    whole     whole   whole     split (heads)       whole               split (vocabulary)
 """
 
 from __future__ import annotations

@@ -336,6 +336,8 @@ def shard_written_at_break() -> Source | None:
 
 
 def _identity(argument: VariableTracker) -> object:
+    if type(argument) is ConstantVariable:  # most are; isinstance takes long for variables
+        return argument.value
     if isinstance(argument, TensorVariable):
         return argument.as_proxy().node
     return argument.as_python_constant()

@@ -43,8 +43,8 @@ def _validate(args: argparse.Namespace) -> tuple[str, str]:
         )
     if args.ep < 1 or (args.ep > 1 and (args.replicas * args.tp > 1 or args.world % args.ep)):
         raise argparse.ArgumentTypeError(
-            f"--ep {args.ep}: must be positive and divide --world {args.world}; more than 1 cannot "
-            "be combined with --replicas or --tp"
+            f"--ep {args.ep}: must be positive and divide --world {args.world}; if it is above 1, "
+            "--replicas and --tp must be 1"
         )
     if args.tp_plan is not None and args.tp == 1:
         raise argparse.ArgumentTypeError(f"--tp-plan {args.tp_plan}: needs --tp of at least 2")

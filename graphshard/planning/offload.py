@@ -202,15 +202,14 @@ def choose_offloaded(
     """Return the positions in ``saved`` of the activations to offload; none without a peak limit.
 
     A graph may need offloading to fit ``limits.peak``. Offloading more can save time, because the
-    freed memory lets gathers launch earlier. Therefore, a few amounts are tried. The smallest whose
-    predicted time exceeds the best by at most the fraction ``MIN_GAIN`` is chosen.
-
-        budget   ├──────────── least memory ──────────┤     all gathers exposed
-                 ├─────── least memory ───┤ prefetch ─┤     hidden, if the copies are hidden
+    freed memory lets gathers launch earlier. So for each fraction in ``SHARES``, offload until the
+    least memory of both graphs fits into that fraction of the limit. Of the choices that fit the
+    limit, return the smallest whose predicted time exceeds the best by at most the fraction
+    ``MIN_GAIN``. If none fits, return the choice for the first fraction: scheduling will report the
+    missing memory.
     """
     if limits.peak is None:
         return []
-    # Try a few amounts, and schedule both graphs for each.
     budgets = [int(limits.peak * share) for share in SHARES]
     graphs, exchanges = (forward, backward), limits.reduce == "exchange"
     least = [least_by_point(problem, exchanges=exchanges) for problem in graphs]
@@ -223,7 +222,7 @@ def choose_offloaded(
         if max(peaks) <= limits.peak:
             times_us[chosen] = sum(_predicted_us(p, limits, cost_model) for p in problems)
     if not times_us:
-        # There is only one choice, or none fits, and scheduling will report the missing memory.
+        # There is only one choice, or none fits.
         return list(choices[0])
     within_us = min(times_us.values()) * (1 + MIN_GAIN)
     return list(next(chosen for chosen, us in times_us.items() if us <= within_us))
