@@ -225,14 +225,16 @@ class _Tables(nn.Module):
         self.register_buffer("columns", torch.ones(4, 2, dtype=torch.int64).t())
         self.register_buffer("rates", torch.ones(4, 2).t())
         self.register_buffer("bytes", torch.ones(256, dtype=torch.uint8))
+        self.register_buffer("shorts", torch.ones(1 << 15, dtype=torch.int16))
         self.register_buffer("empty", torch.ones(0, dtype=torch.uint8))  # needs no values
 
     def write(self, names: str) -> None:
         nn.init.ones_(self.lin.weight)
         nn.init.ones_(self.lin.bias)
-        if "bytes" in names:
-            self.bytes.copy_(torch.arange(256))  # has all values of the dtype
-        for name in names.replace("bytes", "").split():
+        for name in names.split():
+            if name in ("bytes", "shorts"):  # has all values of the dtype that are not negative
+                getattr(self, name).copy_(torch.arange(len(getattr(self, name))))
+                continue
             tensor = getattr(self, name).detach()
             tensor.copy_(torch.eye(4).flatten()[: tensor.numel()].view_as(tensor))
 
@@ -242,7 +244,7 @@ def test_complex_bool_and_integer_tensors_are_written_by_init() -> None:
     with torch.device("meta"):
         model = graphshard.shard(_Tables(), world_mesh())
     names = {"phases", "codes", "flags", "causal", "angles", "mask", "ids", "bytes"}
-    names |= {"columns", "rates"}
+    names |= {"columns", "rates", "shorts"}
     for missing in sorted(names):
         written = " ".join(names - {missing})
         with pytest.raises(ValueError, match=f"does not write .*'{missing}'"):
