@@ -228,6 +228,10 @@ class ShardedParam:
                 "it: load full values with load_state_dict, copy_ a DTensor into it, or replace it "
                 "before sharding. " + FUNCTIONAL_CALL
             )
+        return self.sync_unreplaced()
+
+    def sync_unreplaced(self) -> bool:
+        """Do as ``sync``, but without checking that neither DTensor nor storage was replaced."""
         if self._uninitialized:
             self._check_initialized()
         return self.sync_requires_grad()
@@ -442,9 +446,7 @@ def in_sync(shard: torch.Tensor) -> bool:
         return False  # Dynamo tries another graph, or calls the backend
     # Dynamo compares the shard's requires_grad only after this guard: if the user flipped the
     # DTensor's back and forth, the shard now agrees, and the earlier graph is used again.
-    if sharded_param._uninitialized:
-        sharded_param._check_initialized()
-    sharded_param.sync_requires_grad()
+    sharded_param.sync_unreplaced()
     return True
 
 
