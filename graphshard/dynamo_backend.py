@@ -12,6 +12,7 @@ a graph break in a loop), in which case no graph with a parameter reaches the ba
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -46,6 +47,8 @@ from ._torch.frames import (
     is_in_compiled_autograd,
 )
 from ._torch.inductor import mode_options, take_region_budget
+from ._torch.unused_work import without_unused_work
+from .cpython_tuning import without_full_collections
 from .errors import BackendError
 from .options.float8_policy import Float8Policy
 from .options.options import Options, hashable, mesh_for
@@ -477,7 +480,7 @@ def from_string(
 def _shard_before_trace(_: object) -> None:
     # If a compiled function calls a module that Dynamo runs eagerly, that module is the root. It is
     # sharded now, because the parts of its call that Dynamo compiles may have no parameter.
-    on_compile_end(_end_progress)
+    on_compile_end(_end_compile)
     if is_capturing():
         return
     call = compiled_call()
@@ -487,6 +490,9 @@ def _shard_before_trace(_: object) -> None:
             "torch._dynamo.config.compiled_autograd=False, or call backward() outside of the "
             "compiled function"
         )
+    if _is_backend(call.backend):
+        _compiling.enter_context(without_full_collections())
+        _compiling.enter_context(without_unused_work())
     root = call.root()
     if root is not None and (its_backend := _backend_of(call)) is not None:
         its_backend.shard_compiled(root, call)
@@ -494,8 +500,13 @@ def _shard_before_trace(_: object) -> None:
             progress.report("tracing")
 
 
-def _end_progress(_: object) -> None:
+def _end_compile(_: object) -> None:
+    _compiling.close()
     progress.end()
+
+
+# Contexts in which Dynamo compiles a frame for a backend.
+_compiling = contextlib.ExitStack()
 
 
 def _backend_of(call: CompiledCall) -> Backend | None:

@@ -89,9 +89,10 @@ def fix_backward_gathers(gm: fx.GraphModule, context: PassContext) -> None:
         shrunk = _shrunk(gm.graph, sources, vectors - needed)
     # If backward would gather a parameter only to recompute, such as a table, save the results of
     # all its users instead.
+    only_recomputed = markers - vectors - needed
     for node in gm.graph.nodes:
         forward = node.op == "call_function" and node not in sources and node not in backward
-        reads = _read(node, sources) & (markers - vectors - needed)
+        reads = _read(node, sources) & only_recomputed
         # An existing tag is from a checkpointed region: the user's choice, the same on all ranks.
         if forward and (reads or node in shrunk) and "recompute" not in node.meta:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "dynamo_backend": {
         "_torch",
+        "cpython_tuning",
         "ranks",
         "errors",
         "options",

@@ -21,6 +21,7 @@ compiles and loads each file.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import re
 import sys
@@ -68,6 +69,8 @@ def few_cpp_files(num_graphs: int) -> Iterator[None]:
             yield
     finally:
         del _thread.put_off
+    if put_off.waits and gc.isenabled():
+        gc.collect()  # here rather than later, because the C++ compiler runs meanwhile
     for wait in put_off.waits:
         wait()
 

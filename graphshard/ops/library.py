@@ -77,6 +77,16 @@ def differentiate(
     setup_context: Callable[[Any, tuple[Any, ...], torch.Tensor], None],
     backward: Callable[[Any, torch.Tensor], tuple[torch.Tensor | None, ...]],
 ) -> None:
-    """Register the backward of ``op``, and the function that saves tensors for it."""
+    """Register the backward of ``op``, and the function that saves tensors for it.
+
+    ``backward`` returns a gradient, or None, for each argument in the schema.
+    """
+
+    def backward_of_call(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # A call may omit its last arguments.
+        return backward(ctx, grad)[: len(ctx.needs_input_grad)]
+
     name = f"{_NAMESPACE}::{base_name(op)}"
-    torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)
+    torch.library.register_autograd(
+        name, backward_of_call, setup_context=setup_context, lib=_library
+    )

@@ -67,7 +67,11 @@ class MarkerSpec:
     @classmethod
     def schema(cls) -> str:
         types = get_type_hints(cls)
-        arguments = [f"{_SCHEMA_TYPES[types[name]]} {name}" for name in cls.argument_names()]
+        arguments = [
+            f"{_SCHEMA_TYPES[types[field.name]]} {field.name}"
+            + ("" if field.default is dataclasses.MISSING else f"={field.default}")
+            for field in dataclasses.fields(cls)
+        ]
         return f"{cls.name}({', '.join(arguments)}) -> Tensor"
 
     @classmethod
@@ -87,14 +91,12 @@ class MarkerSpec:
         return tuple(gradients.get(name) for name in cls.argument_names())
 
     def arguments(self) -> tuple[Argument, ...]:
-        return tuple(getattr(self, name) for name in self.argument_names())
-
-    def constants(self) -> tuple[Any, ...]:
-        """Return the arguments between the first and the accumulators.
-
-        All are hashable, except a list of scales (``UnshardSpec.scales``).
-        """
-        return self.arguments()[1 : len(self.argument_names()) - len(self.accumulators)]
+        """Return the arguments of a call, without those at the end that have their defaults."""
+        fields = dataclasses.fields(self)
+        num_given = len(fields)
+        while getattr(self, fields[num_given - 1].name) is fields[num_given - 1].default:
+            num_given -= 1
+        return tuple(getattr(self, field.name) for field in fields[:num_given])
 
     def call(self, call: Call) -> Any:
         return call(self.op(), *self.arguments())

@@ -267,16 +267,15 @@ def _attaching_copies(deepcopy: Callable[[Any, dict[int, Any]], Any]) -> Callabl
 
 def _accessor(name: str, reading: Reading) -> property:
     marker = reading.marker
-    shard = cast(str, marker.arguments()[0])
-    attributes = tuple(getattr(marker, argument) for argument in marker.accumulators)
+    shard, *others = cast(tuple[Any, ...], marker.arguments())
+    num_constants = len(marker.argument_names()) - 1 - len(marker.accumulators)
+    constants, accumulators = tuple(others[:num_constants]), tuple(others[num_constants:])
     convert = None
     if reading.dim or reading.tensor_parallel is not None:
         convert = reader(reading.dim, reading.tensor_parallel)
         run_as_python(convert)
     return property(
-        ParameterGetter(
-            name, marker.op(), shard, marker.constants(), attributes, convert, _eager_value
-        )
+        ParameterGetter(name, marker.op(), shard, constants, accumulators, convert, _eager_value)
     )
 
 

@@ -38,7 +38,8 @@ from .._torch.inductor import (
     with_planned_order,
     without_cuda_graphs,
 )
-from ..cpython_tuning import with_stack_room, without_full_collections
+from .._torch.unused_work import generate_code
+from ..cpython_tuning import with_stack_room
 from ..errors import BackendError
 from ..kinds import GraphKind
 from ..ops.in_flight import wait_in_flight_on_error
@@ -99,7 +100,6 @@ class CompiledGraph:
 
 
 @with_stack_room
-@without_full_collections()
 def compile_traced(
     traced: TracedGraph, settings: CompileSettings, consensus: PlanConsensus, writer: DumpWriter
 ) -> tuple[Runnable, CompiledGraph]:
@@ -278,7 +278,7 @@ def _by_aten(traced: TracedGraph, lowering: Lowering) -> Runnable:
 
     def lower_and_run(gm: fx.GraphModule, _: Sequence[object]) -> Runnable:
         lowering(gm)
-        gm.recompile()
+        generate_code(gm)
         # Not ``gm`` itself: calling it drops the traceback of an error, and with it the local
         # variables in which ``wait_in_flight_on_error`` finds collectives in flight.
         return make_boxed_func(gm.forward)

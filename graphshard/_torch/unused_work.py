@@ -1,0 +1,107 @@
+"""Skip work of torch's compile stack whose result nothing reads.
+
+Torch formats graphs for logs that are off, generates Python code of graphs that nothing runs, and
+propagates fake tensors through unchanged graphs. This takes a tenth of a deep model's first step.
+
+Relies on torch/fx/graph.py, torch/_inductor/fx_utils.py, torch/_inductor/codecache.py,
+torch/_inductor/compile_fx.py and torch/_functorch/_aot_autograd/graph_compile.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch._logging._internal
+import torch.fx.graph
+from torch import fx
+from torch._functorch._aot_autograd import graph_compile
+from torch._inductor import codecache, fx_utils
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+_Function = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def without_unused_work() -> Iterator[None]:
+    """Skip, in this context, work for logs that are off and for graphs that have not changed."""
+    with ExitStack() as stack:
+
+        def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+            stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+
+        # ``Graph.create_node`` iterates over all arguments, to warn of symbolic sizes among them.
+        replace(fx.graph, "pytree", _iterating_over_nothing)
+        replace(fx_utils.FakeTensorUpdater, "incremental_update", _unless_unchanged)
+        replace(codecache.FxGraphCachePickler, "debug_lines", _if_cache_is_logged)
+        replace(graph_compile, "_log_joint_graph", functools.partial(_if_logged, None))
+        replace(graph_compile, "_log_fw_bw_graphs", functools.partial(_if_logged, (None, None)))
+        yield
+
+
+def _iterating_over_nothing(pytree: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(pytree), "tree_iter": lambda tree: ()})
+
+
+def _unless_unchanged(update: _Function) -> _Function:
+    # Unlike torch 2.11, torch 2.13 propagates through each call of a subgraph even so.
+    @functools.wraps(update)
+    def update_changed(updater: Any) -> Any:
+        return 0 if _is_unchanged(updater) else update(updater)
+
+    return update_changed
+
+
+def _is_unchanged(updater: Any) -> bool:
+    if not hasattr(updater, "subgraph_updaters"):  # torch 2.11
+        return False
+    hashes = map(updater.hash_node, updater.gm.graph.nodes)
+    of_subgraphs = map(_is_unchanged, updater.subgraph_updaters.values())
+    return all(one in updater.processed_hashes for one in hashes) and all(of_subgraphs)
+
+
+def _if_cache_is_logged(debug_lines: _Function) -> _Function:
+    @functools.wraps(debug_lines)
+    def lines(pickler: Any, details: object) -> list[str]:
+        is_logged = codecache.log.isEnabledFor(logging.DEBUG) or _is_traced()
+        return debug_lines(pickler, details) if is_logged else []
+
+    return lines
+
+
+def _if_logged(otherwise: object, log: _Function) -> _Function:
+    @functools.wraps(log)
+    def log_graphs(*args: Any, **kwargs: Any) -> Any:
+        logs = graph_compile.aot_joint_log, graph_compile.aot_graphs_log
+        is_logged = _is_traced() or any(one.isEnabledFor(logging.INFO) for one in logs)
+        return log(*args, **kwargs) if is_logged else otherwise
+
+    return log_graphs
+
+
+def _is_traced() -> bool:  # by TORCH_TRACE
+    return bool(torch._logging._internal.trace_log.handlers)
+
+
+@contextlib.contextmanager
+def without_code_of_graphs() -> Iterator[None]:
+    """Generate no Python code for the graphs that are made or changed in this context."""
+    with mock.patch.object(fx.GraphModule, "recompile", lambda gm: None):
+        yield
+
+
+def generating_code_later(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a module with the graph of ``gm`` that generates its code when it first runs."""
+    return _LazyGraphModule.from_graphmodule(gm)
+
+
+def generate_code(gm: fx.GraphModule) -> None:
+    """Generate the Python code of a graph, so that ``gm.forward`` runs it without ``gm()``."""
+    gm.recompile()
+    _LazyGraphModule.force_recompile(gm)
