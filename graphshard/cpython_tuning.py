@@ -15,7 +15,6 @@ _Result = TypeVar("_Result")
 # the frame fits: 1 MB, which leaves 0.5 MB for later frames. Pages never written take no memory.
 _SLOTS = 1 << 16
 _NEVER = 2**31 - 1  # limit of middle-generation collections between full collections
-_YOUNG = 20_000  # limit of new objects between collections; CPython's default is 700 or 2,000
 
 
 def with_stack_room(
@@ -46,7 +45,7 @@ def without_full_collections() -> Iterator[None]:
     # alone has 400,000 objects, and a compile makes and drops millions: 11 full collections took 7
     # of the 50 seconds of a first step of 48 layers.
     young, middle, old = gc.get_threshold()
-    gc.set_threshold(max(young, _YOUNG) if young else 0, middle, _NEVER)
+    gc.set_threshold(young, middle, _NEVER)
     try:
         yield
     finally:

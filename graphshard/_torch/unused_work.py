@@ -3,8 +3,7 @@
 Torch formats graphs for logs that are off, generates Python code of graphs that nothing runs, and
 propagates fake tensors through unchanged graphs. This takes a tenth of a deep model's first step.
 
-Relies on torch/fx/graph.py, torch/_inductor/fx_utils.py, torch/_inductor/codecache.py,
-torch/_inductor/compile_fx.py and torch/_functorch/_aot_autograd/graph_compile.py.
+Besides the private modules that it imports, it relies on torch/fx/graph.py.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch._dynamo.config
 import torch._logging._internal
 import torch.fx.graph
 from torch import fx
+from torch._dynamo.repro import after_aot
 from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import codecache, fx_utils
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -40,6 +41,8 @@ def without_unused_work() -> Iterator[None]:
         replace(fx.graph, "pytree", _iterating_over_nothing)
         replace(fx_utils.FakeTensorUpdater, "incremental_update", _unless_unchanged)
         replace(codecache.FxGraphCachePickler, "debug_lines", _if_cache_is_logged)
+        if torch._dynamo.config.repro_after != "aot":  # which needs the copy of each graph
+            replace(after_aot, "copy", _not_copying)
         replace(graph_compile, "_log_joint_graph", functools.partial(_if_logged, None))
         replace(graph_compile, "_log_fw_bw_graphs", functools.partial(_if_logged, (None, None)))
         yield
@@ -47,6 +50,10 @@ def without_unused_work() -> Iterator[None]:
 
 def _iterating_over_nothing(pytree: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(pytree), "tree_iter": lambda tree: ()})
+
+
+def _not_copying(copy: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(copy), "deepcopy": lambda graph: graph})
 
 
 def _unless_unchanged(update: _Function) -> _Function:
