@@ -98,8 +98,23 @@ def _is_traced() -> bool:  # by TORCH_TRACE
 
 @contextlib.contextmanager
 def without_code_of_graphs() -> Iterator[None]:
-    """Generate no Python code for the graphs that are made or changed in this context."""
-    with mock.patch.object(fx.GraphModule, "recompile", lambda gm: None):
+    """Generate Python code only for those graphs made or changed in this context that run.
+
+    Call `generating_code_later` on graphs that leave it.
+    """
+    recompile = fx.GraphModule.recompile
+
+    def generate_and_run(gm: fx.GraphModule, *args: Any) -> Any:
+        recompile(gm)
+        return gm(*args)
+
+    def recompile_later(gm: fx.GraphModule) -> Any:
+        if isinstance(gm, _LazyGraphModule):  # which calls this only if it runs
+            return recompile(gm)
+        type(gm).forward = generate_and_run  # each graph module has its own class
+        return None
+
+    with mock.patch.object(fx.GraphModule, "recompile", recompile_later):
         yield
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard
-from graphshard._torch.unused_work import without_unused_work
+from graphshard._torch.unused_work import (
+    generating_code_later,
+    without_code_of_graphs,
+    without_unused_work,
+)
 
 
 def _train(mesh: DeviceMesh) -> None:
@@ -61,9 +67,9 @@ def test_fake_tensors_of_changed_nodes_are_updated() -> None:
     with FakeTensorMode() as mode:
         x = torch.empty(2, 3)
     gm = make_fx(lambda x: torch.ops.aten.sum.dim_IntList(x, [0]) + 1)(x)
-    updater = fx_utils.FakeTensorUpdater(
-        gm if hasattr(fx_utils, "get_fake") else gm.graph  # type: ignore[arg-type]  # 2.11: a graph
-    )
+    takes_module = "gm" in inspect.signature(fx_utils.FakeTensorUpdater).parameters  # not on 2.11
+    traced: Any = gm if takes_module else gm.graph
+    updater = fx_utils.FakeTensorUpdater(traced)
     (total,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
     before = total.meta["val"]
     with without_unused_work(), V.set_fake_mode(mode):
@@ -72,6 +78,21 @@ def test_fake_tensors_of_changed_nodes_are_updated() -> None:
         total.args = (total.args[0], [1])
         updater.incremental_update()
     assert [tuple(node.meta["val"].shape) for node in (total, *total.users)] == [(2,), (2,)]
+
+
+def test_graphs_made_without_code_run() -> None:
+    traced = fx.symbolic_trace(lambda x: x + 1)
+    lazy = generating_code_later(traced)
+    with without_code_of_graphs():
+        plain = fx.GraphModule(traced, traced.graph)
+        lazy.recompile()
+        (add,) = plain.graph.find_nodes(op="call_function", target=operator.add)
+        add.args = (add.args[0], 2)
+        plain.recompile()
+        assert plain(1) == lazy(1) == 3
+        add.args = (add.args[0], 3)
+        plain.recompile()
+    assert generating_code_later(plain)(1) == 4
 
 
 def test_torch_is_restored_after_a_compile(mesh: DeviceMesh) -> None:
