@@ -1,7 +1,7 @@
 """Skip work of torch's compile stack whose result nothing reads.
 
-Torch formats graphs for logs that are off, generates Python code of graphs that nothing runs, and
-propagates fake tensors through unchanged graphs. This takes a tenth of a deep model's first step.
+Torch copies graphs for a minifier that is off, generates Python code of graphs that nothing runs,
+and propagates fake tensors through unchanged graphs.
 
 Besides the private modules that it imports, it relies on torch/fx/graph.py.
 """
@@ -22,7 +22,6 @@ import torch._logging._internal
 import torch.fx.graph
 from torch import fx
 from torch._dynamo.repro import after_aot
-from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import codecache, fx_utils
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -43,8 +42,6 @@ def without_unused_work() -> Iterator[None]:
         replace(codecache.FxGraphCachePickler, "debug_lines", _if_cache_is_logged)
         if torch._dynamo.config.repro_after != "aot":  # which needs the copy of each graph
             replace(after_aot, "copy", _not_copying)
-        replace(graph_compile, "_log_joint_graph", functools.partial(_if_logged, None))
-        replace(graph_compile, "_log_fw_bw_graphs", functools.partial(_if_logged, (None, None)))
         yield
 
 
@@ -82,40 +79,8 @@ def _if_cache_is_logged(debug_lines: _Function) -> _Function:
     return lines
 
 
-def _if_logged(otherwise: object, log: _Function) -> _Function:
-    @functools.wraps(log)
-    def log_graphs(*args: Any, **kwargs: Any) -> Any:
-        logs = graph_compile.aot_joint_log, graph_compile.aot_graphs_log
-        is_logged = _is_traced() or any(one.isEnabledFor(logging.INFO) for one in logs)
-        return log(*args, **kwargs) if is_logged else otherwise
-
-    return log_graphs
-
-
 def _is_traced() -> bool:  # by TORCH_TRACE
     return bool(torch._logging._internal.trace_log.handlers)
-
-
-@contextlib.contextmanager
-def without_code_of_graphs() -> Iterator[None]:
-    """Generate Python code only for those graphs made or changed in this context that run.
-
-    Call `generating_code_later` on graphs that leave it.
-    """
-    recompile = fx.GraphModule.recompile
-
-    def generate_and_run(gm: fx.GraphModule, *args: Any) -> Any:
-        recompile(gm)
-        return gm(*args)
-
-    def recompile_later(gm: fx.GraphModule) -> Any:
-        if isinstance(gm, _LazyGraphModule):  # which calls this only if it runs
-            return recompile(gm)
-        type(gm).forward = generate_and_run  # each graph module has its own class
-        return None
-
-    with mock.patch.object(fx.GraphModule, "recompile", recompile_later):
-        yield
 
 
 def generating_code_later(gm: fx.GraphModule) -> fx.GraphModule:

@@ -13,7 +13,7 @@ from .._torch.inductor import (
     min_cut_rematerialization_partition,
     saving_activations,
 )
-from .._torch.unused_work import generating_code_later, without_code_of_graphs
+from .._torch.unused_work import generating_code_later
 from ..passes.contract import Stage
 from ..passes.reshard import param_derived
 from ..show.dump_folder import DumpWriter
@@ -51,9 +51,8 @@ class Partitioner(CustomPartitionerFn):
         with saving_activations(self._settings.schedule.activation_memory_budget):
             run_stage(Stage.JOINT, gm, self._settings.pass_context(), self._writer)
             derived = frozenset(node.name for node in param_derived(gm.graph))
-            with without_code_of_graphs():
-                parts = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-            forward, backward = map(generating_code_later, parts)
+            parts = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            forward, backward = map(generating_code_later, parts)  # AOTAutograd copies backward
         number_inputs(forward.graph, backward.graph)
         return CutGraphs(forward, backward, derived, kwargs["num_fwd_outputs"])
 
