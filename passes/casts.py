@@ -69,6 +69,7 @@ def _cast_in_reduction(node: fx.Node) -> None:
     if dtype is None:
         return
     grad = source_of(upcast)
-    # An upcast is exact, and the copy-in of the gradient's bucket casts anyway.
-    if value_of(grad).dtype.itemsize < dtype.itemsize:
+    # An upcast is exact, and the copy-in of the gradient's bucket casts anyway. Gradients never
+    # travel in fp8, which gloo cannot send and no backend can sum.
+    if 1 < value_of(grad).dtype.itemsize < dtype.itemsize:
         markers.change(node, grad=grad, reduce_dtype=spec.reduce_dtype or dtype)

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
+from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -297,16 +298,26 @@ def trace_getters(always: Callable[[], bool]) -> None:
         builder.install_guards(GuardBuilder.ID_MATCH)
         output = builder.tx.output
 
-        def trace(module: VariableTracker) -> VariableTracker:
+        def trace(module: Any) -> VariableTracker:
             tx = output.current_tx
-            if always() or is_in_forward(_traced_codes(tx)):
+            holds = module.value._parameters.get(getter.name) is not None
+            if holds and (always() or is_in_forward(_traced_codes(tx))):
                 return getter.trace(tx, module, builder.source)
-            name = ConstantVariable.create(getter.name)
-            return module.var_getattr(tx, "_parameters").call_method(tx, "__getitem__", [name], {})
+            return _table_entry(tx, module, getter.name)
 
         return LambdaVariable(trace)
 
     _wrap_with(wrap, ParameterGetter)
+
+
+def _table_entry(tx: Any, module: VariableTracker, name: str) -> VariableTracker:
+    """Return attribute ``name`` as ``nn.Module.__getattr__`` reads it, with guards."""
+    key = ConstantVariable.create(name)
+    for table in ("_parameters", "_buffers", "_modules"):
+        entries = module.var_getattr(tx, table)
+        if entries.call_method(tx, "__contains__", [key], {}).as_python_constant():
+            return entries.call_method(tx, "__getitem__", [key], {})
+    raise_observed_exception(AttributeError, tx, args=[key])
 
 
 def _wrap_with(wrap: Callable[[VariableBuilder, Any], VariableTracker], kind: type) -> None:

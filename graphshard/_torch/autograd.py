@@ -149,13 +149,13 @@ def on_backward_end(act: Callable[[], None]) -> None:
 
 
 def on_backward_success(act: Callable[[], None]) -> None:
-    """Call ``act``, a module-level function, if the backward in progress succeeds.
+    """Call ``act`` if the backward in progress succeeds.
 
-    ``act`` runs once, at the end of that backward, after all ``on_backward_end`` callbacks. It is
-    never called if no backward is in progress.
+    ``act`` runs at the end of that backward, after all ``on_backward_end`` callbacks. Of equal
+    callables, only one runs. None is ever called if no backward is in progress.
     """
     if (end := _current_end()) is not None:
-        end.success_acts.setdefault(act)  # the same function is registered once per backward
+        end.success_acts.setdefault(act)
 
 
 def on_graph_error(

@@ -38,6 +38,12 @@ def set_local_tensor(dtensor: DTensor, local: torch.Tensor) -> None:
     dtensor._local_tensor = local
 
 
+def set_mesh(dtensor: DTensor, mesh: DeviceMesh) -> None:
+    """Replace the mesh of ``dtensor`` by an equal one, in place."""
+    spec = dtensor._spec
+    dtensor._spec = DTensorSpec(mesh, spec.placements, tensor_meta=spec.tensor_meta)
+
+
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=False)
 
@@ -105,13 +111,19 @@ def replace_data(dtensor: DTensor, new: DTensor) -> None:
 def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
     """Call ``act(dtensor, value)`` on ``dtensor.data = value``.
 
-    If ``act`` returns False, torch then assigns ``value`` as usual.
+    If ``act`` returns False, ``dtensor`` shares the memory of ``value``, as in ``tensor.data =``.
     """
 
     # Torch's assignment replaces the storage of the wrapper, which holds no memory, instead of the
-    # local tensor: the assigned value is lost.
+    # local tensor: the assigned value is lost. Dynamo would compile the calls below in frames that
+    # it cannot compile, such as a loop with a graph break.
+    @torch.compiler.disable
     def assign(dtensor: DTensor, value: torch.Tensor) -> None:
-        if not act(dtensor, value):
+        if act(dtensor, value):
+            return
+        if isinstance(value, DTensor):
+            replace_data(dtensor, dtensor_like(local_tensor(value).detach(), value))
+        else:
             _set_data(dtensor, value)
 
     patch("torch.distributed.tensor.DTensor.data", lambda data: property(data.__get__, assign))

@@ -8,6 +8,7 @@ torch/distributed/checkpoint/_nested_dict.py.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -64,12 +65,14 @@ def move_plain_tensors(module: nn.Module, device: torch.device) -> None:
 
 def has_forward(module: nn.Module) -> bool:
     """Return whether ``module`` can be called; containers such as ``nn.ModuleList`` cannot."""
-    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+    # Not ``type(module).forward``, which raises for a traced TorchScript module.
+    forward = inspect.getattr_static(type(module), "forward")
+    return "forward" in vars(module) or forward is not nn.Module.forward
 
 
-def flat_weights(module: nn.RNNBase) -> list[torch.Tensor | None]:
-    """Return the parameters in the order of ``_flat_weights``, read as attributes of ``module``."""
-    return [getattr(module, name, None) for name in module._flat_weights_names]
+def flat_weights(module: nn.RNNBase) -> dict[str, torch.Tensor | None]:
+    """Return the attributes that ``_flat_weights`` holds, in the same order, keyed by name."""
+    return {name: getattr(module, name, None) for name in module._flat_weights_names}
 
 
 def forward_pre_hooks(module: nn.Module) -> list[object]:
@@ -153,14 +156,13 @@ def _before_loading(
 
 
 @functools.cache  # registering ``act`` again has no effect
-def before_loading_optimizers(act: Callable[[Optimizer, dict[str, Any]], None]) -> None:
-    """Make every optimizer call ``act(optimizer, state_dict)`` before it loads a state dict."""
+def before_loading_optimizers(act: Callable[[Optimizer, dict[str, Any]], dict[str, Any]]) -> None:
+    """Make every optimizer load ``act(optimizer, state_dict)`` instead of a state dict."""
 
     def wrap(load_state_dict: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(load_state_dict)
         def load(self: Optimizer, state_dict: dict[str, Any]) -> None:
-            act(self, state_dict)
-            load_state_dict(self, state_dict)
+            load_state_dict(self, act(self, state_dict))
 
         return load
 

@@ -6,6 +6,7 @@ in aten/src/ATen/native/cuda.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -14,10 +15,11 @@ from unittest import mock
 import sympy
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental import symbolic_shapes
+from torch.jit._builtins import _find_builtin
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -136,6 +138,40 @@ def returns_nothing(op: object) -> bool:
 
 def writes_arguments(op: object) -> bool:
     return isinstance(op, OpOverload) and op._schema.is_mutable
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that a function called by ``node`` writes to, by its operator's schema.
+
+    Includes tensors in lists. The function may be an operator or a function of the torch module
+    that calls one, such as ``torch._foreach_mul_``; others are ignored.
+    """
+    written: list[fx.Node] = []
+    for position, name in _written_by(node.target) if node.op == "call_function" else ():
+        value = node.kwargs.get(name)
+        if position is not None and position < len(node.args):
+            value = node.args[position]
+        fx.map_arg(value, written.append)
+    return written
+
+
+@functools.cache
+def _written_by(function: object) -> tuple[tuple[int | None, str], ...]:
+    """Return the positions and names of arguments that any overload of ``function`` writes to."""
+    if isinstance(function, OpOverload):
+        schemas = [function._schema]
+    elif isinstance(function, OpOverloadPacket):
+        schemas = [getattr(function, name)._schema for name in function.overloads()]
+    else:
+        name = _find_builtin(function)
+        schemas = [] if name is None else torch._C._jit_get_schemas_for_operator(name)
+    found = {
+        (None if argument.kwarg_only else i, argument.name): None
+        for schema in schemas
+        for i, argument in enumerate(schema.arguments)
+        if argument.is_write
+    }
+    return tuple(found)
 
 
 def argument_names(op: object) -> list[str]:

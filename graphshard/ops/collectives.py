@@ -109,7 +109,8 @@ def launch_bucket(
     copied = [
         i
         for i, inputs in enumerate(buffers)
-        if not _is_float8(inputs) and (len(inputs) > 1 or needs_own_copy(kind, inputs[0], world))
+        if not _gathers_float8(kind, inputs)
+        and (len(inputs) > 1 or needs_own_copy(kind, inputs[0], world))
     ]
     if copied:
         all_inputs = [sent for i in copied for sent in buffers[i]]
@@ -145,7 +146,7 @@ def _cast_to_fp8(call: Call, sent: CollectiveInput, group: str) -> CollectiveInp
 
 def _packed_without_copy_in(call: Call, kind: TransferKind, inputs: BufferInputs) -> Any:
     source = inputs[0].source
-    if not _is_float8(inputs):
+    if not _gathers_float8(kind, inputs):
         return source
     if len(inputs) > 1:
         flat = [call(_aten.view.default, sent.source, [-1]) for sent in inputs]
@@ -153,8 +154,10 @@ def _packed_without_copy_in(call: Call, kind: TransferKind, inputs: BufferInputs
     return _viewed_as(call, source, buffer_dtype(kind, inputs))
 
 
-def _is_float8(inputs: BufferInputs) -> bool:
-    return all(sent.tensor.dtype == sent.wire_dtype == E4M3 for sent in inputs)
+def _gathers_float8(kind: TransferKind, inputs: BufferInputs) -> bool:
+    return kind == TransferKind.ALL_GATHER and all(
+        sent.tensor.dtype == sent.wire_dtype == E4M3 for sent in inputs
+    )
 
 
 def needs_own_copy(kind: TransferKind, sent: CollectiveInput, world: int) -> bool:

@@ -235,7 +235,8 @@ class ReduceGradSpec(MarkerSpec):
     @property
     def _is_narrow(self) -> bool:
         grad = value_of(self.grad)
-        return grad.dtype.itemsize < used_dtype(grad, self.reduce_dtype).itemsize
+        # Not fp8, which gloo cannot send.
+        return 1 < grad.dtype.itemsize < used_dtype(grad, self.reduce_dtype).itemsize
 
     def collective_input(self, *, exchanges: bool = False) -> CollectiveInput:
         """Return the input of the collective that replaces this marker.

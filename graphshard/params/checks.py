@@ -98,6 +98,7 @@ def find_error(
         or _buffer_error(root, groups)
         or _holder_class_error(root, plain_params)
         or _parameter_error(own_groups, allow_meta)
+        or _reading_error(plain_params)
         or shared_memory_error(root, plain_params)
         or _optimizer_error(plain_params)
         or _ddp_error(plain_params)
@@ -126,6 +127,14 @@ def _buffer_error(root: nn.Module, groups: MeshGroups) -> str | None:
 
 
 def _holder_class_error(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
+    for plain in plain_params:
+        if any(isinstance(holder.module, torch.jit.ScriptModule) for holder in plain.holders):
+            return (
+                f"parameter {plain.fqn!r} is held by a TorchScript module (torch.jit.script or "
+                "torch.jit.trace), which can only read full parameters: use the Python module that "
+                "it was made from, and delete the TorchScript module; or, if the parameter is "
+                "frozen, list it in ignored_params"
+            )
     holders = [holder.module for plain in plain_params for holder in plain.holders]
     for cls in dict.fromkeys(map(plain_class, [root, *holders])):
         if error := class_error(cls):
@@ -150,6 +159,30 @@ def _parameter_error(groups: Mapping[PlainParam, MeshGroups], allow_meta: bool) 
             error = _own_mesh_error(own) or _tensor_error(plain.param, own, all_meta)
         if error is not None:
             return f"parameter {plain.fqn!r} {error}"
+    return None
+
+
+def _reading_error(plain_params: Sequence[PlainParam]) -> str | None:
+    """Return an error if a module returns something else than its parameter, or None.
+
+    The accessors of a sharded module would replace the property or ``__getattr__`` that does so.
+    """
+    for plain in plain_params:
+        for module, name in plain.holders:
+            try:
+                read = getattr(module, name)
+            except Exception as error:  # from the user's code: all ranks must raise
+                returns = f"raises {type(error).__name__}: {error}"
+            else:
+                if read is plain.param:
+                    continue
+                returns = "returns something else, as by a property or __getattr__"
+            return (
+                f"parameter {plain.fqn!r} cannot be sharded, because reading {name!r} from its "
+                f"{type(module).__name__} {returns}: register the parameter under a different name "
+                f"and compute {name!r} from that, or use "
+                "torch.nn.utils.parametrize.register_parametrization"
+            )
     return None
 
 
@@ -213,6 +246,12 @@ def _tensor_error(param: nn.Parameter, groups: MeshGroups, all_meta: bool) -> st
         return (
             f"is a {type(param.data).__name__}: only plain tensors and DTensors can be sharded"
             + _instead_of_subclass(param)
+        )
+    if param.grad_dtype != param.dtype:
+        return (
+            f"has grad_dtype={param.grad_dtype}, but gradients of sharded parameters have the "
+            f"parameter's dtype, {param.dtype}: remove the assignment to grad_dtype, and set "
+            "reduce_dtype in the mp_policy to average gradients in a different dtype"
         )
     if param.is_meta and not all_meta:
         return (

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .._torch.distributed import process_group
-from .._torch.dtensor import local_tensor
+from .._torch.dtensor import values_on_rank
 from .sharded_param import sharded_param_of
 
 
@@ -65,35 +65,63 @@ def clip_grad_norm_(
     return norm
 
 
-def _largest(grads: list[Any], foreach: bool | None) -> torch.Tensor:
-    """Return the infinity norm of DTensor gradients that share a mesh, over all its ranks."""
-    local = [local_tensor(grad) for grad in grads]
-    dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in local)).to_real()
+def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    grads: list[Any] = [param.grad for param in params if param.grad is not None]
+    dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in grads)).to_real()
+    known = sharded_param_of(params[0])
+    local = known.spec if known is not None and known.spec.is_local else None
+    # Ranks outside of the mesh of local parameters hold different ones.
+    group = None if local is None else process_group(local.groups.all_ranks)
+    if math.isinf(norm_type):
+        return _largest(grads, dtype, group, foreach)
+    norm = _norm_over_mesh(grads, norm_type, foreach)
+    if local is not None:
+        total = norm**norm_type / local.mesh.size()  # each rank of the mesh adds the same norm
+        dist.all_reduce(total, group=group)
+        norm = total ** (1 / norm_type)
+    return norm.to(dtype)
+
+
+def _norm_over_mesh(grads: list[Any], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """Return the norm of gradients that share a mesh; if these are DTensors, at least in float32.
+
+    Between ranks, ``get_total_norm`` sums powers of norms in the dtype of the gradients. In
+    float16, the square of 256 is infinite.
+    """
+    if not isinstance(grads[0], DTensor):
+        return get_total_norm(grads, norm_type, foreach=foreach)
+    narrow = {torch.float16, torch.bfloat16}
+    if narrow.isdisjoint(grad.dtype for grad in grads):
+        norm: Any = get_total_norm(grads, norm_type, foreach=foreach)
+        return norm.full_tensor()
+    norms = [
+        torch.linalg.vector_norm(g, norm_type, dtype=torch.float32 if g.dtype in narrow else None)
+        for g in grads
+    ]
+    norm = torch.stack([norm.to(grads[0].device) for norm in norms])
+    return torch.linalg.vector_norm(norm, norm_type).full_tensor()
+
+
+def _largest(
+    grads: list[Any], dtype: torch.dtype, group: dist.ProcessGroup | None, foreach: bool | None
+) -> torch.Tensor:
+    """Return the infinity norm of gradients that share a mesh.
+
+    Args:
+        group: ranks to include, among them those of the mesh; None for only these.
+    """
+    local = [values_on_rank(grad) for grad in grads]
     norm = torch.zeros((), dtype=dtype, device=local[0].device)
     # Ranks without rows have empty gradients, whose infinity norm torch cannot compute.
     if filled := [grad for grad in local if grad.numel()]:
         norm.copy_(get_total_norm(filled, math.inf, foreach=foreach))
-    mesh = grads[0].device_mesh
-    for axis in range(mesh.ndim):
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    return norm
-
-
-def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
-    grads = [param.grad for param in params if param.grad is not None]
-    if norm_type == math.inf and isinstance(grads[0], DTensor):
-        norm: Any = _largest(grads, foreach)
-    else:
-        norm = get_total_norm(grads, norm_type, foreach=foreach)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    known = sharded_param_of(params[0])
-    if known is None or not known.spec.is_local:
-        return norm
-    # Ranks outside of the mesh hold different parameters.
-    group = process_group(known.spec.groups.all_ranks)
-    if math.isinf(norm_type):
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
-        return norm
-    total = norm**norm_type / known.spec.mesh.size()  # each rank of the mesh adds the same norm
-    dist.all_reduce(total, group=group)
-    return total ** (1 / norm_type)
+    groups = [] if group is None else [group]
+    if group is None and isinstance(grads[0], DTensor):
+        mesh = grads[0].device_mesh
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    # The maximum of a number and NaN may be either, depending on the order of ranks.
+    is_nan = norm.isnan()
+    largest = torch.stack([norm.masked_fill(is_nan, 0.0), is_nan.to(dtype)])
+    for one in groups:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=one)
+    return largest[0].masked_fill(largest[1].bool(), math.nan)

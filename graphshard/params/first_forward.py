@@ -23,6 +23,7 @@ symptom is an optimizer step on plain parameters that have gradients:
     torch.compile gets a model, or a function that refers to it    watched until it is sharded
     an optimizer steps plain parameters of a watched model         error
     an optimizer steps plain parameters added to a sharded model   error: shard them first
+    a step has lr 0 (torch.distributed.checkpoint)                 nothing: no values change
     an optimizer steps any plain parameters while a backend has
     sharded nothing and has no known model                         warning: they may be unrelated
 
@@ -56,7 +57,7 @@ from ..options.options import Options
 from .compare_traces import ForwardCheck
 from .mixed_precision import cast_inputs
 from .plain_params import REPLACED, WHY_REPLACED, find_reduced_by_ddp, noted_ignored
-from .sharded_param import sharded_model_of, sharded_param_of
+from .sharded_param import find_unreduced, sharded_model_of, sharded_param_of
 from .trained_module import uncompiled_modules
 
 
@@ -274,6 +275,7 @@ def _modules_named_by(target: object) -> Iterator[nn.Module]:
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if torch.compiler.is_compiling():
         return
+    _warn_of_unreduced(optimizer)
     stepped = _stepped_plainly(optimizer)
     if not stepped:
         return
@@ -287,7 +289,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             _raise_if_stepped(optimizer, root, _unignored(root, stepped))
     for sharder in list(_idle):
         # Only a warning: the parameters may have nothing to do with the backend.
-        if sharder.options.num_ranks() > 1 and stepped - find_reduced_by_ddp():
+        if sharder.options.num_ranks() > 1 and _diverging(optimizer, stepped):
             _idle.discard(sharder)
             warnings.warn(
                 "graphshard: a backend was created, but has sharded nothing, and "
@@ -296,6 +298,20 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
                 "they belong to a different model, ignore this warning",
                 stacklevel=3,
             )
+
+
+def _warn_of_unreduced(optimizer: Optimizer) -> None:
+    fqn = find_unreduced(p for group in optimizer.param_groups for p in group["params"])
+    if fqn is not None:
+        # Only a warning: other ranks may have no such gradient, and would wait for this one.
+        warnings.warn(
+            f"graphshard: {type(optimizer).__name__} steps {fqn!r} without the gradients of some "
+            "microbatches, which are not reduced yet and go into a later step. Run the forward "
+            "whose backward is the last before the step outside of no_sync, with "
+            "set_requires_gradient_sync and set_requires_all_reduce on. (Pipeline schedules may "
+            "run backwards in another order than forwards.)",
+            stacklevel=4,
+        )
 
 
 def _stepped_plainly(optimizer: Optimizer) -> set[nn.Parameter]:
@@ -307,6 +323,17 @@ def _stepped_plainly(optimizer: Optimizer) -> set[nn.Parameter]:
     return {p for p in plain if p.grad is not None}
 
 
+def _diverging(optimizer: Optimizer, stepped: set[nn.Parameter]) -> set[nn.Parameter]:
+    """Return the parameters in ``stepped`` that this step may make different between ranks."""
+    stepped = stepped - find_reduced_by_ddp()
+    if stepped:  # comparing a learning rate on a GPU waits for it
+        # torch.distributed.checkpoint creates the state of an optimizer by a step with lr 0, which
+        # changes no parameter. After an error, the learning rates would stay 0.
+        idle = (group["params"] for group in optimizer.param_groups if group.get("lr") == 0)
+        stepped.difference_update(*idle)
+    return stepped
+
+
 def _unignored(root: nn.Module, stepped: set[nn.Parameter]) -> set[nn.Parameter]:
     added = stepped.intersection(root.parameters())
     if added:  # collecting ignored parameters takes longer
@@ -315,7 +342,7 @@ def _unignored(root: nn.Module, stepped: set[nn.Parameter]) -> set[nn.Parameter]
 
 
 def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.Parameter]) -> None:
-    stepped = stepped and stepped - find_reduced_by_ddp()
+    stepped = stepped and _diverging(optimizer, stepped)
     if not stepped:
         return
     name = next(name for name, param in module.named_parameters() if param in stepped)

@@ -35,7 +35,7 @@ from .._torch.autograd import (
 )
 from .._torch.dynamo import Source, Trace, sources
 from .._torch.frames import CompiledCall
-from .._torch.tensors import storage_of, traced_storage, traced_value
+from .._torch.tensors import storage_of, traced_storage, traced_value, written_arguments
 from ..errors import BackendError
 from ..ops import markers
 from ..ops.nodes import graph_modules
@@ -99,7 +99,10 @@ def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> b
     """
     # Dynamo drops a shard from the inputs if forward only reads attributes of its parameter.
     for shard in shards_read():
-        trace.guard(shard, in_sync, f"{shard.name} is in sync")
+        read = sharded_param_of(trace.value(shard))
+        # The trace has read None from owners that have removed the parameter.
+        holds = functools.partial(in_sync, read.num_removed() if read else None)
+        trace.guard(shard, holds, f"{shard.name} is in sync")
     synced = True
     for source, value in zip(sources(gm), inputs, strict=True):
         param = sharded_param_of(value)
@@ -191,6 +194,10 @@ def _refuse_changes(graph: fx.Graph, fqns: Mapping[int | None, str]) -> None:
         # Fake tensors also count versions: 0 until an op in the graph writes to them.
         if isinstance(value, torch.Tensor) and storage in read and version_of(value):
             raise BackendError(changed_in_place(read[storage]))
+        # Foreach and fused ops, and some custom ones, do not increment versions.
+        for storage in map(traced_storage, written_arguments(node)):
+            if storage in read:
+                raise BackendError(changed_in_place(read[storage]))
 
 
 # --- parameters that change between forward and backward -----------------------------------------

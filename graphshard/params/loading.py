@@ -2,6 +2,7 @@
 
     a full tensor              becomes this rank's rows of it; so does a replicated DTensor
     a DTensor of this spec     is kept; if it was unpickled, it gets this model's mesh
+    a parameter of this spec   is assigned itself, even if it is replicated
     another rank's shard       raises an error: see [Note: shards of other ranks]
     an ``Incoming`` tensor     is received from the first rank, the only case that communicates
 
@@ -16,7 +17,7 @@ compared, all ranks would load those rows, silently if their shards have the sam
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from .._torch.dtensor import local_tensor
+from .._torch.dtensor import dtensor_of, local_tensor, set_mesh
 from .._torch.tensors import is_traceable_wrapper_subclass, tree_map
 from ..errors import BackendError
 from .param_spec import ParamSpec
@@ -79,7 +80,7 @@ def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assign
     if isinstance(value, Incoming):
         return value.receive(spec) if value.shape == spec.shape else value
     if isinstance(value, DTensor):
-        value = _own_shard(value, spec, name)
+        value = _own_shard(value, spec, name, assigns)
     if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
         return value
     if value.shape == (1,) and spec.shape == ():  # how old versions of torch saved scalars
@@ -111,29 +112,70 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _own_shard(value: DTensor, spec: ParamSpec, name: str) -> torch.Tensor:
+def _own_shard(value: DTensor, spec: ParamSpec, name: str, assigns: bool) -> torch.Tensor:
     mesh = value.device_mesh
-    if all(isinstance(placement, Replicate) for placement in value.placements):
-        return local_tensor(value)  # the full tensor: this rank takes its rows from it
-    _check_origin(mesh, spec, name, _SAVE_MODEL)
-    if mesh is spec.mesh or value.placements != spec.placements or value.shape != spec.shape:
+    fits = value.placements == spec.placements and value.shape == spec.shape
+    is_full = all(isinstance(placement, Replicate) for placement in value.placements)
+    if not is_full:
+        _check_origin(mesh, spec, name, _SAVE_MODEL)
+    if assigns and fits and mesh == spec.mesh and isinstance(value, nn.Parameter):
+        # Keep the object, as torch does: an optimizer may hold it.
+        if mesh is not spec.mesh:
+            set_mesh(value, spec.mesh)
+        return value
+    if is_full:
+        return local_tensor(value)  # this rank takes its rows from it
+    if mesh is spec.mesh or not fits:
         return value
     # An unpickled DTensor: its mesh has the same ranks, but is a different object.
+    if assigns:  # as in torch, the parameter shares its memory
+        return dtensor_of(local_tensor(value), spec.mesh, spec.placements, spec.shape)
     return spec.dtensor(spec.padded(local_tensor(value)))
 
 
-def check_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise BackendError if the state to load has shards of another rank or of another mesh."""
+# --- optimizer state -----------------------------------------------------------------------------
+
+# State of torch's optimizers that is a plain scalar, even if the parameter is a sharded scalar.
+_SCALAR_STATE = ("step", "mu_product", "eta", "mu")
+
+
+def shard_state(state: Mapping[str, Any], spec: ParamSpec) -> dict[str, Any]:
+    """Split the full tensors of a parameter's optimizer state like the parameter."""
+
+    def split(name: str, value: Any) -> Any:
+        is_full = isinstance(value, torch.Tensor) and value.shape == spec.shape
+        if name in _SCALAR_STATE or not is_full:
+            return value
+        return spec.dtensor(spec.padded_shard(value))
+
+    return {name: split(name, value) for name, value in state.items()}
+
+
+def prepare_optimizer_state(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a copy of the state to load, with full state of sharded parameters split like them.
+
+    Raises:
+        BackendError: the state has shards of another rank or of another mesh.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if all(sharded_param_of(param) is None for param in params):
+        return state_dict
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    states = dict(state_dict["state"])
     for param, number in zip(params, numbers):  # torch itself checks the lengths
-        sharded_param, state = sharded_param_of(param), state_dict["state"].get(number, {})
-        if sharded_param is None:
+        sharded_param = sharded_param_of(param)
+        if sharded_param is None or number not in states:
             continue
+        state = states[number]
         for name, value in state.items():
             if isinstance(value, DTensor) and not all(p.is_replicate() for p in value.placements):
                 what = f"{name} of {sharded_param.fqn}"
                 _check_origin(value.device_mesh, sharded_param.spec, what, _SAVE_OPTIMIZER)
+        plain = {name: v for name, v in state.items() if not is_traceable_wrapper_subclass(v)}
+        states[number] = {**state, **shard_state(plain, sharded_param.spec)}
+    return {**state_dict, "state": states}
 
 
 def _check_origin(saved: DeviceMesh, spec: ParamSpec, name: str, advice: str) -> None:

@@ -64,6 +64,11 @@ class MeshGroups:
     def whole_mesh(self) -> DeviceMesh:
         return self.mesh if self.tp_mesh is None else concatenated(self.mesh, self.tp_mesh)
 
+    @cached_property
+    def ranks_of_model(self) -> frozenset[int]:
+        """Global ranks that train the model: those of ``all_ranks``."""
+        return frozenset(self.of_model.whole_mesh.mesh.flatten().tolist())
+
     @property
     def device(self) -> torch.device:
         # Where this rank computes: with offload, parameters are on the CPU.

@@ -31,11 +31,12 @@ from torch.distributed.tensor import DTensor
 from .._torch.as_parameter import ParameterGetter
 from .._torch.dynamo import run_as_python
 from .._torch.frames import compiled_call
-from .._torch.nn import FLAT_WEIGHTS, NoticesReplacement, flat_weights, parameters_of
+from .._torch.nn import FLAT_WEIGHTS, NoticesReplacement, parameters_of
 from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES
 from ..ops.marker_specs import ReplicateSpec, UnshardSpec
 from .eager import full_parameters
+from .flat_weights import read_only_flat_weights
 from .generate import generate_together, has_generate
 from .grad_sync import ALL_REDUCES, SYNCS, module_flag, set_flags
 from .loading import prepare_loaded
@@ -231,7 +232,7 @@ def _sharded_class(cls: type, readings: tuple[tuple[str, Reading], ...]) -> type
     namespace.update(__module__=cls.__module__, __qualname__=cls.__qualname__, __doc__=cls.__doc__)
     namespace.update(_graphshard_plain_class=cls, _graphshard_readings=dict(readings))
     if issubclass(cls, nn.RNNBase):
-        namespace[FLAT_WEIGHTS] = property(flat_weights, lambda self, value: None)
+        namespace.update(read_only_flat_weights(cls))
         # In forward, it would move the gathered parameters, which looks like a change.
         namespace["flatten_parameters"] = lambda self: None
     # On the class, so that copies of a model have them.
@@ -274,9 +275,22 @@ def _accessor(name: str, reading: Reading) -> property:
     if reading.dim or reading.tensor_parallel is not None:
         convert = reader(reading.dim, reading.tensor_parallel)
         run_as_python(convert)
-    return property(
-        ParameterGetter(name, marker.op(), shard, constants, accumulators, convert, _eager_value)
+    getter = ParameterGetter(
+        name, marker.op(), shard, constants, accumulators, convert, _eager_value
     )
+    return property(getter, functools.partial(_set_plain, name))
+
+
+def _set_plain(name: str, module: ShardedModule, value: object) -> None:
+    """Make ``name`` a plain attribute, as torch does after ``del module.<name>``."""
+    # nn.Module.__setattr__ assigns here only if ``name`` is no longer a parameter.
+    sharded_param, cls = owned_by(module, name), type(module)
+    if sharded_param is not None:
+        sharded_param.remove_owner(module, name)
+        del module.__dict__[shard_attribute(name)]
+    readings = cls._graphshard_readings
+    _set_class(module, cls._graphshard_plain_class, [n for n in readings if n != name], readings)
+    setattr(module, name, value)
 
 
 @torch.compiler.disable
@@ -325,8 +339,9 @@ def _sharded_param_for(dtensor: DTensor, previous: ShardedParam | None) -> Shard
     for candidate in (previous, known):
         if candidate is not None and candidate.is_attached() and candidate.dtensor is dtensor:
             return candidate
-    if known is not None and not known.is_attached():
-        return known  # a fresh copy, by copy.deepcopy
+    if known is not None and not known.is_attached():  # a fresh copy, by copy.deepcopy
+        _check_placements(dtensor, known.spec)
+        return known
     like = known or previous
     assert like is not None
     if not dtensor.is_leaf:

@@ -234,6 +234,33 @@ class ParamSpec:
         padded[: rows.shape[0]] = rows
         return padded
 
+    def shared_shard(self, local: torch.Tensor) -> torch.Tensor | None:
+        """Return a padded shard in the memory of a DTensor's local tensor, or None if impossible.
+
+        The memory grows in place if it lacks room for padding: other tensors in it stay valid.
+        """
+        rows = self.rows_first(local)
+        if self.rows is None or self.rows % self.groups.num_shards == 0:  # no rank needs padding
+            return rows if rows.shape == self.padded_shape and rows.is_contiguous() else None
+        if rows.shape != (self.num_local_rows, *self.padded_shape[1:]) or not rows.is_contiguous():
+            return None
+        # All ranks must share memory, or none: these conditions hold on all for like tensors. Other
+        # data might follow a tensor that is neither alone in its storage nor the view of a shard.
+        storage, row_size = local.untyped_storage(), self.padded_shape[1:].numel()
+        own, needed = rows.numel() * rows.itemsize, self.padded_shape.numel() * rows.itemsize
+        is_alone = rows.storage_offset() == 0 and storage.nbytes() in (own, needed)
+        # A single row is contiguous even if it is a column in memory.
+        if not is_alone or rows.stride(0) != row_size or not storage.resizable():
+            return None
+        stride = (row_size, *rows.stride()[1:])
+        grows = storage.nbytes() < needed
+        if grows:
+            storage.resize_(needed)
+        padded = rows.as_strided(self.padded_shape, stride)
+        if grows:
+            padded.data[rows.shape[0] :] = 0  # .data: autograd must not see a change of the rows
+        return padded
+
     def local_view(self, padded: torch.Tensor) -> torch.Tensor:
         """Return the view of a padded shard that is its DTensor's local tensor."""
         return padded if self.rows is None else self.in_place(padded[: self.num_local_rows])

@@ -19,6 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn, SupportsIndex
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from .._torch.distributed import process_group
 from .._torch.frames import is_in_torch_save
 from ..errors import BackendError
@@ -98,3 +100,8 @@ def require_collective_save(groups: MeshGroups) -> None:
     for mesh in (groups.mesh, groups.whole_mesh):
         if not isinstance(mesh.__dict__.get(_ATTRIBUTE), _SavedTogether):
             mesh.__dict__[_ATTRIBUTE] = _SavedTogether(groups)
+
+
+def has_shards(mesh: DeviceMesh) -> bool:
+    """Return whether a model is sharded over ``mesh``."""
+    return _ATTRIBUTE in vars(mesh)

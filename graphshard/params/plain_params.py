@@ -72,8 +72,10 @@ def noted_ignored(root: nn.Module) -> set[nn.Parameter]:
     return {
         param
         for module in root.modules()
-        for name in vars(module).get(_IGNORED, ())
-        if (param := parameters_of(module).get(name)) is not None
+        if (names := vars(module).get(_IGNORED))
+        # Not ``get(name)``: TorchScript modules only provide items.
+        for name, param in parameters_of(module).items()
+        if name in names and param is not None
     }
 
 

@@ -49,12 +49,11 @@ from ..ranks.agree import first_text, raise_if_different
 from .broadcast import broadcast_from_first_rank
 from .checks import find_error, find_groups
 from .full_tensor import as_bytes
-from .loading import check_optimizer_state
+from .loading import prepare_optimizer_state, shard_state
 from .mesh import MeshGroups, call_log_of_mesh, eager_reduction
 from .mixed_precision import cast_at_boundary, find_cast_boundaries
 from .module_class import ShardedModule, adopt, install
 from .padding import padding_advice
-from .param_spec import ParamSpec
 from .pickling import require_collective_save
 from .plain_params import (
     REPLACED,
@@ -167,7 +166,7 @@ def shard_module(
         _install(root, plain_params, sharded_params, model)
         _repoint_optimizers(sharded_params)
         on_data_assigned(assign_data)
-        before_loading_optimizers(check_optimizer_state)
+        before_loading_optimizers(prepare_optimizer_state)
         extend_backward_inputs(leaves_of, gradient_of)
         after_unscaling(share_found_infs)
         fix_deepcopy()
@@ -407,14 +406,4 @@ def _repoint_optimizers(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> 
         for old, sharded_param in sharded_params.items():
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
-                optimizer.state[sharded_param.dtensor] = {
-                    # The step has the shape of a scalar parameter, but no optimizer shards it.
-                    name: value if name == "step" else _shard_state(value, sharded_param.spec)
-                    for name, value in state.items()
-                }
-
-
-def _shard_state(value: object, spec: ParamSpec) -> object:
-    if isinstance(value, torch.Tensor) and value.shape == spec.shape:
-        return spec.dtensor(spec.padded_shard(value))
-    return value
+                optimizer.state[sharded_param.dtensor] = shard_state(state, sharded_param.spec)

@@ -33,6 +33,7 @@ import gc
 import itertools
 import warnings
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, SupportsIndex, cast
 
@@ -146,13 +147,13 @@ class ShardedParam:
     def attach(self, dtensor: DTensor, *, empty: bool = False) -> None:
         """Set ``shard`` for ``dtensor``, whose local tensor becomes a view of the shard.
 
-        The shard shares the local tensor's memory, unless that needs padding, is not contiguous
-        with its rows first, or must be moved to (pinned) host memory: then it is a copy. With
-        ``empty``, the memory is uninitialized and must be filled before the next forward.
+        The shard shares the local tensor's memory on all ranks if it can (``shared_shard``), and
+        need not be moved to (pinned) host memory; otherwise, it is a copy. With ``empty``, the
+        memory is uninitialized and must be filled before the next forward.
         """
         local = local_tensor(dtensor).detach()
-        padded = self.spec.rows_first(local)
-        if padded.shape != self.spec.padded_shape or not padded.is_contiguous():
+        padded = self.spec.shared_shard(local)
+        if padded is None:
             padded = self.spec.padded(local)
         padded = to_host_memory(padded, self.spec.host_memory)
         self.shard = nn.Parameter(padded, requires_grad=dtensor.requires_grad)
@@ -205,16 +206,26 @@ class ShardedParam:
 
     def is_replaced(self) -> bool:
         """Return whether an owner's parameter or its storage was replaced without a new shard."""
+        return self.num_removed() is None
+
+    def num_removed(self) -> int | None:
+        """Return how many owners have removed the parameter, or None if ``is_replaced``.
+
+        For example, by ``module.bias = None``. Such an owner may get the parameter back.
+        """
         if local_tensor(self.dtensor) is not self._local:
-            return True
+            return None
+        removed = 0
         # A plain loop: this is part of a guard that every compiled call runs for each parameter.
         for ref, name in self._owners:
             if (module := ref()) is None:
                 continue
             held: object = parameters_of(module).get(name)
             if held is not self.dtensor:
-                return True
-        return False
+                if held is not None:
+                    return None
+                removed += 1
+        return removed
 
     def sync(self) -> bool:
         """Copy the DTensor's ``requires_grad`` to the shard; return False if it differed.
@@ -333,8 +344,10 @@ class ShardedParam:
             return known
         shape = self.spec.unsharded_shape if name == UNSYNCED else self.spec.padded_shape
         accumulator = self._accumulators[name] = Accumulator(shape, dtype, device)
+        # Weak, because Python's garbage collector cannot see references from hooks of tensors.
+        on_accumulated = weakref.WeakMethod(self._on_accumulated)
         accumulator.stand_in.register_post_accumulate_grad_hook(
-            functools.partial(self._on_accumulated, name)
+            functools.partial(_call_if_alive, on_accumulated, name)
         )
         if known is not None and known.total is not None:  # the dtype or the device has changed
             accumulator.add(known.total)
@@ -436,14 +449,17 @@ def refresh_accessors(module: nn.Module) -> None:
         refresh(module)
 
 
-def in_sync(shard: torch.Tensor) -> bool:
+def in_sync(num_removed: int | None, shard: torch.Tensor) -> bool:
     """Sync ``shard`` with its DTensor; return False if the DTensor or its storage was replaced.
 
-    A guard on every shard: Dynamo calls this to decide whether a compiled graph may be used.
+    Also return False unless ``num_removed`` of its owners have removed the parameter. A guard on
+    every shard: Dynamo calls this to decide whether a compiled graph may be used.
     """
     sharded_param = sharded_param_of(shard)
-    if sharded_param is None or sharded_param.is_replaced():
+    if sharded_param is None or (removed := sharded_param.num_removed()) is None:
         return False  # Dynamo tries another graph, or calls the backend
+    if removed != num_removed:
+        return False
     # Dynamo compares the shard's requires_grad only after this guard: if the user flipped the
     # DTensor's back and forth, the shard now agrees, and the earlier graph is used again.
     sharded_param.sync_unreplaced()
@@ -462,16 +478,54 @@ def _on_shard_gradient(shard: torch.Tensor) -> None:
     sharded_param.accumulate_grad(grad)
     sharded_param.drop_taken()
     if _accumulating:
-        on_backward_success(reduce_all_leftovers)
+        on_backward_success(_ReduceLeftovers(sharded_param.spec.groups.ranks_of_model))
 
 
-def reduce_all_leftovers() -> None:
-    """Reduce accumulated gradients of all models, except where they are to accumulate further."""
+@run_with_callees_as_python
+def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> None:
+    alive = method()
+    if alive is not None:
+        alive(*args)
+
+
+@dataclass(frozen=True)
+class _ReduceLeftovers:
+    """Callback for the end of a backward of a model that ``ranks`` train."""
+
+    ranks: frozenset[int]
+
+    def __call__(self) -> None:
+        reduce_all_leftovers(self.ranks)
+
+
+def reduce_all_leftovers(ranks: frozenset[int] | None = None) -> None:
+    """Reduce accumulated gradients of all models, except where they are to accumulate further.
+
+    Args:
+        ranks: global ranks that call this, or None if all do. Models that other ranks train, too,
+            are skipped.
+    """
     for model in list(_accumulating):
+        if ranks is not None and not model.ranks() <= ranks:
+            continue
         model.reduce_leftovers()
         del _accumulating[model]
         for sharded_param in model.sharded_params:
             sharded_param.refresh_accessors()  # adds the model again if gradients still accumulate
+
+
+def find_unreduced(params: Iterable[torch.Tensor]) -> str | None:
+    """Return the FQN of a parameter with a total that was to be reduced, but was not, or None.
+
+    Totals of parameters whose gradients are to accumulate further do not count.
+    """
+    if not _accumulating:  # the usual case: keep optimizer steps fast
+        return None
+    for sharded_param in filter(None, map(sharded_param_of, params)):
+        is_due = sharded_param.dtensor.requires_grad and sharded_param.grad_destination is None
+        if is_due and sharded_param.unreduced_totals():
+            return sharded_param.fqn
+    return None
 
 
 def forget_abandoned_models() -> None:
@@ -539,6 +593,11 @@ class ShardedModel:
     def accumulates(self) -> bool:
         """Whether gradients accumulate, or accumulated ones may be left to reduce."""
         return self in _accumulating
+
+    def ranks(self) -> frozenset[int]:
+        """Return the global ranks that train this model."""
+        of_any = next(iter(self.sharded_params), None)
+        return frozenset() if of_any is None else of_any.spec.groups.ranks_of_model
 
     def reduce_leftovers(self) -> None:
         """Reduce accumulated gradients of parameters without a gradient in the last backward."""

@@ -1,4 +1,4 @@
-"""Refuse distinct parameters that share memory.
+"""Refuse distinct parameters that share memory, and buffers that share that of a parameter.
 
 Sharding would untie them. Tying them automatically would change training: an optimizer steps each
 object with its own state.
@@ -6,7 +6,7 @@ object with its own state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -16,24 +16,38 @@ from .._torch.tensors import is_traceable_wrapper_subclass, storage_of
 from .full_tensor import without_expanded_dims
 from .plain_params import PlainParam
 
-_NamedParam = tuple[str, nn.Parameter]
+_Named = tuple[str, torch.Tensor]
 
 
 def shared_memory_error(root: nn.Module, plain_params: Sequence[PlainParam]) -> str | None:
-    """Return an error if a parameter to be sharded shares elements with another, or None."""
-    plain = {plain_param.param for plain_param in plain_params}
-    for one, other in _sharing_storage(root):
-        if not plain.isdisjoint((one[1], other[1])) and _share_elements(one[1], other[1]):
-            return _untied(*one, *other)
+    """Return an error if a parameter to be sharded shares elements with another, or None.
+
+    Trained parameters must not share elements with buffers, either.
+    """
+    plain: set[torch.Tensor] = {plain_param.param for plain_param in plain_params}
+    trained = {param for param in plain if param.requires_grad}
+    buffers = set(root.buffers())
+    for one, other in _sharing_storage([*root.named_parameters(), *root.named_buffers()]):
+        pair = (one[1], other[1])
+        refused = plain if buffers.isdisjoint(pair) else trained
+        if not refused.isdisjoint(pair) and _share_elements(*pair):
+            if buffers.isdisjoint(pair):
+                return _untied(*one, *other)
+            param, buffer = (one, other) if other[1] in buffers else (other, one)
+            return (
+                f"parameter {param[0]!r} and buffer {buffer[0]!r} share memory, but sharding would "
+                f"untie them: to tie them, compute {buffer[0]!r} from {param[0]!r} in forward; "
+                "otherwise clone() the buffer"
+            )
     return None
 
 
-def _sharing_storage(root: nn.Module) -> Iterator[tuple[_NamedParam, _NamedParam]]:
-    """Yield pairs of parameters with overlapping byte ranges in one storage."""
-    by_storage: dict[int, list[_NamedParam]] = {}
-    for name, param in root.named_parameters():
-        if _has_memory(param):
-            by_storage.setdefault(storage_of(param), []).append((name, param))
+def _sharing_storage(named: Iterable[_Named]) -> Iterator[tuple[_Named, _Named]]:
+    """Yield pairs of tensors with overlapping byte ranges in one storage."""
+    by_storage: dict[int, list[_Named]] = {}
+    for name, tensor in named:
+        if _has_memory(tensor):
+            by_storage.setdefault(storage_of(tensor), []).append((name, tensor))
     for named in by_storage.values():
         ranges = sorted(((_bytes_of(one[1]), one) for one in named), key=lambda r: r[0].start)
         for i, (own_bytes, one) in enumerate(ranges):
@@ -43,11 +57,11 @@ def _sharing_storage(root: nn.Module) -> Iterator[tuple[_NamedParam, _NamedParam
                 yield one, other
 
 
-def _has_memory(param: nn.Parameter) -> bool:
-    if isinstance(param, DTensor | nn.parameter.UninitializedParameter):
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, DTensor) or nn.parameter.is_lazy(tensor):
         return False
-    is_plain = param.layout == torch.strided and not is_traceable_wrapper_subclass(param.data)
-    return is_plain and not param.is_meta and param.numel() > 0
+    is_plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor.data)
+    return is_plain and not tensor.is_meta and tensor.numel() > 0
 
 
 def _bytes_of(tensor: torch.Tensor) -> range:
@@ -75,7 +89,7 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(read.any())
 
 
-def _untied(name: str, param: nn.Parameter, other_name: str, other: nn.Parameter) -> str:
+def _untied(name: str, param: torch.Tensor, other_name: str, other: torch.Tensor) -> str:
     same = (param.shape, param.stride(), param.storage_offset(), param.dtype)
     if same == (other.shape, other.stride(), other.storage_offset(), other.dtype):
         tie = f"to tie them, register one parameter in both modules ({other_name} = {name})"

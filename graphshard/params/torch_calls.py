@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor, replace_data
 from ..errors import BackendError
+from .pickling import has_shards
 from .sharded_param import sharded_param_of
 
 # --- inputs of torch.autograd.grad and backward(inputs=) -----------------------------------------
@@ -83,12 +84,20 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
         sharded or no longer attached to its shard.
 
     Raises:
-        BackendError: ``value`` has another shape, or is a DTensor on another mesh.
+        BackendError: ``value`` has another shape, or is a DTensor on another mesh; or ``value`` is
+            plain and ``dtensor`` not a parameter, but a gradient or a copy for example.
     """
-    sharded_param = sharded_param_of(dtensor)
-    if sharded_param is None or not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):
         return False
-    if not sharded_param.is_attached_to(dtensor):
+    sharded_param = sharded_param_of(dtensor)
+    if sharded_param is None or not sharded_param.is_attached_to(dtensor):
+        if not isinstance(value, DTensor) and has_shards(dtensor.device_mesh):
+            raise BackendError(
+                f"cannot assign a plain tensor of shape {tuple(value.shape)} to the data of a "
+                f"DTensor of shape {tuple(dtensor.shape)} that is no parameter of a sharded model: "
+                "assign a DTensor, such as torch.distributed.tensor.distribute_tensor(value, "
+                "old.device_mesh, old.placements)"
+            )
         return False
     spec, dtype = sharded_param.spec, dtensor.dtype
     error = None

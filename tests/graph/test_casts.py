@@ -11,7 +11,7 @@ from torch import fx
 from graphshard.kinds import GraphKind, TransferKind
 from graphshard.ops import markers
 from graphshard.ops.marker_specs import ReduceGradSpec, UnshardSpec
-from graphshard.ops.nodes import REASON
+from graphshard.ops.nodes import REASON, value_of
 from graphshard.passes.casts import cast_before_gather
 from tests.graph.builder import Builder, add, count, lowered, mul, run, targets
 
@@ -94,6 +94,20 @@ def test_upcast_of_gradient_becomes_part_of_packing(
     (transfer,) = plan.problem.transfers
     assert (transfer.kind, transfer.dtype) == (TransferKind.REDUCE_SCATTER, str(reduced))
     assert transfer.casts == (reduced is FP32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_gradient_that_was_rounded_to_fp8_is_sent_wide(group: str, dtype: torch.dtype) -> None:
+    build = Builder(group)
+    narrow = _cast(build, build.tangent(13, 3), dtype)
+    gm = build.module(build.reduce(_cast(build, narrow, FP32), result_dtype=FP32))
+    run(cast_before_gather, gm)
+    (marker,) = (node for node in gm.graph.nodes if node.target is markers.reduce_grad)
+    spec = ReduceGradSpec.of_node(marker)
+    assert (value_of(spec.grad).dtype, spec.reduce_dtype) == (FP32, None)
+    own = ReduceGradSpec(grad=narrow, padded_rows=2, group=group, reduce_dtype=FP32)
+    assert own.exchange_dtype is None
+    assert own.collective_input(exchanges=True).wire_dtype == FP32
 
 
 def test_rounded_or_summed_gradient_is_left_unchanged(group: str) -> None:

@@ -403,3 +403,122 @@ class _Sealed(nn.Linear, metaclass=_Final):
 @on_ranks(2)
 def test_module_class_without_subclasses_is_refused(act: Act) -> None:
     assert_refused(nn.Sequential(nn.Linear(7, 7), _Sealed(7, 3)), act, "class _Sealed.*it is final")
+
+
+class _ScaledByGetattr(nn.Module):
+    gain = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters["weight"] = nn.Parameter(torch.randn(7, 3))
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return value * self.gain if name == "weight" else value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class _ScaledByProperty(_ScaledByGetattr):
+    weight = property(lambda self: self._parameters["weight"] * self.gain)
+
+
+class _Unreadable(_ScaledByProperty):
+    gain = property(lambda self: 1 / 0)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("act", [first_step, shard])
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (_ScaledByGetattr, "'1.weight' .* _ScaledByGetattr returns something else"),
+        (_ScaledByProperty, "'1.weight' .* _ScaledByProperty returns .*register_parametrization"),
+        (_Unreadable, "'1.weight' .* _Unreadable raises ZeroDivisionError"),
+    ],
+)
+@on_ranks(2)
+def test_class_that_changes_its_parameter_is_refused(
+    kind: type[nn.Module], match: str, act: Act
+) -> None:
+    assert_refused(nn.Sequential(nn.Linear(7, 7), kind()), act, match)
+
+
+class _Forwarding(nn.Module):
+    """Forwards unknown attributes to the module it wraps, as `CheckpointWrapper` does."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.shift = nn.Parameter(torch.zeros(3))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("wrapped"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wrapped(x) + self.weight.sum() + self.shift
+
+
+class _ScaledFromRaw(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.raw_weight = linear.weight
+
+    weight = property(lambda self: self.raw_weight * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+@pytest.mark.parametrize("kind", [_Forwarding, _ScaledFromRaw])
+@on_ranks(2)
+def test_class_that_computes_attributes_is_not_refused(kind: Callable[..., nn.Module]) -> None:
+    model = kind(nn.Linear(7, 3))
+    expected = model(X)
+    assert torch.allclose(compile_sharded(model)(X), expected)
+
+
+class _WithScript(nn.Module):
+    def __init__(self, script: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.script = script(nn.Linear(7, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.script(self.linear(x)).sum()
+
+
+def _script(module: nn.Module) -> nn.Module:
+    script: nn.Module = torch.jit.script(module)
+    return script
+
+
+def _trace(module: nn.Module) -> nn.Module:
+    traced: nn.Module = torch.jit.trace(module, X)
+    return traced
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("act", [first_step, shard])
+@pytest.mark.parametrize("script", [_script, _trace])
+@on_ranks(2)
+def test_torchscript_module_is_refused(script: Callable[..., Any], act: Act) -> None:
+    assert_refused(_WithScript(script), act, "'script.weight' is held by a TorchScript module")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("script", [_script, _trace])
+@on_ranks(2)
+def test_frozen_torchscript_module_may_be_ignored(script: Callable[..., Any]) -> None:
+    model = _WithScript(script)
+    ignored = list(model.script.parameters())
+    for param in ignored:
+        param.requires_grad = False
+    expected = model(X)
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager", ignored_params=ignored)
+    loss = torch.compile(model, backend=backend)(X)
+    loss.backward()
+    assert torch.allclose(loss, expected) and model.linear.weight.grad is not None

@@ -1,13 +1,15 @@
-"""``p.data = x`` on a sharded parameter."""
+"""``p.data = x`` on sharded parameters and other DTensors."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import graphshard
@@ -197,11 +199,70 @@ def test_assigned_data_that_does_not_fit_is_refused(value: Any, match: str) -> N
     model(torch.ones(5, 7))
 
 
+Tensors = dict[str, Any]
+
+
+def _of_grads(model: nn.Module, _: torch.optim.Optimizer) -> Tensors:
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def _of_momentum(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    state = optimizer.state
+    return {n: state[p]["momentum_buffer"] for n, p in model.named_parameters()}
+
+
+def _of_deepcopies(model: nn.Module, _: torch.optim.Optimizer) -> Tensors:
+    return {name: copy.deepcopy(param) for name, param in model.named_parameters()}
+
+
+def _of_clones(model: nn.Module, _: torch.optim.Optimizer) -> Tensors:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("of", [_of_grads, _of_momentum, _of_deepcopies, _of_clones])
 @on_ranks(2)
-def test_data_of_unrelated_dtensors_is_unaffected() -> None:
-    mesh = world_mesh()
-    graphshard.shard(MLP(), mesh)
+def test_data_assigned_to_other_dtensors_is_not_lost(of: Callable[..., Tensors]) -> None:
+    twins = Twins(MLP())
+    models = twins.model, twins.reference
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
+    for step in range(2):
+        twins.backward(draw(MLP.batch, step))
+        seen = []
+        for model, optimizer in zip(models, optimizers):
+            if of is _of_grads or step:
+                tensors = of(model, optimizer)
+                for tensor in tensors.values():
+                    tensor.data = tensor.data * 0.5
+                    tensor.data *= 0.5
+                seen.append(tensors)
+            optimizer.step()
+        for ours, theirs in zip(seen[::2], seen[1::2]):
+            for name in ours:
+                assert_close(name, ours[name], theirs[name])
+        twins.check()
+        twins.zero_grad()
+
+
+@on_ranks(2)
+def test_dtensor_shares_memory_with_assigned_data() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    graphshard.shard(MLP(), world_mesh())
     one, other = (distribute_tensor(torch.full((4,), v), mesh) for v in (1.0, 2.0))
     assert one.data.placements == one.placements
     one.data = other
-    assert isinstance(one.data, DTensor)
+    other.mul_(3)
+    assert_close("shared", one.full_tensor(), torch.full((4,), 6.0))
+    one.data = distribute_tensor(torch.ones(3, 2, dtype=torch.float64), mesh, [Replicate()])
+    assert one.placements == (Replicate(),)
+    assert_close("another layout", one, torch.ones(3, 2, dtype=torch.float64))
+
+
+@on_ranks(2)
+def test_plain_data_assigned_to_gradient_is_refused() -> None:
+    model = graphshard.shard(MLP(), world_mesh())
+    model(torch.ones(5, 7)).sum().backward()
+    grad = model.up.weight.grad
+    before = grad.full_tensor()
+    with pytest.raises(ValueError, match=r"plain tensor of shape \(13, 7\).*distribute_tensor"):
+        grad.data = torch.ones(13, 7)
+    assert_close("gradient", grad, before)

@@ -59,7 +59,27 @@ def _assign_data(part: Any) -> None:
     part.weight.data = part.weight.data * 0.5
 
 
-TRACED = [_clamp, _zero_row, _copy, _renorm, _scale_data]
+def _foreach(part: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([part.weight], 0.5)
+
+
+def _foreach_of_views(part: Any) -> None:
+    torch._foreach_zero_(part.weight.detach().unbind())
+
+
+@torch.library.custom_op("graphshard_tests::halve", mutates_args={"values"})
+def _halve(values: list[Tensor]) -> None:
+    for value in values:
+        value.mul_(0.5)
+
+
+def _custom_op(part: Any) -> None:
+    with torch.no_grad():
+        _halve([part.weight])
+
+
+TRACED = [_clamp, _zero_row, _copy, _renorm, _scale_data, _foreach, _foreach_of_views, _custom_op]
 
 
 @pytest.mark.parametrize("change", TRACED)
@@ -108,6 +128,29 @@ def test_forward_that_sets_attribute_of_its_parameter_raises(kind: type[Changing
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")
     with pytest.raises(RuntimeError, match=r"sets requires_grad or data of .*'part.weight'"):
         torch.compile(model, backend=backend)(torch.ones(3, 7))
+
+
+class Averaging(nn.Module):
+    """Set a second layer to the average of the first and zero, as MoCo updates its averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.average = nn.Linear(7, 5), nn.Linear(7, 5).requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for param, average in zip(self.part.parameters(), self.average.parameters()):
+            average.data = param.data * 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.part(x)
+        self.update()
+        return (y - self.average(x)).square().mean()
+
+
+@on_ranks(2)
+def test_data_may_be_assigned_in_loop_that_dynamo_skips() -> None:
+    Twins(Averaging(), fullgraph=False).train(Copying.batch, steps=2)
 
 
 def _refuse(kind: Callable[..., nn.Module], *args: Any) -> None:

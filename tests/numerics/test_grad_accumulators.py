@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -20,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parameter import Parameter
 
 import graphshard
-from graphshard.params.sharded_param import sharded_model_of
+from graphshard.params.sharded_param import sharded_model_of, sharded_param_of
 from tests import ranks
 from tests.fallible import Fallible, fails_in
 from tests.models import MLP
@@ -30,6 +32,7 @@ from tests.numerics.compare import (
     compile_sharded,
     draw,
     named_mesh,
+    sgd,
     whole,
     world_mesh,
 )
@@ -325,6 +328,88 @@ def test_sums_of_abandoned_model_do_not_depend_on_garbage_collector() -> None:
         Twins(MLP()).train(MLP.batch)
     finally:
         gc.enable()
+
+
+SETTERS = {
+    "sync": graphshard.set_requires_gradient_sync,
+    "all_reduce": graphshard.set_requires_all_reduce,
+}
+
+
+@contextmanager
+def _unreduced(model: nn.Module, how: str) -> Iterator[None]:
+    if how == "no_sync":
+        with graphshard.no_sync(model):
+            yield
+    else:
+        SETTERS[how](model, False)
+        yield
+        SETTERS[how](model, True)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("how", ["no_sync", *SETTERS])
+@on_ranks(2)
+def test_model_that_accumulated_is_freed(how: str, eager: bool) -> None:
+    param = _accumulate_once(how, eager)
+    gc.collect()
+    assert param() is None
+
+
+def _accumulate_once(how: str, eager: bool) -> weakref.ref[Tensor]:
+    twins, rank = Twins(MLP(), mesh=named_mesh((2, 1))), dist.get_rank()
+    batches = [draw(MLP.batch, step) for step in range(3)]
+    twins.compiled(batches[0][rank]).backward()
+    twins.zero_grad()
+    called = twins.model if eager else twins.compiled
+    with _unreduced(twins.model, how):
+        called(batches[1][rank]).backward()
+    sharded_params = filter(None, map(sharded_param_of, twins.model.parameters()))
+    assert any(param.unreduced_totals() for param in sharded_params)
+    called(batches[2][rank]).backward()
+    for batch in batches[1:]:
+        _plain(twins, batch)
+    assert_same(twins.model, twins.reference)
+    return weakref.ref(twins.model.up.weight)
+
+
+def _train_other_model_on_some_ranks() -> None:
+    twins, batch, rank = Twins(MLP()), draw(MLP.batch, 0, 4), dist.get_rank()
+    with graphshard.no_sync(twins.model):
+        twins.backward(batch)
+    other = Twins(MLP(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"])
+    if rank < 2:
+        other.backward(batch[:2])
+        other.check()
+    twins.backward(batch)
+    twins.check()
+
+
+def test_backward_on_some_ranks_reduces_no_totals_of_all_ranks() -> None:
+    ranks.run(4, _train_other_model_on_some_ranks)
+
+
+@pytest.mark.parametrize("how", ["no_sync", *SETTERS])
+@on_ranks(2)
+def test_step_without_late_gradients_warns(how: str) -> None:
+    twins, x = Twins(MLP(), mesh=named_mesh((2, 1))), draw(MLP.batch, 0)[dist.get_rank()]
+    optimizer = sgd(twins.model)
+    with _unreduced(twins.model, how):
+        twins.compiled(x).backward()
+    twins.compiled(x).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    with _unreduced(twins.model, how):
+        late = twins.compiled(x)
+    twins.compiled(x).backward()
+    late.backward()
+    with pytest.warns(UserWarning, match=r"SGD steps '.*' without the gradients") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings(), _unreduced(twins.model, how):
+        warnings.simplefilter("error")
+        optimizer.step()  # gradients are meant to accumulate further
 
 
 class _Sum(nn.Module):

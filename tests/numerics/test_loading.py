@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import graphshard
@@ -155,6 +155,39 @@ def test_replicated_tensors_are_split() -> None:
         model.load_state_dict({n: v * 2 for n, v in full.items()}, assign=assign)
         assert_sharded(model)
         _assert_values(model, {n: v * 2 for n, v in full.items()})
+
+
+def _of_every_kind(mesh: DeviceMesh) -> nn.Module:
+    return graphshard.shard(Kinds(), mesh, overrides={"whole": {"shard": False}}).double().float()
+
+
+@pytest.mark.parametrize("new", [False, True])
+@on_ranks(2)
+def test_assigned_parameters_keep_their_identity(new: bool) -> None:
+    # Torch caches the specs of results: after ``double``, the second model has the first mesh.
+    _of_every_kind(world_mesh())
+    model: Any = _of_every_kind(world_mesh())
+    state = model.state_dict(keep_vars=True)
+    if new:
+        state = {n: nn.Parameter(2 * p.detach(), p.requires_grad) for n, p in state.items()}
+    optimizer = torch.optim.SGD([state[name] for name in ("scalar", "row", "whole")], 0.01)
+    expected = {name: whole(value) for name, value in state.items()}
+    model.load_state_dict(state, assign=True)
+    assert all(model.get_parameter(name) is value for name, value in state.items())
+    _assert_values(model, expected)
+    compiled = torch.compile(
+        lambda: (model.scalar * model.row).sum() + model.whole.sum(),
+        backend=graphshard.backend(world_mesh(), compiler="aot_eager"),
+    )
+    losses = []
+    for _ in range(2):
+        losses.append(compiled())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, param in model.named_parameters():
+        assert torch.equal(whole(param), expected[name]) == (name in ("empty", "frozen")), name
+    assert losses[1] < losses[0]
 
 
 class Renamed(nn.Module):

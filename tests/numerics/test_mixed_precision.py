@@ -321,3 +321,29 @@ def test_frozen_float8_parameter_is_gathered_in_param_dtype() -> None:
     expected = torch.arange(12.0).view(4, 3).to(BF16)
     for call in (compiled, model):
         assert torch.equal(call(torch.arange(4)), expected)
+
+
+class _RoundedWeight(nn.Module):
+    """A linear whose weight is rounded to fp8 by hand."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight.to(torch.float8_e4m3fn).to(x.dtype)
+        return nn.functional.linear(x, weight, self.linear.bias)
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@on_ranks(2)
+def test_gradient_of_weight_rounded_to_float8_is_averaged_in_float32(rows: int) -> None:
+    model = _RoundedWeight(rows)
+    plain = copy.deepcopy(model)
+    compiled = compile_sharded(model, compiler="inductor")
+    batches = [torch.full((1, 8), 1.0 + 2 * rank) for rank in range(2)]
+    compiled(batches[dist.get_rank()]).square().sum().backward()
+    torch.stack([plain(batch).square().sum() for batch in batches]).mean().backward()
+    for ours, param in zip(model.parameters(), plain.parameters()):
+        # Each rank rounds its own gradient to fp8, which has 3 bits of mantissa.
+        torch.testing.assert_close(whole(ours.grad), param.grad, rtol=0.125, atol=0.02)

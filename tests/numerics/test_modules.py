@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 
 import graphshard
+from graphshard.errors import BackendError
 from tests.models import MLP, Trainable
 from tests.numerics.compare import (
     Twins,
@@ -242,6 +244,67 @@ def test_recurrent_layers_train_with_one_warning(layer: type[nn.RNNBase]) -> Non
     with graphshard_warnings() as warned:
         Twins(Recurrent(layer), fullgraph=False).train(Recurrent.batch)
     assert len(warned) == 1
+
+
+class _Dropping(nn.Module):
+    """An LSTM that drops some of its recurrent weights in each forward, as fastai's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(DIM, 4, batch_first=True)
+        self.raw = nn.Parameter(self.layer.weight_hh_l0.detach().clone())
+        del self.layer.weight_hh_l0
+        self.layer.weight_hh_l0 = self.raw.detach()
+        self.register_buffer("mask", torch.arange(4) % 3 != 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight_hh_l0 = self.raw * self.mask
+        return self.layer(x)[0].square().mean()
+
+    batch = staticmethod(_sequence)
+
+
+@on_ranks(2)
+def test_recurrent_weights_that_forward_computes_train() -> None:
+    Twins(_Dropping(), fullgraph=False).train(_Dropping.batch)
+
+
+def _assign(layer: nn.LSTM) -> None:
+    layer._flat_weights = [getattr(layer, name) * 2 for name in layer._flat_weights_names]
+
+
+def _assign_item(layer: nn.LSTM) -> None:
+    layer._flat_weights[1] = layer.weight_hh_l0 * 2
+
+
+class _WritesFlatWeights(nn.Module):
+    def __init__(self, write: Callable[[nn.LSTM], None]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.LSTM(DIM, 4), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.layer)
+        return self.layer(x)[0].square().mean()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("write", [_assign, _assign_item])
+@on_ranks(2)
+def test_write_to_flat_weights_raises(write: Callable[[nn.LSTM], None], compiled: bool) -> None:
+    model = _WritesFlatWeights(write)
+    forward = graphshard.shard(model, world_mesh())
+    if compiled:
+        backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+        forward = torch.compile(model, backend=backend)
+    with pytest.raises(BackendError, match="_flat_weights of a sharded RNN is read-only"):
+        forward(torch.ones(2, 5, DIM))
+    layer = model.layer
+    with pytest.raises(BackendError, match="read-only"):
+        write(layer)
+    layer._flat_weights = [getattr(layer, name) for name in layer._flat_weights_names]
+    layer.double().flatten_parameters()
+    copied = copy.deepcopy(layer)
+    assert all(w is p for w, p in zip(copied._flat_weights, copied.parameters(), strict=True))
 
 
 class Tables(nn.Module):

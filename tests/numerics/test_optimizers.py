@@ -8,6 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -114,6 +121,50 @@ def test_state_of_replicated_parameters_steps_with_sharded_state(options: dict[s
     state = optimizers[0].state[twins.model.scale]
     assert state["exp_avg"].placements == twins.model.scale.placements
     assert not isinstance(state["step"], DTensor)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+@pytest.mark.parametrize("by_dcp", [False, True])
+@on_ranks(2)
+def test_full_state_loaded_after_sharding_is_split(kind: Any, by_dcp: bool) -> None:
+    models = _Scaled(), _Scaled()
+    reference = models[1]
+    # Together, scalars that are and are not DTensors cannot be stepped.
+    optimizers = [kind(model.parameters(), 1e-2, foreach=True) for model in models]
+    _plain_step(reference, optimizers[1])
+    get = get_optimizer_state_dict if by_dcp else lambda _, optimizer: optimizer.state_dict()
+    state = copy.deepcopy(get(reference, optimizers[1]))
+    text = str(state)
+    graphshard.shard(models[0], world_mesh())
+    models[0].load_state_dict(reference.state_dict())
+    if by_dcp:
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(models[0], optimizers[0], state, options=options)
+    else:
+        optimizers[0].load_state_dict(state)
+        assert str(state) == text
+    _assert_state_is_sharded(optimizers[0], models[0])
+    twins = Twins(*models)
+    for step in range(2):
+        _step_both(twins, optimizers, step)
+    scalars = optimizers[0].state[twins.model.scale]
+    assert {n for n, v in scalars.items() if isinstance(v, DTensor)} == {"exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("as_lr", [float, torch.tensor])
+@on_ranks(2)
+def test_dcp_creates_state_before_sharding(as_lr: Callable[[float], Any]) -> None:
+    model = _Scaled()
+    models = model, copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), as_lr(1e-2), foreach=False) for m in models]
+    twins = Twins(*models)
+    for each, optimizer in zip(models, optimizers):
+        model_state, optim_state = get_state_dict(each, optimizer)
+        set_state_dict(each, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
+        assert optimizer.param_groups[0]["lr"] == as_lr(1e-2)
+    for step in range(2):
+        _step_both(twins, optimizers, step)
+    _assert_state_is_sharded(optimizers[0], model)
 
 
 @pytest.mark.parametrize("build", [_adamw, _grouped, _momentum])

@@ -148,6 +148,42 @@ def test_infinity_norm_includes_ranks_without_rows(norm_type: Any, value: comple
     assert torch.allclose(whole(model.weight.grad).abs(), torch.ones(1, 8))
 
 
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@on_ranks(2)
+def test_infinity_norm_keeps_nan_of_any_rank(bad_rank: int) -> None:
+    model = graphshard.shard(nn.Linear(8, 4), world_mesh())
+    model(torch.ones(1, 8)).sum().backward()
+    if dist.get_rank() == bad_rank:
+        model.weight.grad.to_local()[0, 0] = math.nan
+    with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
+        graphshard.clip_grad_norm_(model.parameters(), 1.0, math.inf, error_if_nonfinite=True)
+    assert graphshard.clip_grad_norm_(model.parameters(), 1.0, math.inf).isnan()
+    assert whole(model.bias.grad).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [320.0, 2.0**-14])  # squares are infinite or 0 in float16
+@on_ranks(2)
+def test_norm_of_narrow_gradients_is_summed_in_float32(scale: float, dtype: torch.dtype) -> None:
+    model = graphshard.shard(nn.Linear(4, 4, bias=False, dtype=dtype), world_mesh())
+    model(torch.full((1, 4), scale, dtype=dtype)).sum().backward()
+    norm = graphshard.clip_grad_norm_(model.parameters(), scale)
+    assert norm.dtype == dtype and norm == 4 * scale
+    clipped = whole(model.weight.grad).float()
+    torch.testing.assert_close(clipped, torch.full((4, 4), scale / 4), rtol=2e-2, atol=0.0)
+
+
+@on_ranks(2)
+def test_parameter_whose_gradients_have_another_dtype_is_refused() -> None:
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    model.bias.grad_dtype = torch.float32
+    with pytest.raises(BackendError, match=r"'bias' has grad_dtype=torch.float32.*reduce_dtype"):
+        graphshard.shard(model, world_mesh())
+    assert type(model.weight) is nn.Parameter
+    model.bias.grad_dtype = torch.bfloat16
+    graphshard.shard(model, world_mesh())
+
+
 @pytest.mark.parametrize("norm_type", [0, -math.inf, math.nan])
 def test_norm_type_must_be_positive(norm_type: float) -> None:
     with pytest.raises(ValueError, match=f"norm_type={float(norm_type)}: must be positive"):

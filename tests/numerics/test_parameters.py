@@ -428,3 +428,17 @@ def test_gradient_of_symbolic_size_matches_unsharded_copy(overrides: Any) -> Non
             assert param.grad is not None
             assert_close(name, whole(param.grad), twins.reference.get_parameter(name).grad)
         twins.zero_grad()
+
+
+@pytest.mark.parametrize("value", [None, 3.0])
+@on_ranks(2)
+def test_name_of_deleted_parameter_can_be_a_plain_attribute(value: float | None) -> None:
+    twins = Twins(MLP())
+    twins.train(MLP.batch, steps=1)
+    new = None if value is None else torch.full((13,), value)
+    for model in (twins.model, twins.reference):
+        layer: Any = model.get_submodule("up")
+        del layer.bias
+        layer.bias = new
+        assert layer.bias is new and "up.bias" not in model.state_dict()
+    twins.train(MLP.batch, steps=2)

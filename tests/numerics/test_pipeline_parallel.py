@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleLoopedBFS
 
 import graphshard
 from graphshard.kinds import TransferKind
@@ -20,10 +21,16 @@ STEPS, MICROBATCHES = 2, 4
 
 
 class ReducingOnce(PipelineStage):
+    runs_backwards_reversed = False
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        is_last = fwd_chunk_id == self.chunks - 1
-        graphshard.set_requires_gradient_sync(self.submod, is_last)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        last = 0 if self.runs_backwards_reversed else self.chunks - 1
+        with nullcontext() if fwd_chunk_id == last else graphshard.no_sync(self.submod):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+
+class ReducingOnceReversed(ReducingOnce):
+    runs_backwards_reversed = True
 
 
 def _parts() -> list[nn.Module]:
@@ -57,7 +64,16 @@ def test_1f1b_trains_like_one_rank() -> None:
     assert reduced_each == MICROBATCHES * reduced_once > 0
 
 
-def _train(kind: Any) -> int:
+@on_ranks(4, backend="recording")
+def test_looped_bfs_trains_like_one_rank() -> None:
+    assert _train(ReducingOnceReversed, _looped_bfs) > 0
+
+
+def _looped_bfs(stage: PipelineStage, *args: Any) -> ScheduleLoopedBFS:
+    return ScheduleLoopedBFS([stage], *args)
+
+
+def _train(kind: Any, make_schedule: Any = Schedule1F1B) -> int:
     """Compare with one rank; return the number of reductions in the last step."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
@@ -65,7 +81,7 @@ def _train(kind: Any) -> int:
     part = _parts()[rank]
     compiled = torch.compile(part, backend=graphshard.backend(dp, compiler="aot_eager"))
     stage = kind(compiled, rank, pp.size(), torch.device("cpu"), group=pp.get_group())
-    schedule = Schedule1F1B(stage, MICROBATCHES, F.mse_loss)
+    schedule = make_schedule(stage, MICROBATCHES, F.mse_loss)
     optim = torch.optim.SGD(part.parameters(), 0.1)
     for step in range(STEPS):
         recording.clear()

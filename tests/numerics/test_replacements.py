@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import graphshard
 from tests.models import MLP
-from tests.numerics.compare import Twins, assert_close, world_mesh
+from tests.numerics.compare import Twins, assert_close, assert_same, draw, generator, world_mesh
 from tests.ranks import on_ranks
 
 
@@ -110,6 +110,57 @@ def test_parameters_can_be_swapped_and_restored(call: Any, double: Any, compiled
     twins.train(MLP.batch, steps=2)
 
 
+def _set_none(module: nn.Module, name: str) -> None:
+    setattr(module, name, None)
+
+
+def _register_none(module: nn.Module, name: str) -> None:
+    delattr(module, name)
+    module.register_parameter(name, None)
+
+
+@pytest.mark.parametrize("remove", [_set_none, _register_none])
+@on_ranks(2)
+def test_model_trains_without_removed_bias(remove: Any) -> None:
+    twins = Twins(MLP())
+    twins.train(MLP.batch, steps=1)
+    removed = twins.model.up.bias
+    for model in (twins.model, twins.reference):
+        remove(model.up, "bias")
+    twins.train(MLP.batch, steps=2)
+    assert removed.grad is None
+    copied = copy.deepcopy(twins.model)
+    x = torch.ones(5, 7)
+    torch.testing.assert_close(copied(x), twins.model(x))
+    for model in (twins.model, twins.reference):  # a parameter that was put back
+        model.up.bias = removed if model is twins.model else nn.Parameter(removed.full_tensor())
+    assert_close("restored", *(model(x) for model in (twins.compiled, twins.reference)))
+    twins.model.up.bias = nn.Parameter(torch.ones(13))
+    with pytest.raises(RuntimeError, match=r"'up.bias' was replaced"):
+        twins.compiled(x)
+
+
+@on_ranks(2)
+def test_tied_parameter_may_be_removed_from_one_module() -> None:
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    model[1].bias = model[0].bias
+    twins = Twins(_Mean(model))
+    twins.train(MLP.batch, steps=1)
+    for i in (0, 1):
+        for one in (twins.model, twins.reference):
+            one.inner[i].bias = None
+        twins.train(MLP.batch, steps=1)
+
+
+class _Mean(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean()
+
+
 @on_ranks(2)
 def test_computed_replacement_raises() -> None:
     model = graphshard.shard(_Scaled(), world_mesh())
@@ -119,9 +170,9 @@ def test_computed_replacement_raises() -> None:
 
 
 class _Embedded(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+        self.embed, self.head = nn.Embedding(9, width), nn.Linear(width, 9)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.embed(ids)).square().mean()
@@ -188,3 +239,88 @@ def test_casting_with_plain_replacement_raises() -> None:
     model.gain = nn.Parameter(torch.ones(5))
     with pytest.raises(ValueError, match=r"'gain' is sharded, but was replaced by a plain"):
         model.double()
+
+
+# Parameters that share memory.
+
+
+def _of_detached(model: Any) -> Tensor:
+    model.head.weight = nn.Parameter(model.embed.weight.detach())
+    shared: Tensor = model.embed.weight
+    return shared
+
+
+def _of_shadow(model: Any) -> Tensor:
+    shadow: Tensor = model.embed.weight.detach().clone()
+    model.head.weight = nn.Parameter(shadow)
+    return shadow
+
+
+def _of_loaded(model: Any) -> Tensor:
+    shadow: Tensor = model.embed.weight.detach().clone()
+    model.load_state_dict({**model.state_dict(), "head.weight": shadow}, assign=True)
+    return shadow
+
+
+# One of two ranks needs padding, as 9 rows and 3 columns are split unevenly.
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("share", [_of_detached, _of_shadow, _of_loaded])
+@on_ranks(2)
+def test_replacement_shares_memory_as_in_plain_model(share: Any, dim: int) -> None:
+    twins = Twins(_Embedded(width=3), overrides={"*.weight": {"dim": dim}})
+
+    def train(step: int) -> None:
+        twins.backward(draw(_Embedded.batch, step))
+        assert_same(twins.model, twins.reference)
+        twins.step()
+
+    train(0)
+    shared = [share(model) for model in (twins.model, twins.reference)]
+    train(1)
+    with torch.no_grad():
+        for tensor in shared:
+            tensor.mul_(0.5).add_(1)
+    train(2)
+    assert_close("shared", *shared)
+    copied, values = copy.deepcopy(twins.model), torch.rand(9, 3, generator=generator(0))
+    copied(torch.ones(1, dtype=torch.int64))
+    copied.embed.weight.data.copy_(_like(values, copied.embed.weight))
+    if share is _of_detached:
+        assert_close("in a copy", copied.head.weight, values)
+
+
+def _like(full: Tensor, dtensor: Any) -> DTensor:
+    return distribute_tensor(full, dtensor.device_mesh, dtensor.placements)
+
+
+class _Wide(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(7, rows, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x).square().mean()
+
+
+def _in_larger_buffer(local: Tensor) -> Tensor:
+    return torch.cat([local, torch.ones(3, 7)])[: len(local)]
+
+
+def _of_numpy(local: Tensor) -> Tensor:  # its memory cannot grow
+    return torch.from_numpy(local.numpy().copy())
+
+
+@pytest.mark.parametrize("rows", [9, 10])
+@pytest.mark.parametrize("make", [_in_larger_buffer, _of_numpy])
+@on_ranks(2)
+def test_all_ranks_share_memory_or_none(make: Any, rows: int) -> None:
+    twins = Twins(_Wide(rows))
+    twins.train(MLP.batch, steps=1)
+    old: Any = twins.model.lin.weight
+    layout = {"shape": old.shape, "stride": old.stride(), "run_check": False}
+    local = make(old.to_local().detach().clone())
+    new = DTensor.from_local(local, old.device_mesh, old.placements, **layout)
+    twins.model.lin.weight = nn.Parameter(new)
+    twins.train(MLP.batch, steps=1)
+    shares = new.to_local().data_ptr() == twins.model.lin.weight.to_local().data_ptr()
+    assert shares == (rows == 10)

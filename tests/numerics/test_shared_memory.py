@@ -1,4 +1,4 @@
-"""Parameters that share elements, or are next to each other in one buffer."""
+"""Parameters and buffers that share elements, or are next to each other in one tensor."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def _overlapping(model: _Pair) -> None:
     model.last.weight = nn.Parameter(flat[11:].view(7, 7))
 
 
+def _view(model: _Pair) -> None:
+    model.register_buffer("rows", model.first.weight.data[3:])
+
+
+def _same_object(model: _Pair) -> None:
+    model.register_buffer("weight", model.last.weight)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     ("tie", "match"),
@@ -45,6 +53,8 @@ def _overlapping(model: _Pair) -> None:
         (_same, r"'first.weight' and 'last.weight' .* \(last.weight = first.weight\)"),
         (_transposed, r"'first.weight' and 'last.weight' .* compute 'last.weight' from"),
         (_overlapping, "'first.weight' and 'last.weight' .* clone"),
+        (_view, "'first.weight' and buffer 'rows' .* compute 'rows' from 'first.weight'"),
+        (_same_object, "'last.weight' and buffer 'weight' .* clone"),
     ],
 )
 @on_ranks(2)
@@ -92,7 +102,16 @@ def _expanded(model: _Pair) -> None:
     model.last.bias = nn.Parameter(both[1::2])
 
 
-@pytest.mark.parametrize("tie", [_flat, _columns, _one_object, _empty, _expanded])
+def _buffers(model: _Pair) -> None:
+    both = torch.randn(63) / 7
+    model.first.weight = nn.Parameter(both[:49].view(7, 7))
+    model.register_buffer("rest", both[49:])
+    model.register_buffer("last_of_rest", both[60:])
+    model.last.weight.requires_grad_(False)
+    model.register_buffer("frozen", model.last.weight.data)
+
+
+@pytest.mark.parametrize("tie", [_flat, _columns, _one_object, _empty, _expanded, _buffers])
 @on_ranks(2)
 def test_parameters_side_by_side_in_one_buffer_train(tie: Callable[[_Pair], None]) -> None:
     model = _Pair()
