@@ -111,12 +111,13 @@ def replace_data(dtensor: DTensor, new: DTensor) -> None:
 def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
     """Call ``act(dtensor, value)`` on ``dtensor.data = value``.
 
-    If ``act`` returns False, ``dtensor`` shares the memory of ``value``, as in ``tensor.data =``.
+    If ``act`` returns False, ``dtensor`` then shares the memory of ``value``, as for plain tensors,
+    if that is a DTensor. Torch assigns anything else, to no effect.
     """
 
     # Torch's assignment replaces the storage of the wrapper, which holds no memory, instead of the
-    # local tensor: the assigned value is lost. Dynamo would compile the calls below in frames that
-    # it cannot compile, such as a loop with a graph break.
+    # local tensor: the assigned value is lost. Disabled, because Dynamo would compile this function
+    # where Python runs its caller, such as a loop with a graph break.
     @torch.compiler.disable
     def assign(dtensor: DTensor, value: torch.Tensor) -> None:
         if act(dtensor, value):

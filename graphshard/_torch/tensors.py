@@ -155,16 +155,32 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     return written
 
 
-@functools.cache
 def _written_by(function: object) -> tuple[tuple[int | None, str], ...]:
     """Return the positions and names of arguments that any overload of ``function`` writes to."""
     if isinstance(function, OpOverload):
-        schemas = [function._schema]
-    elif isinstance(function, OpOverloadPacket):
-        schemas = [getattr(function, name)._schema for name in function.overloads()]
-    else:
-        name = _find_builtin(function)
-        schemas = [] if name is None else torch._C._jit_get_schemas_for_operator(name)
+        return _written_in([function._schema])
+    if isinstance(function, OpOverloadPacket):
+        return _written_by_named(function._qualified_op_name)
+    name = _find_builtin(function)
+    return () if name is None else _written_by_named(name)
+
+
+@functools.cache
+def _written_by_named(name: str) -> tuple[tuple[int | None, str], ...]:
+    return _written_in(filter(_is_dispatched, torch._C._jit_get_schemas_for_operator(name)))
+
+
+def _is_dispatched(schema: torch.FunctionSchema) -> bool:
+    """Return whether a schema is that of an operator on tensors, not of a TorchScript builtin."""
+    # TorchScript's ``aten::sort``, for example, also sorts a list in place.
+    try:
+        torch._C._dispatch_find_schema_or_throw(schema.name, schema.overload_name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _written_in(schemas: Iterable[torch.FunctionSchema]) -> tuple[tuple[int | None, str], ...]:
     found = {
         (None if argument.kwarg_only else i, argument.name): None
         for schema in schemas

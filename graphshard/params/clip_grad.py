@@ -94,10 +94,15 @@ def _norm_over_mesh(grads: list[Any], norm_type: float, foreach: bool | None) ->
     if narrow.isdisjoint(grad.dtype for grad in grads):
         norm: Any = get_total_norm(grads, norm_type, foreach=foreach)
         return norm.full_tensor()
-    norms = [
-        torch.linalg.vector_norm(g, norm_type, dtype=torch.float32 if g.dtype in narrow else None)
-        for g in grads
-    ]
+    if foreach is not False and narrow.issuperset(grad.dtype for grad in grads):
+        norms = torch._foreach_norm(grads, norm_type, dtype=torch.float32)
+    else:
+        norms = tuple(
+            torch.linalg.vector_norm(
+                grad, norm_type, dtype=torch.float32 if grad.dtype in narrow else None
+            )
+            for grad in grads
+        )
     norm = torch.stack([norm.to(grads[0].device) for norm in norms])
     return torch.linalg.vector_norm(norm, norm_type).full_tensor()
 

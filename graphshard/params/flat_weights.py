@@ -33,9 +33,10 @@ def _read(module: nn.RNNBase) -> _Weights:
 
 
 def _check(module: nn.RNNBase, weights: _Weights) -> None:
-    own = {**vars(module), **parameters_of(module)}  # not parametrized weights, new at each read
-    for (name, current), weight in zip(flat_weights(module).items(), weights):
-        if name in own and weight is not current and weight is not own[name]:
+    own = {**vars(module), **parameters_of(module)}
+    for name, weight in zip(module._flat_weights_names, weights):
+        # Not parametrized weights, which reading would compute again.
+        if name in own and weight is not own[name] and weight is not getattr(module, name):
             raise BackendError(_ERROR.format(name))
 
 

@@ -101,7 +101,7 @@ def sync_params(trace: Trace, gm: fx.GraphModule, inputs: Sequence[object]) -> b
     for shard in shards_read():
         read = sharded_param_of(trace.value(shard))
         # The trace has read None from owners that have removed the parameter.
-        holds = functools.partial(in_sync, read.num_removed() if read else None)
+        holds = functools.partial(in_sync, read.removed() if read else None)
         trace.guard(shard, holds, f"{shard.name} is in sync")
     synced = True
     for source, value in zip(sources(gm), inputs, strict=True):

@@ -206,10 +206,10 @@ class ShardedParam:
 
     def is_replaced(self) -> bool:
         """Return whether an owner's parameter or its storage was replaced without a new shard."""
-        return self.num_removed() is None
+        return self.removed() is None
 
-    def num_removed(self) -> int | None:
-        """Return how many owners have removed the parameter, or None if ``is_replaced``.
+    def removed(self) -> int | None:
+        """Return which owners have removed the parameter, as bits, or None if ``is_replaced``.
 
         For example, by ``module.bias = None``. Such an owner may get the parameter back.
         """
@@ -217,14 +217,14 @@ class ShardedParam:
             return None
         removed = 0
         # A plain loop: this is part of a guard that every compiled call runs for each parameter.
-        for ref, name in self._owners:
+        for i, (ref, name) in enumerate(self._owners):
             if (module := ref()) is None:
                 continue
             held: object = parameters_of(module).get(name)
             if held is not self.dtensor:
                 if held is not None:
                     return None
-                removed += 1
+                removed |= 1 << i
         return removed
 
     def sync(self) -> bool:
@@ -449,16 +449,16 @@ def refresh_accessors(module: nn.Module) -> None:
         refresh(module)
 
 
-def in_sync(num_removed: int | None, shard: torch.Tensor) -> bool:
+def in_sync(removed: int | None, shard: torch.Tensor) -> bool:
     """Sync ``shard`` with its DTensor; return False if the DTensor or its storage was replaced.
 
-    Also return False unless ``num_removed`` of its owners have removed the parameter. A guard on
+    Also return False unless just the owners in ``removed`` have removed the parameter. A guard on
     every shard: Dynamo calls this to decide whether a compiled graph may be used.
     """
     sharded_param = sharded_param_of(shard)
-    if sharded_param is None or (removed := sharded_param.num_removed()) is None:
+    if sharded_param is None or (now_removed := sharded_param.removed()) is None:
         return False  # Dynamo tries another graph, or calls the backend
-    if removed != num_removed:
+    if now_removed != removed:
         return False
     # Dynamo compares the shard's requires_grad only after this guard: if the user flipped the
     # DTensor's back and forth, the shard now agrees, and the earlier graph is used again.

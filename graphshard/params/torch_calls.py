@@ -94,7 +94,7 @@ def assign_data(dtensor: DTensor, value: object) -> bool:
         if not isinstance(value, DTensor) and has_shards(dtensor.device_mesh):
             raise BackendError(
                 f"cannot assign a plain tensor of shape {tuple(value.shape)} to the data of a "
-                f"DTensor of shape {tuple(dtensor.shape)} that is no parameter of a sharded model: "
+                f"DTensor of shape {tuple(dtensor.shape)} that has no shard in a model (yet): "
                 "assign a DTensor, such as torch.distributed.tensor.distribute_tensor(value, "
                 "old.device_mesh, old.placements)"
             )

@@ -153,6 +153,17 @@ def test_data_may_be_assigned_in_loop_that_dynamo_skips() -> None:
     Twins(Averaging(), fullgraph=False).train(Copying.batch, steps=2)
 
 
+class Sorting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        weight, _ = torch.sort(self.weight)  # TorchScript's sort of a list works in place
+        return F.linear(x, weight, self.bias).square().mean()
+
+
+@on_ranks(2)
+def test_forward_may_sort_its_parameter() -> None:
+    Twins(Sorting(7, 5)).train(Copying.batch, steps=1)
+
+
 def _refuse(kind: Callable[..., nn.Module], *args: Any) -> None:
     model = kind(*args)
     backend = graphshard.backend(world_mesh(), compiler="aot_eager")

@@ -146,9 +146,12 @@ def test_tied_parameter_may_be_removed_from_one_module() -> None:
     model[1].bias = model[0].bias
     twins = Twins(_Mean(model))
     twins.train(MLP.batch, steps=1)
-    for i in (0, 1):
-        for one in (twins.model, twins.reference):
-            one.inner[i].bias = None
+    models = twins.model, twins.reference
+    tied = [one.inner[0].bias for one in models]
+    for removed in ({0}, {1}, {0, 1}):
+        for one, bias in zip(models, tied):
+            for i in (0, 1):
+                one.inner[i].bias = None if i in removed else bias
         twins.train(MLP.batch, steps=1)
 
 
