@@ -116,8 +116,8 @@ def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
     """
 
     # Torch's assignment replaces the storage of the wrapper, which holds no memory, instead of the
-    # local tensor: the assigned value is lost. Disabled, because Dynamo would compile this function
-    # where Python runs its caller, such as a loop with a graph break.
+    # local tensor: the assigned value is lost. Dynamo must not compile this function where Python
+    # runs its caller, such as a loop with a graph break.
     @torch.compiler.disable
     def assign(dtensor: DTensor, value: torch.Tensor) -> None:
         if act(dtensor, value):

@@ -70,9 +70,9 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or forward is not nn.Module.forward
 
 
-def flat_weights(module: nn.RNNBase) -> dict[str, torch.Tensor | None]:
-    """Return the attributes that ``_flat_weights`` holds, in the same order, keyed by name."""
-    return {name: getattr(module, name, None) for name in module._flat_weights_names}
+def flat_weight_names(module: nn.RNNBase) -> list[str]:
+    """Return the names of the attributes that ``_flat_weights`` holds, in the same order."""
+    return list(module._flat_weights_names)
 
 
 def forward_pre_hooks(module: nn.Module) -> list[object]:

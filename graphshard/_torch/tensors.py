@@ -140,6 +140,13 @@ def writes_arguments(op: object) -> bool:
     return isinstance(op, OpOverload) and op._schema.is_mutable
 
 
+def norms(
+    tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype
+) -> Sequence[torch.Tensor]:
+    """Return the norm of each tensor, computed in ``dtype`` by one foreach call."""
+    return torch._foreach_norm(tensors, norm_type, dtype=dtype)
+
+
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a function called by ``node`` writes to, by its operator's schema.
 

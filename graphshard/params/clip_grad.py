@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .._torch.distributed import process_group
 from .._torch.dtensor import values_on_rank
+from .._torch.tensors import norms
 from .sharded_param import sharded_param_of
 
 
@@ -94,16 +95,17 @@ def _norm_over_mesh(grads: list[Any], norm_type: float, foreach: bool | None) ->
     if narrow.isdisjoint(grad.dtype for grad in grads):
         norm: Any = get_total_norm(grads, norm_type, foreach=foreach)
         return norm.full_tensor()
+    each: Sequence[torch.Tensor]
     if foreach is not False and narrow.issuperset(grad.dtype for grad in grads):
-        norms = torch._foreach_norm(grads, norm_type, dtype=torch.float32)
+        each = norms(grads, norm_type, torch.float32)
     else:
-        norms = tuple(
+        each = [
             torch.linalg.vector_norm(
                 grad, norm_type, dtype=torch.float32 if grad.dtype in narrow else None
             )
             for grad in grads
-        )
-    norm = torch.stack([norm.to(grads[0].device) for norm in norms])
+        ]
+    norm = torch.stack([norm.to(grads[0].device) for norm in each])
     return torch.linalg.vector_norm(norm, norm_type).full_tensor()
 
 

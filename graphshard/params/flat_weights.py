@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from .._torch.nn import FLAT_WEIGHTS, flat_weights, parameters_of
+from .._torch.nn import FLAT_WEIGHTS, flat_weight_names, parameters_of
 from ..errors import BackendError
 
 _Weights = Sequence[torch.Tensor | None]
@@ -22,19 +22,23 @@ def read_only_flat_weights(cls: type[nn.RNNBase]) -> dict[str, object]:
     """Return members for a subclass of ``cls`` whose ``_flat_weights`` cannot be changed."""
     if cls.__setattr__ is not nn.RNNBase.__setattr__:
         # It may call ``RNNBase.__setattr__``, which writes to the list: here, to a copy.
-        return {FLAT_WEIGHTS: property(lambda self: list(flat_weights(self).values()), _check)}
+        return {FLAT_WEIGHTS: property(_weights, _check)}
     return {FLAT_WEIGHTS: property(_read, _check), "__setattr__": _set_attribute}
 
 
+def _weights(module: nn.RNNBase) -> list[torch.Tensor | None]:
+    return [getattr(module, name, None) for name in flat_weight_names(module)]
+
+
 def _read(module: nn.RNNBase) -> _Weights:
-    weights = flat_weights(module).values()
+    weights = _weights(module)
     # Dynamo only knows plain tuples. If code writes to one, Python runs it instead, and raises.
     return tuple(weights) if is_compiling() else _ReadOnly(weights)
 
 
 def _check(module: nn.RNNBase, weights: _Weights) -> None:
     own = {**vars(module), **parameters_of(module)}
-    for name, weight in zip(module._flat_weights_names, weights):
+    for name, weight in zip(flat_weight_names(module), weights):
         # Not parametrized weights, which reading would compute again.
         if name in own and weight is not own[name] and weight is not getattr(module, name):
             raise BackendError(_ERROR.format(name))

@@ -48,7 +48,8 @@ def _train(mesh: DeviceMesh) -> None:
 
 def _is_ours(value: object) -> bool:
     if isinstance(value, property):
-        return any(map(_is_ours, (value.fget, value.fset, value.fdel)))
+        functions = (value.fget, value.fset, value.fdel)  # perhaps wrapped by torch.compiler.disable
+        return any(_is_ours(getattr(f, "_torchdynamo_orig_callable", f)) for f in functions)
     if isinstance(value, FunctionType):
         return Path(value.__code__.co_filename).is_relative_to(ROOT)
     kind = value if isinstance(value, type) else type(value)
