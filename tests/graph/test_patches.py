@@ -48,7 +48,7 @@ def _train(mesh: DeviceMesh) -> None:
 
 def _is_ours(value: object) -> bool:
     if isinstance(value, property):
-        functions = (value.fget, value.fset, value.fdel)  # perhaps wrapped by torch.compiler.disable
+        functions = value.fget, value.fset, value.fdel  # or torch.compiler.disable's wrapper of one
         return any(_is_ours(getattr(f, "_torchdynamo_orig_callable", f)) for f in functions)
     if isinstance(value, FunctionType):
         return Path(value.__code__.co_filename).is_relative_to(ROOT)
