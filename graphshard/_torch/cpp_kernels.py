@@ -21,7 +21,6 @@ compiles and loads each file.
 from __future__ import annotations
 
 import functools
-import gc
 import importlib.util
 import re
 import sys
@@ -69,8 +68,6 @@ def few_cpp_files(num_graphs: int) -> Iterator[None]:
             yield
     finally:
         del _thread.put_off
-    if put_off.waits and gc.isenabled():
-        gc.collect()  # here rather than later, because the C++ compiler runs meanwhile
     for wait in put_off.waits:
         wait()
 

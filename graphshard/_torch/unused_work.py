@@ -3,7 +3,7 @@
 Torch copies graphs for a minifier that is off, generates Python code of graphs that nothing runs,
 and propagates fake tensors through unchanged graphs.
 
-Besides the private modules that it imports, it relies on torch/fx/graph.py.
+Relies on its imports and on torch/fx/graph.py.
 """
 
 from __future__ import annotations

@@ -456,10 +456,8 @@ def in_sync(removed: int | None, shard: torch.Tensor) -> bool:
     every shard: Dynamo calls this to decide whether a compiled graph may be used.
     """
     sharded_param = sharded_param_of(shard)
-    if sharded_param is None or (now_removed := sharded_param.removed()) is None:
+    if sharded_param is None or (now := sharded_param.removed()) is None or now != removed:
         return False  # Dynamo tries another graph, or calls the backend
-    if now_removed != removed:
-        return False
     # Dynamo compares the shard's requires_grad only after this guard: if the user flipped the
     # DTensor's back and forth, the shard now agrees, and the earlier graph is used again.
     sharded_param.sync_unreplaced()
@@ -506,7 +504,7 @@ def reduce_all_leftovers(ranks: frozenset[int] | None = None) -> None:
             are skipped.
     """
     for model in list(_accumulating):
-        if ranks is not None and not model.ranks() <= ranks:
+        if ranks is not None and model.ranks() - ranks:
             continue
         model.reduce_leftovers()
         del _accumulating[model]

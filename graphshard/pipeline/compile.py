@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import re
 import time
 import warnings
@@ -270,6 +271,8 @@ def _by_inductor(
         run: Runnable = compile_rewritten(traced.gm, traced.inputs, lowering, patches)
         if lowering.lowered:
             report("compiling kernels")  # ``few_files`` waits for them
+            if settings.device.type == "cpu" and gc.isenabled():
+                gc.collect()  # here rather than later, because the C++ compiler runs meanwhile
     return run
 
 

@@ -481,16 +481,6 @@ def test_class_that_computes_attributes_is_not_refused(kind: Callable[..., nn.Mo
     assert torch.allclose(compile_sharded(model)(X), expected)
 
 
-class _WithScript(nn.Module):
-    def __init__(self, script: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(7, 7)
-        self.script = script(nn.Linear(7, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.script(self.linear(x)).sum()
-
-
 def _script(module: nn.Module) -> nn.Module:
     script: nn.Module = torch.jit.script(module)
     return script
@@ -506,19 +496,19 @@ def _trace(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("script", [_script, _trace])
 @on_ranks(2)
 def test_torchscript_module_is_refused(script: Callable[..., Any], act: Act) -> None:
-    assert_refused(_WithScript(script), act, "'script.weight' is held by a TorchScript module")
+    assert_refused(_Dressed(script), act, "'part.weight' is held by a TorchScript module")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("script", [_script, _trace])
 @on_ranks(2)
 def test_frozen_torchscript_module_may_be_ignored(script: Callable[..., Any]) -> None:
-    model = _WithScript(script)
-    ignored = list(model.script.parameters())
+    model = _Dressed(script)
+    ignored = list(model.part.parameters())
     for param in ignored:
         param.requires_grad = False
     expected = model(X)
     backend = graphshard.backend(world_mesh(), compiler="aot_eager", ignored_params=ignored)
     loss = torch.compile(model, backend=backend)(X)
     loss.backward()
-    assert torch.allclose(loss, expected) and model.linear.weight.grad is not None
+    assert torch.allclose(loss, expected) and model.inner.weight.grad is not None
