@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ..failures import format_failure
 from .gpus import GPUS
@@ -50,4 +51,7 @@ def _validate(args: argparse.Namespace) -> tuple[str, str]:
         raise argparse.ArgumentTypeError(f"--tp-plan {args.tp_plan}: needs --tp of at least 2")
     if not 0 <= args.rank < args.world:
         raise argparse.ArgumentTypeError(f"--rank {args.rank}: must be from 0 to {args.world - 1}")
+    # Before a process starts, which takes many seconds.
+    if not (Path(script).is_file() and script.endswith(".py")):
+        raise argparse.ArgumentTypeError(f"{script}: must be an existing Python file")
     return script, function

@@ -185,7 +185,14 @@ class Hardware:
     @classmethod
     def load(cls, path: Path) -> Hardware:
         """Read a file that ``calibrate`` wrote; raise a ValueError or OSError if that fails."""
-        return cls.from_json(path.read_text(encoding="utf-8"), str(path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path}: is not UTF-8 text: pass a file that `python -m graphshard calibrate` "
+                "wrote"
+            ) from error
+        return cls.from_json(text, str(path))
 
 
 def _check_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:

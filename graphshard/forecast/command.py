@@ -60,7 +60,7 @@ def _plan(args: argparse.Namespace) -> int:
         return _print_largest(args, batch, recipe, machine)
 
     def make_workload(size: int) -> Workload:
-        return _with_plan(args, find_workload(args.model, batch._replace(size=size)))
+        return _checked(args, find_workload(args.model, batch._replace(size=size)))
 
     tables, found, traced = [], {}, None
     if args.search:
@@ -144,7 +144,12 @@ def _write(args: argparse.Namespace, numbers: Json, make_page: Callable[[], str]
         write_output("--html", args.html, make_page())
 
 
-def _with_plan(args: argparse.Namespace, workload: Workload) -> Workload:
+def _checked(args: argparse.Namespace, workload: Workload) -> Workload:
+    if args.batch is not None and "x" in args.batch.lower() and workload.unit == "samples":
+        raise ValueError(
+            f"--batch {args.batch}: {workload.name} takes images, which have no number of tokens: "
+            f"pass only the number of samples, as in --batch {args.batch.lower().split('x')[0]}"
+        )
     if args.tp_plan is None:
         return workload
     parallelize = load_named_function("--tp-plan", args.tp_plan)
@@ -159,7 +164,7 @@ def _print_largest(
     def make_workload(factor: float, size: int) -> Workload:
         sized = scale_config(config, factor, recipe.tp)
         name = f"{sized.hidden_size} wide"
-        return _with_plan(args, config_workload(sized, name, batch._replace(size=size)))
+        return _checked(args, config_workload(sized, name, batch._replace(size=size)))
 
     result = largest(make_workload, recipe, machine, batch.size, show_line)
     show_line("")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tabulate import tabulate
 
 from .cluster import Cluster
+from .deepen import NotPeriodicError
 from .derive import (
     LEAST_PERIODS,
     Depth,
@@ -29,6 +30,9 @@ from .workload import Workload
 WIDTHS = 2**0.5  # ratio of successive widths to try
 SMALLEST = 1 / 64  # smallest width to try if nothing fits, as a fraction of the model's width
 MOST_LAYERS = 512  # a plan for the thousands of layers of a tiny model would take minutes
+# Models whose layers repeat after more layers are refused: copies of three and four periods are
+# traced for each width.
+LONGEST_PERIOD = 16
 
 HEADERS = ["grown", "strategy", "largest", "billion parameters", "step ms", "GB"]
 
@@ -259,6 +263,12 @@ class _Grower:
         return self._traced[key]
 
     def _trace_copies(self, workload: Workload, strategy: str) -> ShallowCopies:
+        if workload.period > LONGEST_PERIOD:
+            raise NotPeriodicError(
+                f"--largest: of the {workload.num_layers} layers of the model that is "
+                f"{workload.name}, {workload.period} differ before they repeat: at most "
+                f"{LONGEST_PERIOD} may, because several repetitions are traced"
+            )
         self.progress(f"{workload.name}, {workload.tokens} {workload.unit}")
         deep = (LEAST_PERIODS + 2) * workload.period
         deep += (workload.num_layers or 0) % workload.period

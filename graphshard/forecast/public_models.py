@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# No dropout: with it, attention is not a flash kernel on the CPU, where graphs are traced.
+# No dropout: with it, attention on a CPU is not a flash kernel.
 _GPT2 = "n_positions=1024,attn_pdrop=0.0,embd_pdrop=0.0,resid_pdrop=0.0"
 
 # FAMILY:key=value,.., where FAMILY is a ``model_type`` of transformers, keyed by lower-case name.

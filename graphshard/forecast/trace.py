@@ -20,6 +20,7 @@ from typing import Any
 import sympy
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -146,15 +147,21 @@ def trace(
         # Outside of the fake mode: ranks exchange parameter names in real tensors.
         shard(model, **options)
         with fake:
-            tracing = _TracingBackend(options, reader)
+            tracing = _TracingBackend(options, reader, on_gpu=hardware.device_type != "cpu")
             _mark_dynamic(inputs, symbols)
             dynamic = None if symbols else False
             _run(model, torch.compile(model, backend=tracing, dynamic=dynamic), inputs)
             held = _held(model)
     breaks = _breaks(model)
     _check_graphs(reader.graphs, tracing.most_runs(), breaks)
-    notes = tuple(f"{text}; eager parts are not counted" for text in breaks)
-    return TracedStep(tuple(reader.graphs), held, reader.saved, notes)
+    notes = [f"{text}; eager parts are not counted" for text in breaks]
+    if tracing.has_attention_dropout:
+        notes.append(_DROPOUT_ON_GPU if tracing.on_gpu else _DROPOUT_ON_CPU)
+    return TracedStep(tuple(reader.graphs), held, reader.saved, tuple(notes))
+
+
+_DROPOUT_ON_GPU = "dropout of attention is free, since the flash kernel computes it"
+_DROPOUT_ON_CPU = "attention with dropout holds all scores: on a CPU, it is not a flash kernel"
 
 
 def _mark_dynamic(inputs: Inputs, sizes: Container[int]) -> None:
@@ -260,9 +267,21 @@ class _TracingBackend(Backend):
 
     reports_progress = False  # forecasts report their own progress
 
-    def __init__(self, options: Mapping[str, Any], reader: _GraphReader) -> None:
+    def __init__(self, options: Mapping[str, Any], reader: _GraphReader, on_gpu: bool) -> None:
         super().__init__(backend(**options).options)
         self._reader = reader
+        self.on_gpu = on_gpu
+        self.has_attention_dropout = False
+
+    @override
+    def __call__(self, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Runnable:
+        for graph, node in _attention_with_dropout(gm):
+            self.has_attention_dropout = True
+            # Flash kernels of GPUs support dropout, but graphs are traced on the CPU.
+            if self.on_gpu:
+                _remove_dropout(node)
+                graph.recompile()
+        return super().__call__(gm, *args, **kwargs)
 
     def most_runs(self) -> int:
         return max((meter.num_runs for meter in self._meters), default=0)
@@ -275,6 +294,27 @@ class _TracingBackend(Backend):
         reader = self._reader
         run = trace_only(traced, settings, lambda graph, kind: reader.read(graph, kind, traced))
         return run, CompiledGraph((), settings, "")
+
+
+_DROPOUT_ARG = 4  # position of ``dropout_p`` in the arguments of attention
+
+
+def _attention_with_dropout(gm: fx.GraphModule) -> list[tuple[fx.GraphModule, fx.Node]]:
+    # Bodies of checkpointed layers are graphs of their own.
+    return [
+        (part, node)
+        for part in gm.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+        if any(node.args[_DROPOUT_ARG : _DROPOUT_ARG + 1]) or node.kwargs.get("dropout_p")
+    ]
+
+
+def _remove_dropout(node: fx.Node) -> None:
+    if len(node.args) > _DROPOUT_ARG:
+        node.update_arg(_DROPOUT_ARG, 0.0)
+    else:
+        node.update_kwarg("dropout_p", 0.0)
 
 
 class _GraphReader:

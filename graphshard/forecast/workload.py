@@ -8,7 +8,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ class Workload:
     tokens: int  # number of tokens or samples in the microbatch
     unit: str = "tokens"  # unit of ``tokens``: "tokens" or "samples"
     num_layers: int | None = None  # None: ``make`` cannot change it
-    period: int = 1  # number of layers in the repeating pattern
+    period: int = 1  # number of layers in the repeating pattern; its first copy may be irregular
     notes: tuple[str, ...] = ()  # assumptions of a forecast
     parallelize: Parallelize | None = None  # applies tensor parallelism
     split_experts: Parallelize = parallelize_balanced  # applies expert parallelism
@@ -104,6 +104,12 @@ def _script_workload(name: str) -> Workload:
 
     with torch.device("meta"):
         _, inputs, options = unpack(name, call())
+    for key in options:
+        if not isinstance(key, str):
+            raise ValueError(
+                f"{name} returned options with the key {key!r}: keys must be names of arguments of "
+                "graphshard.backend"
+            )
     note = (
         f"options that {name} returns are ignored ({', '.join(options)}): use the command's "
         "options, such as --dtype and --strategy"
@@ -282,9 +288,9 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
         batch: microbatch; its length defaults to the model's number of positions.
 
     Raises:
-        ValueError: there is no length, or it exceeds the configuration's ``n_positions``; the model
-            is neither a causal language model nor an image classifier; or the configuration lacks
-            the number of layers, or the size or channels of images.
+        ValueError: there is no length, or it exceeds the number of learned positions; the model is
+            neither a causal language model nor an image classifier; the configuration lacks the
+            number of layers, or the size or channels of images; or there are no layers.
     """
     auto, make_inputs = _auto_class(config)
     is_image = auto.__name__.endswith("ImageClassification")
@@ -294,24 +300,33 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
                 f"{name}: its configuration has no {needed}; pass FILE.py:FUNCTION, a function "
                 "that returns the model and its inputs"
             )
-    length = batch.length or getattr(config, "max_position_embeddings", None)
+    if config.num_hidden_layers < 1:
+        raise ValueError(
+            f"{name}: num_hidden_layers={config.num_hidden_layers}: must be at least 1"
+        )
+
+    def build(num_layers: int | None) -> Any:
+        _register_attention()
+        shallow = _with_layers(config, num_layers)
+        return auto.from_config(shallow, attn_implementation=_ATTENTION)
+
+    with torch.device("meta"):
+        model = build(None)
+    positions = _num_positions(model)
+    length = batch.length or positions or getattr(config, "max_position_embeddings", None)
     if not is_image and length is None:
         raise ValueError(
             f"batch: {name} has no max_position_embeddings to use as the length: pass the number "
             f'of tokens per sample, as in --batch "{batch.size}x8192"'
         )
-    positions = getattr(config, "n_positions", None)
-    if positions and length and length > positions:
+    if not is_image and positions and length and length > positions:
         raise ValueError(
             f"batch: {name} has only {positions} positions for {length} tokens: pass "
             f'--batch "{batch.size}x{positions}"'
         )
 
     def make(num_layers: int | None) -> tuple[nn.Module, Inputs]:
-        _register_attention()
-        shallow = _with_layers(config, num_layers)
-        model = auto.from_config(shallow, attn_implementation=_ATTENTION)
-        return model.train(), make_inputs(config, batch.size, length)
+        return build(num_layers).train(), make_inputs(config, batch.size, length)
 
     return Workload(
         name,
@@ -319,7 +334,7 @@ def config_workload(config: Any, name: str, batch: BatchShape) -> Workload:
         tokens=batch.size if is_image else batch.size * (length or 1),
         unit="samples" if is_image else "tokens",
         num_layers=config.num_hidden_layers,
-        period=_period(config),
+        period=_layers_period(model),
         notes=(_FLASH,),
         parallelize=functools.partial(_split, name, None if is_image else length),
     )
@@ -361,11 +376,13 @@ def _images(config: Any, size: int, length: int | None) -> Inputs:
 def _with_layers(config: Any, num_layers: int | None) -> Any:
     config = copy.deepcopy(config)
     if num_layers is not None:
+        lists = _lists_of_layers(config)
         config.num_hidden_layers = num_layers
-        if getattr(config, "layer_types", None):
-            pattern = config.layer_types[: _period(config)]
-            times = -(-num_layers // len(pattern))
-            config.layer_types = (pattern * times)[:num_layers]
+        for name, items in lists.items():
+            period = _period(items)
+            while len(items) < num_layers:
+                items.append(items[-period])
+            setattr(config, name, items[:num_layers])
     return config
 
 
@@ -373,7 +390,16 @@ def scale_config(config: Any, factor: float, tp: int = 1) -> Any:
     """Return a configuration about ``factor`` times as wide and as deep.
 
     ``tp`` divides the new numbers of heads and the new intermediate size, unless ``factor`` is 1.
+
+    Raises:
+        ValueError: the configuration has no width, number of heads or number of layers.
     """
+    for needed in ("hidden_size", "num_attention_heads", "num_hidden_layers"):
+        if not hasattr(config, needed):
+            raise ValueError(
+                f"--largest: the configuration {config.model_type} has no {needed} to scale; pass "
+                "that of a model with one stack of equally wide layers"
+            )
     if factor == 1:
         return config
     heads = config.num_attention_heads
@@ -393,10 +419,63 @@ def scale_config(config: Any, factor: float, tp: int = 1) -> Any:
     return bigger
 
 
-def _period(config: Any) -> int:
-    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
-    periods = range(1, len(types) + 1)
-    return next(p for p in periods if all(a == b for a, b in zip(types, types[p:])))
+def _lists_of_layers(config: Any) -> dict[str, list[Any]]:
+    """Return the lists with an item for each layer, such as ``layer_types``, by name."""
+    number = config.num_hidden_layers
+    return {
+        name: items
+        for name, items in vars(config).items()
+        if "layer" in name and isinstance(items, list) and len(items) == number
+        # Numbers of layers, such as ``moe_layers`` of Llama 4, say nothing about their kinds.
+        if items != list(range(number))
+    }
+
+
+def _layers_period(model: Any) -> int:
+    """Return the number of layers in the repeating pattern of a transformers model.
+
+    Layers are of one kind if they have the same modules, shapes of parameters, and items in the
+    configuration's lists. The first layers, as many as the pattern has, may be of other kinds.
+    """
+    number = model.config.num_hidden_layers
+    layers = [
+        [_structure(layer) for layer in module]
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == number
+    ]
+    kinds = zip([None] * number, *layers, *_lists_of_layers(model.config).values())
+    return _period(list(kinds))
+
+
+def _structure(layer: nn.Module) -> tuple[object, ...]:
+    modules = [(name, type(module)) for name, module in layer.named_modules()]
+    return modules, [(name, param.shape) for name, param in layer.named_parameters()]
+
+
+def _period(items: Sequence[object]) -> int:
+    """Return the least period of ``items``; the first may be irregular if two others follow."""
+    number = len(items)
+
+    def repeats(period: int) -> bool:
+        start = period if 3 * period <= number else 0
+        return all(a == b for a, b in zip(items[start:], items[start + period :]))
+
+    return next(filter(repeats, range(1, number + 1)))
+
+
+def _num_positions(model: Any) -> int | None:
+    """Return the number of tokens for which a transformers model has learned positions, if any."""
+    if positions := getattr(model.config, "n_positions", None):
+        return int(positions)
+    most = getattr(model.config, "max_position_embeddings", None) or 0
+    for name, table in model.named_modules():
+        # Some tables begin with rows that are not positions.
+        if isinstance(table, nn.Embedding) and "position" in name:
+            unused = 0 if table.padding_idx is None else table.padding_idx + 1
+            unused += getattr(table, "offset", 0)
+            if table.num_embeddings - most in (0, unused):
+                return table.num_embeddings - unused
+    return None
 
 
 def _register_attention() -> None:

@@ -13,7 +13,13 @@ from graphshard.forecast import command
 from graphshard.forecast.largest import LargestResult
 from graphshard.forecast.recipe import Recipe
 from graphshard.forecast.search import PlannedRecipe, SearchResult
-from graphshard.forecast.workload import _period, find_config, scale_config
+from graphshard.forecast.workload import (
+    BatchShape,
+    _period,
+    config_workload,
+    find_config,
+    scale_config,
+)
 
 
 def _llama(layers: int) -> str:
@@ -22,6 +28,8 @@ def _llama(layers: int) -> str:
 
 
 LLAMA = _llama(1)
+
+HEADS = "hidden_size=64,num_hidden_layers=2,num_attention_heads=4"
 
 
 def _plan(*arguments: str) -> int:
@@ -67,6 +75,8 @@ def test_plan_accepts_model_from_script_and_hardware_from_file(
         "    return model, (torch.zeros(4, 8),), {'mp_policy': None}\n"
         "def broken():\n"
         "    raise RuntimeError('no such data')\n"
+        "def numbered():\n"
+        "    return torch.nn.Linear(8, 8), (torch.zeros(4, 8),), {3: None}\n"
         "def uneven():\n"
         "    return torch.nn.Linear(8, 8), (torch.zeros(4, 9),)\n"
     )
@@ -87,6 +97,9 @@ def test_plan_accepts_model_from_script_and_hardware_from_file(
     error, at, _more = capsys.readouterr().err.splitlines()
     assert error == "error  RuntimeError: no such data"
     assert at == f"at     {script}:6: raise RuntimeError('no such data')"
+    assert _plan(f"{script}:numbered") == 2
+    error, *_ = capsys.readouterr().err.splitlines()
+    assert f"{script}:numbered returned options with the key 3: keys must be names" in error
     assert _plan(f"{script}:uneven") == 2
     error, *_ = capsys.readouterr().err.splitlines()  # not preceded by a log message of torch
     assert error.startswith("error  RuntimeError: ") and "[4, 9] X [8, 8]" in error
@@ -132,6 +145,25 @@ def test_error_for_unknown_option_points_to_help_of_command(
         ([LLAMA, "--batch", "1x8", "--strategy", "hsdp:3"], "3 must divide the number of GPUs, 8"),
         ([LLAMA, "--batch", "1x8", "--device", "abacus"], "must be one of"),
         (["gpt2", "--batch", "1x2048"], "gpt2 has only 1024 positions for 2048 tokens"),
+        (
+            [f"bert:{HEADS},is_decoder=True", "--batch", "2x1024"],
+            'has only 512 positions for 1024 tokens: pass --batch "2x512"',
+        ),
+        (
+            [f"roberta:{HEADS},is_decoder=True,max_position_embeddings=514", "--batch", "1x514"],
+            "has only 512 positions for 514 tokens",  # two rows of the table are for padding
+        ),
+        (
+            [f"vit:{HEADS}", "--batch", "2x64"],
+            "takes images, which have no number of tokens: pass only the number of samples, as in "
+            "--batch 2",
+        ),
+        ([_llama(0), "--batch", "1x8"], "num_hidden_layers=0: must be at least 1"),
+        (["gemma3:", "--largest"], "configuration gemma3 has no hidden_size to scale"),
+        (
+            ["deepseek_v3:first_k_dense_replace=8,num_hidden_layers=20", "--largest"],
+            "--largest: of the 20 layers of the model that is 7168 wide, 20 differ",
+        ),
         (
             [LLAMA, "--batch", "1x8", "--budget", "0.00001GB"],
             "parameters, optimizer state and other",
@@ -333,4 +365,30 @@ def test_scaled_config_repeats_pattern_of_layers() -> None:
     config = find_config("gemma3_text:num_hidden_layers=26")  # full attention in every sixth layer
     scaled = scale_config(config, 2)
     assert len(scaled.layer_types) == scaled.num_hidden_layers > 26
-    assert _period(scaled) == _period(config) == 6
+    assert _period(scaled.layer_types) == _period(config.layer_types) == 6
+    config = find_config("glm_moe_dsa:num_hidden_layers=9")
+    assert config.mlp_layer_types == 3 * ["dense"] + 6 * ["sparse"]
+    scaled = scale_config(config, 2)
+    assert scaled.mlp_layer_types == 3 * ["dense"] + (scaled.num_hidden_layers - 3) * ["sparse"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "period"),
+    [
+        ("llama", {}, 1),
+        ("gemma3_text", {}, 6),
+        ("qwen3_moe", {"decoder_sparse_step": 4}, 4),
+        ("qwen3_moe", {"mlp_only_layers": [5]}, 7),
+        ("deepseek_v3", {"first_k_dense_replace": 4}, 4),
+        ("deepseek_v3", {"first_k_dense_replace": 5}, 12),  # only one period repeats
+        ("llama4_text", {}, 4),  # lists the numbers of layers with experts, which are all
+        ("smollm3", {}, 4),  # layers 3, 7, .. have no rotary embedding
+    ],
+)
+def test_layers_of_different_structure_are_not_repeated(
+    family: str, changes: dict[str, Any], period: int
+) -> None:
+    config = find_config(f"{family}:num_hidden_layers=12")
+    for name, value in changes.items():
+        setattr(config, name, value)
+    assert config_workload(config, family, BatchShape(1, 32)).period == period

@@ -282,6 +282,43 @@ def test_buffers_are_counted_once() -> None:
     assert large.allocated - small.allocated == large.buffers - small.buffers == 10_000 * 4096
 
 
+class Attention(nn.Module):
+    def __init__(self, dropout: float, *, by_name: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+        self.dropout, self.by_name = dropout, by_name
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        if self.by_name:
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, None, self.dropout, True)
+        return out.transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attend(x) if self.by_name else checkpoint(self.attend, x, use_reentrant=False)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_dropout_of_attention_is_free_on_gpus(by_name: bool) -> None:
+    def traced(dropout: float, device: str) -> TracedStep:
+        model = Attention(dropout, by_name=by_name)
+        options, inputs = Recipe().traced_options(), (torch.zeros(2, 512, 64),)
+        return trace(lambda: (model, inputs), Ranks(1, 8), find_hardware(device), options)
+
+    without, dropped = (traced(p, "H100") for p in (0.0, 0.1))
+    assert_same_step(dropped, without)
+    assert without.notes == ()
+    assert dropped.notes == ("dropout of attention is free, since the flash kernel computes it",)
+    without, dropped = (traced(p, "cpu") for p in (0.0, 0.1))
+    (note,) = dropped.notes
+    assert without.notes == () and note.startswith("attention with dropout holds all scores")
+    times = [sum(sum(g.problem.compute_us) for g in t.graphs) for t in (without, dropped)]
+    assert times[0] < times[1]
+
+
 def test_padding_is_reported() -> None:
     with torch.device("meta"):
         model = Experts()

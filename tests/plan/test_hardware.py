@@ -218,6 +218,14 @@ def test_errors_in_file_name_file_and_field(path: str, value: Any, tmp_path: Pat
         assert part in str(refused.value)
 
 
+@pytest.mark.parametrize("content", [b"\x80PK\x03\x04", "{}".encode("utf-16")])
+def test_file_that_is_not_text_is_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"machine\.json: is not UTF-8 text: pass a file that"):
+        Hardware.load(file)
+
+
 @pytest.mark.parametrize("path", ["name", "memory.peak", "inter.buffer_us"])
 def test_missing_field_is_an_error(path: str) -> None:
     with pytest.raises(ValueError, match=f"^machine: {path} is missing: add it, or run"):
