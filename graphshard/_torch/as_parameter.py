@@ -6,6 +6,7 @@ and 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,12 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.misc import GetAttrVariable, LambdaVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._functorch.pyfunctorch import (
+    GradInterpreter,
+    JvpInterpreter,
+    retrieve_all_functorch_interpreters,
+    temporarily_pop_interpreter_stack,
+)
 from torch._guards import Source, TracingContext
 from torch._library.simple_registry import singleton
 from torch.compiler import is_compiling
@@ -40,6 +47,8 @@ from .tensors import OpOverload
 
 HOOK_METHODS = ("register_hook", "register_post_accumulate_grad_hook")
 _WRITES = ("requires_grad_", *HOOK_METHODS)  # methods that change the parameter, not its values
+_DERIVATIVES = (GradInterpreter, JvpInterpreter)
+_SET_GRAD = torch._C._set_grad_enabled
 _TRACED = "_graphshard_traced_parameters"  # attribute of an ``OutputGraph``
 
 
@@ -124,9 +133,16 @@ class _ParameterVariable(TensorVariable):
     _own_fields = ("_markers", "_emit", "_shard", "_dtensor", "_attributes_of", "_converted")
     _nonvar_fields = {*_own_fields, *TensorVariable._nonvar_fields}
 
-    def __init__(self, proxy: fx.Proxy, **properties: Any) -> None:
+    # Dynamo calls the class of a tensor for its rows in ``a, b = tensor`` and for the results of
+    # comparisons, which are no parameters.
+    def __new__(
+        cls, *args: Any, emit: Callable[[], fx.Proxy] | None = None, **properties: Any
+    ) -> Any:
+        return TensorVariable(*args, **properties) if emit is None else super().__new__(cls)
+
+    def __init__(self, proxy: fx.Proxy, *, emit: Callable[[], fx.Proxy], **properties: Any) -> None:
         self._markers: dict[tuple[object, ...], fx.Proxy] = {}
-        self._emit: Callable[[], fx.Proxy]
+        self._emit = emit
         self._shard: Source
         self._dtensor: Source
         self._attributes_of: Callable[[Any], Mapping[str, object]]
@@ -137,7 +153,7 @@ class _ParameterVariable(TensorVariable):
     def proxy(self) -> fx.Proxy:
         marker = self._markers.get(_place())
         if marker is None or marker.node._erased:
-            marker = self.proxy = self._emit()
+            marker = self.proxy = _emitted(self._emit)
         return marker
 
     @proxy.setter
@@ -219,15 +235,70 @@ class _ParameterVariable(TensorVariable):
         return super().dynamic_getattr(tx, name)
 
 
-def _place() -> tuple[object, ...]:
+def _place() -> tuple[Any, bool, bool, int]:
     """Return a key for the scope in which uses of a parameter share a marker.
 
     A scope is a graph, or the body of a higher-order operator, in one grad mode, inference mode and
-    ``torch.func`` level.
+    ``torch.func`` level. Mode and level are those outside ``torch.func`` derivatives (`_emitted`).
     """
     tracer = InstructionTranslator.current_tx().output.current_tracer
-    level = torch._C._functorch.maybe_current_level()
-    return (tracer, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), level)
+    grad, level = torch.is_grad_enabled(), torch._C._functorch.maybe_current_level() or 0
+    if level:
+        for interpreter in reversed(retrieve_all_functorch_interpreters()):  # innermost first
+            if isinstance(interpreter, GradInterpreter):
+                grad, level = interpreter.prev_grad_mode(), interpreter.level() - 1
+            elif isinstance(interpreter, JvpInterpreter):
+                level = interpreter.level() - 1
+    return (tracer, grad, torch.is_inference_mode_enabled(), level)
+
+
+def _emitted(emit: Callable[[], fx.Proxy]) -> fx.Proxy:
+    """Call ``emit``, with its nodes before any ``torch.func`` derivative that is being traced.
+
+    ``torch.func`` differentiates only with respect to tensors from outside.
+    """
+    # None is left in a call by ``emit``, whose nodes belong at the same place.
+    if not any(isinstance(i, _DERIVATIVES) for i in retrieve_all_functorch_interpreters()):
+        return emit()
+    tracer, grad, *_ = _place()
+    outermost, levels, grad_before = _outermost_derivative(tracer.graph)
+    if outermost is None:
+        return emit()
+    with contextlib.ExitStack() as stack:
+        for _ in range(levels):
+            stack.enter_context(temporarily_pop_interpreter_stack())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(tracer.graph.inserting_before(outermost))
+        if grad == grad_before:
+            return emit()
+        set_grad = functools.partial(tracer.create_node, "call_function", _SET_GRAD)
+        set_grad((grad,), {})
+        marker = emit()
+        set_grad((grad_before,), {})
+        return marker
+
+
+def _outermost_derivative(graph: fx.Graph) -> tuple[fx.Node | None, int, bool]:
+    """Return the node that enters the outermost derivative being traced.
+
+    Also returns the number of levels since it, and the grad mode before it. The node is None if
+    this graph does not enter a derivative, but perhaps a graph around it does.
+    """
+    outermost, levels, entered, left = None, 0, 0, 0
+    grad_before = grad = torch.is_grad_enabled()
+    for node in reversed(graph.nodes):
+        name = getattr(node.target, "__name__", "")
+        if node.target is _SET_GRAD:
+            grad = not node.args[0]  # Dynamo emits only changes
+        elif name.endswith("_decrement_nesting"):
+            left += 1
+        elif name.endswith("_increment_nesting") and left:
+            left -= 1
+        elif name.endswith("_increment_nesting"):
+            entered += 1
+            if name in ("_grad_increment_nesting", "_jvp_increment_nesting"):
+                outermost, levels, grad_before = node, entered, grad
+    return outermost, levels, grad_before
 
 
 def trace_as_parameters(
@@ -267,6 +338,8 @@ def trace_as_parameters(
     for op in ops:
         TorchInGraphFunctionVariable._get_handlers()[op] = trace
     patch("torch._dynamo.side_effects.SideEffects.store_attr", _storing_on_dtensors)
+    tensor_check = "torch._dynamo.variables.higher_order_ops._check_all_tensorvariable"
+    patch(tensor_check, _accepting_parameters)
     if importlib.util.find_spec("torch._dynamo.variables.invoke_subgraph"):  # not in torch 2.11
         patch("torch._dynamo.variables.invoke_subgraph.classify_vt", _classifying_others)
 
@@ -279,6 +352,13 @@ def _storing_on_dtensors(store_attr: Callable[..., None]) -> Callable[..., None]
         store_attr(self, item, *args, **kwargs)
 
     return store
+
+
+def _accepting_parameters(check: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
+    def check_others(variables: list[Any]) -> None:
+        check([v for v in variables if not isinstance(v, _ParameterVariable)])
+
+    return check_others
 
 
 def _classifying_others(classify: Callable[[object], object]) -> Callable[[object], object]:
@@ -378,11 +458,10 @@ def _parameter(
 
 
 def _variable(tx: InstructionTranslator, emit: Callable[[], fx.Proxy]) -> _ParameterVariable:
-    marker = emit()
+    marker = _emitted(emit)
     fake = marker.node.meta.pop("example_value")  # handle_traced_output sets it
-    variable = handle_traced_output(fake, tx, marker, {}, None, _ParameterVariable)
+    variable = handle_traced_output(fake, tx, marker, {"emit": emit}, None, _ParameterVariable)
     assert isinstance(variable, _ParameterVariable)
-    variable._emit = emit
     return variable
 
 

@@ -205,8 +205,10 @@ def argument_names(op: object) -> list[str]:
 def size_hint(size: int | torch.SymInt) -> int:
     """Return the value that a size or size expression had during tracing; adds no guard.
 
-    A data-dependent size counts as 4096.
+    A data-dependent size counts as 4096, the ragged size of a nested tensor as 1.
     """
+    if isinstance(size, torch.SymInt) and size.node.is_nested_int():
+        return 1  # it has no value; nested tensors compare it only with itself
     names = ("optimization_hint", "size_hint")  # 2.13, 2.11
     ask = next(getattr(symbolic_shapes, name) for name in names if hasattr(symbolic_shapes, name))
     return int(ask(size, 4096))

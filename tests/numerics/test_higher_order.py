@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import graphshard
-from tests.numerics.compare import Twins, assert_close, draw, world_mesh
+from tests.numerics.compare import Twins, assert_close, assert_same, draw, world_mesh
 from tests.ranks import on_ranks
 
 DIM, HEADS = 6, 2
@@ -126,6 +126,67 @@ def _hessian(model: Reads, x: Tensor) -> Tensor:
     return torch.func.hessian(lambda x: model.first(x).sin().sum())(x[0])
 
 
+def _loss(weight: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, weight).sin().square().mean()
+
+
+def _gradients_of_parameters(model: Reads, x: Tensor) -> Tensor:
+    x = torch.func.grad(lambda x: _loss(model.first.weight, x))(x)
+    with torch.no_grad():
+        gradient = torch.func.grad(_loss)(model.first.weight, x)
+    _, pull = torch.func.vjp(lambda weight: _loss(weight, x), model.second.weight)
+    return model.second(F.linear(x, model.first.weight - gradient)) + pull(torch.ones(()))[0].sum(0)
+
+
+def _gradients_of_gradients(model: Reads, x: Tensor) -> Tensor:
+    def norm(x: Tensor) -> Tensor:
+        return torch.func.grad(_loss)(model.first.weight, x).square().sum()
+
+    return torch.func.grad(norm)(model.second(x))
+
+
+def _per_sample_gradients(model: Reads, x: Tensor) -> Tensor:
+    return torch.vmap(torch.func.grad(_loss), (None, 0))(model.first.weight, x).sum(1)
+
+
+def _jacobians_of_parameters(model: Reads, x: Tensor) -> Tensor:
+    backward = torch.func.jacrev(lambda bias: F.linear(x, model.first.weight, bias).sin().sum(0))
+    forward = torch.func.jacfwd(lambda bias: (model.first(x) * bias).sin().sum(0))
+    return backward(model.first.bias) @ forward(model.second.bias)
+
+
+def _per_sample_gradients_of_gradients(model: Reads, x: Tensor) -> Tensor:
+    def gradient(row: Tensor) -> Tensor:
+        return torch.func.grad(lambda row: model.first(row).sin().sum())(row)
+
+    twice = torch.func.grad(lambda row: gradient(row).square().sum())
+    return model.first(x) + torch.vmap(twice)(x)  # also a read outside
+
+
+def _product_with_jacobian_in_mode(model: Reads, x: Tensor) -> Tensor:
+    def first(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return model.first(x).sin()
+
+    with torch.no_grad():
+        y, product = torch.func.jvp(first, (x,), (torch.ones_like(x),))
+        norm = model.first.weight.norm()
+    return model.second(y + product) / norm + model.first(x)
+
+
+def _scanned_parameters(model: Reads, x: Tensor) -> Tensor:
+    def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.tanh(model.second(state) + row)
+        return state, state * 2
+
+    return model.second(scan(step, model.first.bias, model.first.weight)[1]) + x.sum()
+
+
+def _parameters_reduced_in_a_tree(model: Reads, x: Tensor) -> Tensor:
+    weight = associative_scan(torch.add, model.first.weight, 0, combine_mode="generic")
+    return model.second(x @ weight)
+
+
 IN_CODE = (
     _branches_in_branches,
     _regions_in_branches,
@@ -133,9 +194,20 @@ IN_CODE = (
     _checkpoints_in_regions_in_branches,
     _parameters_passed_to_regions,
     _reduced_in_a_tree,
+    _parameters_reduced_in_a_tree,
     _mapped,
 )
-TRANSFORMED = (_vmapped, _gradient, _product_with_jacobian, _hessian)
+TRANSFORMED = (
+    _vmapped,
+    _gradient,
+    _product_with_jacobian,
+    _hessian,
+    _gradients_of_parameters,
+    _gradients_of_gradients,
+    _per_sample_gradients,
+    _jacobians_of_parameters,
+    _product_with_jacobian_in_mode,
+)
 
 
 def _rows(generator: torch.Generator) -> Tensor:
@@ -154,6 +226,7 @@ NEEDS_2_13 = pytest.mark.skipif(
     [
         *((compute, "aot_eager") for compute in (*IN_CODE, *TRANSFORMED)),
         pytest.param(_steps, "aot_eager", marks=NEEDS_2_13),
+        pytest.param(_scanned_parameters, "aot_eager", marks=NEEDS_2_13),
         (_branches, "inductor"),
     ],
 )
@@ -165,6 +238,16 @@ def test_training_matches_unsharded_model(
     twins.train(_rows)
     plans = twins.backend.plans
     assert plans and all("first.weight" in {p.fqn for p in plan.params} for plan in plans)
+
+
+@pytest.mark.parametrize("compute", [_gradients_of_parameters, _per_sample_gradients_of_gradients])
+@on_ranks(2)
+def test_gradients_of_gathers_along_other_dim_match_unsharded_model(
+    compute: Callable[[Reads, Tensor], Tensor],
+) -> None:
+    twins = Twins(Reads(compute), overrides={"*": {"dim": -1}})
+    twins.backward(draw(_rows, 0))
+    assert_same(twins.model, twins.reference)
 
 
 @on_ranks(2)

@@ -189,6 +189,29 @@ def _in_transforms(model: Reader, x: Tensor) -> Tensor:
     return grad @ model.weight + torch.func.vmap(lambda row: row @ model.weight)(x)
 
 
+def _compared(model: Reader, x: Tensor) -> Tensor:
+    positive = model.weight > 0
+    with torch.no_grad():
+        count = positive.sum()
+    kept = torch.func.grad(lambda x: torch.where(positive[0], x, 2 * x).square().sum())(x)
+    y: Tensor = torch.utils.checkpoint.checkpoint(
+        lambda x: x @ torch.where(positive, model.weight, 0.0), kept, use_reentrant=False
+    )
+    negative = model.weight < 0
+    negative &= x.sum() > 0
+    return (y + negative[0]) / count * (2 if isinstance(positive, nn.Parameter) else 3)
+
+
+def _unpacked(model: Reader, x: Tensor) -> Tensor:
+    first, *others = model.weight
+    with torch.no_grad():
+        norm = others[0].norm()
+    for row in model.weight:
+        x = torch.utils.checkpoint.checkpoint(lambda x, r=row: x + r.sin(), x, use_reentrant=False)
+    factor = 2 if first.requires_grad and not isinstance(first, nn.Parameter) else 3
+    return x * first * others[-1] / norm * factor
+
+
 def _as_a_vector(model: Reader, x: Tensor) -> Tensor:
     return x + nn.utils.parameters_to_vector(model.linear.parameters()).square().sum()
 
@@ -207,6 +230,8 @@ TRACED = {
         _recomputed,
         _in_branches,
         _in_transforms,
+        _compared,
+        _unpacked,
         _as_a_vector,
     )
 }

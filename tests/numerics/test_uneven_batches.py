@@ -144,3 +144,21 @@ def test_ranks_may_have_lists_of_different_lengths() -> None:
         )
         twins.check()
         twins.zero_grad()
+
+
+class Ragged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()).values().square().mean()  # type: ignore[operator]
+
+
+@on_ranks(2)
+def test_ranks_may_have_jagged_tensors_of_different_lengths() -> None:
+    twins = Twins(Ragged())
+    for step in range(2):
+        rows = [[torch.randn(n, DIM) for n in (3 + rank + step, 2)] for rank in range(2)]
+        twins.backward([torch.nested.nested_tensor(r, layout=torch.jagged) for r in rows])
+        twins.check()
