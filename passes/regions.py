@@ -5,8 +5,8 @@
 
 A region is a run of compute between launches and waits, which stay where they are. Regions are
 equal if they run the same operations in the same order on values of the same dtypes, sizes, strides
-and devices; the code compiled for one then works for all. A region that occurs only once stays
-inline, and fuses with its neighbors.
+and devices, and on GPUs of the same alignment; the code compiled for one then works for all. A
+region that occurs only once stays inline, and fuses with its neighbors.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class _Region:
 
     def _region_key(self) -> RegionKey:
         number: dict[Input, int] = {pair: i for i, pair in enumerate(self.inputs)}
-        values = [metadata(node.meta["val"]) for node, _ in number]
+        values = [(metadata(pair[0].meta["val"]), _alignment(*pair)) for pair in number]
         number |= {(node, None): i for i, node in enumerate(self.nodes, len(number))}
 
         def described(node: fx.Node) -> Hashable:
@@ -260,6 +260,18 @@ class _Region:
 
 def _seed_of(node: fx.Node) -> int | None:
     return node.args[1] if node.target is lookup_seed else None  # type: ignore[return-value]
+
+
+def _alignment(node: fx.Node, seed: int | None) -> Hashable:
+    """Return whether an input is aligned, on which code for GPUs depends; None if it does not."""
+    # Inductor loads 16 bytes at once if the input of the first call is aligned
+    # (``tensor_is_aligned`` in torch/_inductor/utils.py), but a seed by itself.
+    value = node.meta["val"]
+    if seed is not None or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+        return None
+    offset = value.storage_offset()
+    # As text, because comparing a symbolic offset could add guards.
+    return offset * value.itemsize % 16 == 0 if isinstance(offset, int) else str(offset)
 
 
 def _value(node: fx.Node, seed: int | None) -> Any:

@@ -77,6 +77,7 @@ _OFF_BY_DEFAULT = {
     "aten_distributed_optimizations.enable_overlap_scheduling": False,
     "aten_distributed_optimizations.enable_low_contention_collectives": False,
     "aten_distributed_optimizations.allow_comms_decompositions": False,
+    "freezing": False,  # makes weights constants, also in Dynamo: see `without_freezing`
 }
 KEEP_ORDER: dict[str, Any] = {
     name: off
@@ -135,13 +136,25 @@ def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
         if chosen.get(name, off) != off
     ]
     if undone:
-        warnings.warn(
-            f"graphs that graphshard compiles run without {', '.join(undone)}, which would move "
-            "collectives away from their planned places: remove these settings from the options of "
-            "torch.compile and from torch._inductor.config.",
-            stacklevel=2,
-        )
+        _warn_of_undone(undone)
     return {name: v for name, v in asked.items() if name not in (*KEEP_ORDER, *_OUR_PASSES)}
+
+
+def without_freezing() -> AbstractContextManager[object]:
+    """Return a context for Dynamo's traces that turns off ``freezing``, and warn if it was on."""
+    # When gradients are off, Dynamo itself would make weights constants, and not inline modules.
+    if inductor_config.freezing:
+        _warn_of_undone(["freezing=True"])
+    return inductor_config.patch(freezing=False)
+
+
+def _warn_of_undone(settings: Sequence[str]) -> None:
+    warnings.warn(
+        f"graphs that graphshard compiles run without {', '.join(settings)}, which would move "
+        "collectives away from their planned places or make weights constants: remove these "
+        "settings from the options of torch.compile and from torch._inductor.config.",
+        stacklevel=3,
+    )
 
 
 def replaced_passes(asked: Mapping[str, Any]) -> list[str]:
@@ -207,6 +220,35 @@ def lower_as_collective(op: OpOverload) -> None:
         return [ir.TensorBox.create(result) for result in launched]
 
     lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def _keep_all_reduced_rows_unpadded() -> None:
+    """Make Inductor pass dense tensors to coalesced all-reduces, as NCCL requires."""
+    # On GPUs, Inductor pads the rows of buffers whose strides are not fixed. It fixes the strides
+    # of the inputs of all other collectives (torch/_inductor/comm_lowering.py).
+    op = torch.ops._c10d_functional.all_reduce_coalesced.default
+    in_place = torch.ops._c10d_functional.all_reduce_coalesced_.default
+
+    def lower(tensors: list[Any], *args: Any) -> list[Any]:
+        copies = [ir.ExternKernel.require_contiguous(lowering.clone(t)) for t in tensors]
+        ir._CollectiveKernel.create_inplace(in_place, copies, *args)
+        return copies
+
+    def lower_in_place(tensors: list[Any], *args: Any) -> list[Any]:
+        traced: Any = V.graph.current_node.args[0]
+        strides = [node.meta["val"].stride() for node in traced]
+        tensors = list(map(ir.ExternKernel.require_exact_strides, tensors, strides))
+        ir._CollectiveKernel.create_inplace(in_place, tensors, *args)
+        return tensors
+
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)
+    lowering.register_lowering(in_place, type_promotion_kind=None)(lower_in_place)
+    # By default, Inductor would first fix the order of the strides, and pad.
+    for target in (op, in_place):
+        lowering.add_layout_constraint(target, lambda node, *args, **kwargs: (args, kwargs))
+
+
+_keep_all_reduced_rows_unpadded()
 
 
 def lower_as_transposed_copy(op: OpOverload) -> None:

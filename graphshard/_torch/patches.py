@@ -52,6 +52,10 @@ PATCHES = {
     "torch._dynamo.side_effects.SideEffects.store_attr": (
         "Assigns attributes of a traced parameter, such as its gradient, to its DTensor."
     ),
+    "torch._dynamo.variables.higher_order_ops._check_all_tensorvariable": (
+        "Lets scan, associative_scan and map take parameters; torch accepts no subclass of its "
+        "variable class for tensors."
+    ),
     "torch._dynamo.variables.invoke_subgraph.classify_vt": (
         "Traces each call of a nested_compile_region that takes a parameter. Unpatched, calls use "
         "the first call's parameter, because it has no source. Torch 2.11 does not have it."
@@ -89,7 +93,11 @@ ENTRIES = {
         "Lists our variable class for traced parameters: Dynamo registers every subclass."
     ),
     "torch._inductor.lowering.lowerings": (
-        "Makes host copies asynchronous and transposed copies unfused. Only our own operators."
+        "Makes host copies asynchronous, transposed copies unfused, and the inputs of coalesced "
+        "all-reduces dense."
+    ),
+    "torch._inductor.lowering._maybe_layout_constraints": (
+        "Keeps the rows of the inputs of coalesced all-reduces unpadded."
     ),
 }
 

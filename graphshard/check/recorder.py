@@ -41,6 +41,7 @@ from .._torch.no_gpu.operators import (
     Operator,
     WeakStorage,
     is_allocation,
+    is_dense,
     is_non_blocking,
     is_view,
     num_kernels,
@@ -291,6 +292,13 @@ class Recorder:
 
     def _launch(self, name: str, args: Sequence[object], outputs: object) -> None:
         inputs, results = list(tensors_in(args)), list(tensors_in([outputs]))
+        sent = results if name in _SEND_COPIES else inputs
+        for tensor in sent:
+            if not is_dense(tensor):  # as in ProcessGroupNCCL.cpp
+                raise ValueError(
+                    f"{name}: a tensor of shape {list(tensor.shape)} has strides "
+                    f"{list(tensor.stride())}, but NCCL requires dense tensors"
+                )
         for tensor in (*inputs, *results):
             self._block(tensor)
         group = str(getattr(args[-1], "group_name", args[-1]))  # the group itself or its name
@@ -341,6 +349,12 @@ class Recorder:
     def _order(self, first: str, second: str) -> None:
         self.actions.append(WaitEvent(self._record(first), second))
 
+
+# Operators that send copies of their inputs, in place (Functional.cpp).
+_SEND_COPIES = frozenset(
+    f"_c10d_functional.{name}.default"
+    for name in ("all_reduce", "all_reduce_coalesced", "broadcast")
+)
 
 _SPECIAL: dict[str, Callable[..., object]] = {
     "_c10d_functional.wait_tensor.default": Recorder._wait,

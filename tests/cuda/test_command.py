@@ -125,6 +125,25 @@ def makes_a_constant():
             return torch.cat([keys, super().forward(x).flatten()])
     return Model(16, 16), (torch.randn(4, 16),)
 
+def sums_large_gradients():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            # Inductor pads rows of more than 1024 elements.
+            self.params = nn.ParameterList(torch.zeros(8192, 4100) for _ in range(6))
+        def forward(self, x):
+            for p in self.params:
+                x = (x + p).sin()
+            return x.sum()
+    return Model(), (torch.zeros(8192, 4100),), {"overrides": {"*": {"shard": False}}}
+
+def sends_columns():
+    class Model(Logs):
+        def log(self, x):
+            torch.ops._c10d_functional.all_reduce_(x[:, :8], "sum", dist.group.WORLD.group_name)
+        log = torch.compiler.disable(log)
+    return Model(16, 16), (torch.randn(4, 16),)
+
 def breaks():
     class Model(nn.Sequential):
         def forward(self, x):
@@ -241,6 +260,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "experts": ("all_to_all", AS_PLANNED),
     "makes_a_constant": (),
     "reads_too_early": ("aten.mul.Tensor on stream host does not wait for aten._to_copy",),
+    "sums_large_gradients": ("all_reduce", AS_PLANNED),
     "too_large": ("out of memory: a step needs",),
     "waits_between_graphs": ("waits 1 times, for synchronize_stream\n",),
     "waits_between_layers": ("waits 1 times, for synchronize_device\n",),
@@ -256,6 +276,7 @@ ERRORS = {
     "nothing_is_trained": "the loss depends on no parameter that requires a gradient",
     "returns_nothing": "the model's output, of type NoneType, has no tensor",
     "nothing": "has no function 'nothing': choose one of ",
+    "sends_columns": "of shape [4, 8] has strides [16, 1], but NCCL requires dense tensors",
     "shapes_do_not_fit": "RuntimeError: a and b must have same reduction dim",
     "looks_at_type": "calls sigmoid where the plain model calls relu",
     "options_are_wrong": "ValueError: reshard_after_forward",
@@ -409,6 +430,7 @@ def test_script_that_hangs_is_stopped(script: str, capsys: pytest.CaptureFixture
         (["a.py:f", "--world", "6", "--tp", "4"], "x tp must divide the world size"),
         (["a.py:f", "--tp-plan", "a.py:g"], "--tp-plan a.py:g: needs --tp of at least 2"),
         (["a.py:f", "--rank", "8"], "--rank 8: must be from 0 to 7"),
+        (["nosuch.py:f"], "nosuch.py: must be an existing Python file"),
         (["a.py:f", "--timeout", "nan"], "'nan': must be a positive number of seconds"),
         (["a.py:f", "--timeout", "inf"], "'inf': must be a positive number of seconds"),
     ],
@@ -416,6 +438,7 @@ def test_script_that_hangs_is_stopped(script: str, capsys: pytest.CaptureFixture
 def test_bad_arguments_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as exited:
         main(["check", *arguments])
+    assert exited.value.code == 2
     assert error in capsys.readouterr().err

@@ -245,6 +245,23 @@ def test_values_are_computed_before_write_to_their_input() -> None:
     assert torch.equal(gm(*[t.clone() for t in inputs]), expected)
 
 
+@pytest.mark.parametrize(("device", "num_regions"), [("cpu", 1), ("meta", 2)])
+def test_inputs_of_a_region_are_equally_aligned_on_devices(device: str, num_regions: int) -> None:
+    lookup_seed = torch.ops.prims.inductor_lookup_seed.default
+
+    def deep(x: Tensor, labels: Tensor, seeds: Tensor, *weights: Tensor) -> Tensor:
+        shifted = [labels[i : i + 8] for i in range(18)]  # every second one at 16 bytes
+        for i, w in enumerate(weights):
+            x = _layer(x, w) * shifted[i] + lookup_seed(seeds, i)
+        return x
+
+    x, *weights = (tensor.to(device) for tensor in _inputs(18))
+    labels, seeds = torch.zeros(26, dtype=torch.int64), torch.zeros(18, dtype=torch.int64)
+    gm = _traced(deep, x, labels.to(device), seeds.to(device), *weights)
+    regions = _shared(gm)
+    assert (regions.num_compiled_regions, regions.num_calls) == (num_regions, 18)
+
+
 @pytest.mark.parametrize(
     ("num_returned", "writes", "num_outside"), [(9, False, 0), (8, False, 8), (9, True, 9)]
 )

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..tensors import argument_names, base_name, chunk_cat_is_one_kernel
 
-__all__ = ["DispatchMode"]
+__all__ = ["DispatchMode", "is_dense"]
 
 Operator: TypeAlias = OpOverload | HigherOrderOperator
 
