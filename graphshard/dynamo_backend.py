@@ -37,6 +37,7 @@ from ._torch.dynamo import (
     on_compile_end,
     on_compile_start,
     on_lookup,
+    saves_compiled_frames,
     sources,
 )
 from ._torch.frames import (
@@ -46,7 +47,7 @@ from ._torch.frames import (
     compiled_call,
     is_in_compiled_autograd,
 )
-from ._torch.inductor import mode_options, take_region_budget
+from ._torch.inductor import mode_options, take_region_budget, without_freezing
 from ._torch.unused_work import without_unused_work
 from .cpython_tuning import without_full_collections
 from .errors import BackendError
@@ -73,7 +74,7 @@ from .params.graph_params import (
     trace_parameters,
     with_backward_hook,
 )
-from .params.memory_report import future_state_bytes
+from .params.memory_report import future_state_bytes, with_gathered_bytes
 from .params.mixed_precision import check_cast_boundaries
 from .params.module_class import adopt
 from .params.plain_params import noted_ignored
@@ -174,7 +175,9 @@ class Backend:
             guard_shard(gm, inputs, is_latest, "the graph saves what ranks last agreed to save")
         meter = Meter(device, waits=any(plan.buckets for plan in compiled.plans))
         run = meter.metered(run)
-        run = with_backward_hook(run) if sharded else run
+        if sharded:
+            run = with_backward_hook(run)
+            run = with_gathered_bytes(run, params, compiled.max_gathered_bytes())
         self._graphs.append(compiled)  # without ``run``, to not keep the graph alive
         self._meters.append(meter)
         if sharded:
@@ -183,7 +186,6 @@ class Backend:
             model.warn_of_other_options(self.options)
             self._padding[model.padding] = None
             model.compiled = True
-            model.gathered_bytes = max(model.gathered_bytes, compiled.max_gathered_bytes())
         return run
 
     def _build(
@@ -231,6 +233,7 @@ class Backend:
 
     def shard_now(self, root: nn.Module, in_use: bool = False) -> None:
         """Shard ``root`` in place, even while its forward runs (``in_use``)."""
+        _refuse_precompile()
         mesh = mesh_for(self.options, self.plain_parameters(root))
         progress.report(f"sharding {type(root).__name__} over {mesh.size()} ranks")
         ignored = self.ignored(root)
@@ -490,14 +493,26 @@ def _shard_before_trace(_: object) -> None:
             "torch._dynamo.config.compiled_autograd=False, or call backward() outside of the "
             "compiled function"
         )
+    if _backend_of(call) is not None:
+        _refuse_precompile()
     if _is_backend(call.backend):
         _compiling.enter_context(without_full_collections())
         _compiling.enter_context(without_unused_work())
+        _compiling.enter_context(without_freezing())
     root = call.root()
     if root is not None and (its_backend := _backend_of(call)) is not None:
         its_backend.shard_compiled(root, call)
         if its_backend.reports_progress:
             progress.report("tracing")
+
+
+def _refuse_precompile() -> None:
+    if saves_compiled_frames():
+        raise BackendError(
+            "graphshard does not support caching_precompile, which pickles guards on modules: "
+            "unset TORCH_CACHING_PRECOMPILE, or set torch._dynamo.config.caching_precompile=False. "
+            "Later runs load graphs from Inductor's caches without it"
+        )
 
 
 def _end_compile(_: object) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from .dynamo import run_as_python, run_with_callees_as_python
+from .frames import params_of_split_backward
 from .patches import patch
 
 _R = TypeVar("_R")
@@ -275,6 +276,7 @@ _UNUSED = (
 def extend_backward_inputs(
     leaves_of: Callable[[object, bool], Sequence[Any]],
     gradient_of: Callable[..., torch.Tensor | None],
+    check_split: Callable[[Sequence[torch.Tensor]], None],
 ) -> None:
     """Make ``torch.autograd.grad`` and ``backward(inputs=)`` add leaves to their inputs.
 
@@ -283,6 +285,9 @@ def extend_backward_inputs(
             ``accumulates`` is False for ``torch.autograd.grad``, which returns gradients.
         gradient_of: ``gradient_of(input, gradient, *others)`` combines an input's own gradient with
             those of its added leaves. Any of them may be None; the result is None if all are.
+        check_split: function that raises an error if a backward cannot be split into one for
+            inputs and one for these weights. Pipeline schedules do that, and look up weights in
+            the graph themselves.
     """
     run = torch.autograd.graph._engine_run_backward
 
@@ -297,6 +302,8 @@ def extend_backward_inputs(
         **kwargs: Any,
     ) -> Any:
         accumulates = kwargs.get("accumulate_grad", False)
+        if inputs and (weights := params_of_split_backward()):
+            check_split(weights)
         given = [[value, *leaves_of(value, accumulates)] for value in inputs]
         if all(len(tensors) == 1 for tensors in given):
             return run(outputs, grads, retain, create, inputs, allow_unreachable, **kwargs)
@@ -316,7 +323,7 @@ def extend_backward_inputs(
         return gradients
 
     run_as_python(run_backward)
-    for function in (leaves_of, gradient_of):
+    for function in (leaves_of, gradient_of, check_split, params_of_split_backward):
         run_with_callees_as_python(function)
     # The modules that ``torch.compiler`` also patches during tracing (torch/compiler/__init__.py).
     for module in ("torch.autograd.graph", "torch.autograd"):

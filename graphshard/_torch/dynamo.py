@@ -188,6 +188,11 @@ def at_recompile_limit(code: CodeType) -> bool:
     return len(_debug_get_cache_entry_list(code)) >= limit
 
 
+def saves_compiled_frames() -> bool:
+    """Return whether Dynamo pickles the guards of each frame, to load it in another process."""
+    return bool(torch._dynamo.config.caching_precompile)
+
+
 def graph_break_reasons() -> list[str]:
     """Return the first line of each graph-break reason that Dynamo has counted in this process."""
     return [reason.splitlines()[0] for reason in counters["graph_break"]]

@@ -4,7 +4,7 @@ Torch does not pass a backend the compiled module or the call in progress, and p
 ``torch.compile`` only with a graph. This module reads them from the frames of torch's own
 functions. It alone relies on the names of these functions and of their local variables, which are
 the same in torch 2.11.0 and 2.13.0: torch/nn/modules/module.py, torch/__init__.py,
-torch/_dynamo/eval_frame.py and resume_execution.py.
+torch/_dynamo/eval_frame.py and resume_execution.py, torch/distributed/pipelining/_backward.py.
 
 [Note: call scope] ``call_scope`` stores values that live as long as one call of a module or of
 compiled code, in the ``kwargs`` dictionary of torch's own frame. Alternatives fail:
@@ -66,6 +66,21 @@ def is_in_compiled_autograd() -> bool:
     """Return whether compiled autograd is compiling or running a backward graph."""
     name = "torch._dynamo.compiled_autograd"
     return any(frame.f_globals.get("__name__") == name for frame in frames())
+
+
+def params_of_split_backward() -> list[torch.Tensor]:
+    """Return the trainable parameters of the pipeline stage whose inputs get gradients now.
+
+    Only schedules that compute the gradients of inputs and weights separately do that. Otherwise,
+    the list is empty.
+    """
+    module = sys.modules.get("torch.distributed.pipelining._backward")
+    if module is None:
+        return []
+    code = module.stage_backward_input.__code__
+    in_progress = (frame.f_locals for frame in frames() if frame.f_code is code)
+    nodes = next(in_progress, {}).get("weight_grad_fns", [])
+    return [node.variable for node in nodes if hasattr(node, "variable")]
 
 
 def locals_at(error: BaseException) -> Iterator[object]:
@@ -161,6 +176,7 @@ class CompileRequest:
 
     given: object  # function or module to compile; for a bound method of a module, the module
     is_off: bool  # whether the call returns ``given`` itself
+    in_place: bool = False  # whether ``module.compile()`` made the call
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -179,7 +195,10 @@ def compile_request() -> CompileRequest | None:
             is_off = bool(frame.f_locals.get("disable"))
             is_off = is_off or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
             options = frame.f_locals.get("options") or {}
-            return CompileRequest(owner if isinstance(owner, nn.Module) else given, is_off, options)
+            if not isinstance(owner, nn.Module):
+                return CompileRequest(given, is_off, options=options)
+            in_place = getattr(given, "__name__", "") == "_call_impl"
+            return CompileRequest(owner, is_off, in_place, options)
     return None
 
 

@@ -35,6 +35,15 @@ COMPILED_PREFIX = "_orig_mod."  # prefix of parameter names in a module from ``t
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Create normal tensors, which can be trained, even in inference mode; keep the grad mode."""
+    with_grad = torch.is_grad_enabled()
+    # Leaving inference mode turns gradients on.
+    with torch.inference_mode(False), torch.set_grad_enabled(with_grad):
+        yield
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the live dictionary of the parameters registered on ``module`` itself."""
     return module._parameters
@@ -128,11 +137,17 @@ class NoticesReplacement(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # Torch swaps each DTensor with a new one, which swaps the attributes that users set, too.
         kept = [(p, attributes_of(p)) for p in parameters_of(self).values() if p is not None]
-        result = super()._apply(fn, recurse)
+        # In inference mode, even ``.to()`` without a change would make parameters untrainable.
+        with outside_inference_mode():
+            result = super()._apply(fn, recurse)
         for param, attributes in kept:
             vars(param).update(attributes | vars(param))
         self._graphshard_on_replacement(empty=getattr(fn, "__qualname__", "") == _EMPTIES)
         return result
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with outside_inference_mode():  # in which DTensors cannot be detached
+            super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         # Registered last, so it sees entries added by other hooks or by an overriding method.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .._torch.distributed import process_group
@@ -67,7 +68,7 @@ def clip_grad_norm_(
 
 
 def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
-    grads: list[Any] = [param.grad for param in params if param.grad is not None]
+    grads: list[Any] = [_without_partial(param.grad) for param in params if param.grad is not None]
     dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in grads)).to_real()
     known = sharded_param_of(params[0])
     local = known.spec if known is not None and known.spec.is_local else None
@@ -83,30 +84,42 @@ def _whole_norm(params: list[torch.Tensor], norm_type: float, foreach: bool | No
     return norm.to(dtype)
 
 
+def _without_partial(grad: torch.Tensor) -> torch.Tensor:
+    if not isinstance(grad, DTensor) or not any(p.is_partial() for p in grad.placements):
+        return grad
+    return grad.redistribute(
+        placements=[Replicate() if p.is_partial() else p for p in grad.placements]
+    )
+
+
 def _norm_over_mesh(grads: list[Any], norm_type: float, foreach: bool | None) -> torch.Tensor:
     """Return the norm of gradients that share a mesh; if these are DTensors, at least in float32.
 
-    Between ranks, ``get_total_norm`` sums powers of norms in the dtype of the gradients. In
-    float16, the square of 256 is infinite.
+    ``get_total_norm`` of DTensors sums powers of norms in the dtype of the gradients, but in
+    float16, the square of 256 is infinite. It also fails if the mesh has its axes in another order
+    than the mesh that they are slices of.
     """
     if not isinstance(grads[0], DTensor):
         return get_total_norm(grads, norm_type, foreach=foreach)
-    narrow = {torch.float16, torch.bfloat16}
-    if narrow.isdisjoint(grad.dtype for grad in grads):
-        norm: Any = get_total_norm(grads, norm_type, foreach=foreach)
-        return norm.full_tensor()
-    each: Sequence[torch.Tensor]
-    if foreach is not False and narrow.issuperset(grad.dtype for grad in grads):
-        each = norms(grads, norm_type, torch.float32)
-    else:
-        each = [
-            torch.linalg.vector_norm(
-                grad, norm_type, dtype=torch.float32 if grad.dtype in narrow else None
-            )
-            for grad in grads
-        ]
-    norm = torch.stack([norm.to(grads[0].device) for norm in each])
-    return torch.linalg.vector_norm(norm, norm_type).full_tensor()
+    mesh, device = grads[0].device_mesh, grads[0].device
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for grad in grads:
+        split = [not placement.is_replicate() for placement in grad.placements]
+        alike.setdefault((grad.dtype, *split), []).append(values_on_rank(grad))
+    total: Any = 0.0
+    for (dtype, *split), local in alike.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        if foreach is False:
+            each: Sequence[torch.Tensor] = [
+                torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in local
+            ]
+        else:
+            each = norms(local, norm_type, wide)
+        power = torch.stack([norm.to(device) for norm in each]).pow(norm_type).sum()
+        for axis in itertools.compress(range(mesh.ndim), split):
+            dist.all_reduce(power, group=mesh.get_group(axis))
+        total = total + power
+    return total ** (1 / norm_type)
 
 
 def _largest(

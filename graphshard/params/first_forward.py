@@ -21,6 +21,7 @@ plain model, or compiles a function while Dynamo is off. Each rank then trains i
 symptom is an optimizer step on plain parameters that have gradients:
 
     torch.compile gets a model, or a function that refers to it    watched until it is sharded
+    a plain copy of a model runs, made after ``model.compile()``   watched until it is sharded
     an optimizer steps plain parameters of a watched model         error
     an optimizer steps plain parameters added to a sharded model   error: shard them first
     a step has lr 0 (torch.distributed.checkpoint)                 nothing: no values change
@@ -28,11 +29,16 @@ symptom is an optimizer step on plain parameters that have gradients:
     sharded nothing and has no known model                         warning: they may be unrelated
 
 Parameters that ``DistributedDataParallel`` reduces are exempt, and so are single-rank runs.
+
+Torch drops ``model.compile()`` from copies of the model, so users may train a copy and believe that
+it is compiled. ``torch.compile(model)`` leaves ``model`` as it is, so its copies may be trained in
+any way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import types
 import warnings
@@ -93,7 +99,9 @@ def shard_before_first_forward(
         return
     forget_first_forward(root)
     if sharder.plain_parameters(root) or sharded_model_of(root) is None:
-        hook = _FirstForward(sharder, policy, request.is_off)
+        # If compilation is off, a copy may be meant as one of what ``torch.compile`` returned.
+        copy_is_watched = request.in_place or request.is_off
+        hook = _FirstForward(sharder, policy, request.is_off, copy_is_watched)
         hook.handle = root.register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -123,7 +131,7 @@ def _hooks_of(root: nn.Module) -> list[_FirstForward]:
 
 
 class _Copied:
-    """Stand-in for the hook in copies and pickles of a hooked module; does nothing."""
+    """Stand-in for the hook in pickles of a hooked module; does nothing."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         return None
@@ -132,17 +140,29 @@ class _Copied:
 class _FirstForward:
     """A forward pre-hook that shards a module in its first compiled call, and casts the inputs.
 
-    If ``torch.compile`` is disabled, it acts in the first call of any kind.
+    If ``torch.compile`` is disabled, it acts in the first call of any kind. Copies of the module
+    get a copy of the hook, which acts in compiled calls only.
     """
 
     handle: RemovableHandle
     casts_anyway = False  # whether to cast even if the module is sharded already
+    _is_unwatched_copy = False  # whether a plain call has yet to watch the module, which is a copy
 
-    def __init__(self, sharder: Sharder, policy: MixedPrecisionPolicy, is_off: bool) -> None:
+    def __init__(
+        self, sharder: Sharder, policy: MixedPrecisionPolicy, is_off: bool, copy_is_watched: bool
+    ) -> None:
         self._sharder, self._policy, self._is_off = sharder, policy, is_off
+        self._copy_is_watched = copy_is_watched
 
     def __reduce__(self) -> tuple[type[_Copied], tuple[()]]:
         return _Copied, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FirstForward:
+        copied = _FirstForward(self._sharder, self._policy, False, self._copy_is_watched)
+        copied._is_unwatched_copy = self._copy_is_watched
+        memo[id(self)] = copied  # the handle refers to the module's hooks, and so to this one
+        copied.handle = copy.deepcopy(self.handle, memo)
+        return copied
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         # If an earlier hook has removed this one, torch still calls it, but without kwargs.
@@ -154,8 +174,11 @@ class _FirstForward:
         call = compiled_call()
         compiled = call.module is module and self._sharder.compiles(call)
         # While torch.compile is disabled, compiled and plain calls look the same: act in either.
-        if not (compiled or self._is_off):
-            return None  # a call of the plain module
+        if not (compiled or self._is_off):  # a call of the plain module
+            if self._is_unwatched_copy:
+                self._is_unwatched_copy = False
+                watch(self._sharder, module, is_copy=True)
+            return None
         self.handle.remove()
         if self._sharder.plain_parameters(module):
             try:
@@ -183,6 +206,7 @@ class _Watched:
 
     sharder: Sharder
     target: weakref.ref[Any]
+    is_copy: bool  # whether it was not passed itself, but is a copy of such a module
 
     def plain_modules(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
         for module in _modules_named_by(self.target()):
@@ -218,17 +242,22 @@ def watch_idle(sharder: Sharder) -> None:
     _hook_optimizers()
 
 
-def watch(sharder: Sharder, compiled: object) -> None:
+def watch(sharder: Sharder, compiled: object, is_copy: bool = False) -> None:
     """Watch the modules that ``compiled`` refers to, until they are sharded.
 
     Args:
         compiled: object passed to ``torch.compile``.
+        is_copy: whether ``compiled`` is instead a copy of a module on which ``compile()`` was
+            called.
     """
-    _watched[:] = [w for w in _watched if w.target() is not None]
     target = compiled.__self__ if isinstance(compiled, types.MethodType) else compiled
-    if not any(w.sharder is sharder and w.target() is target for w in _watched):
-        with contextlib.suppress(TypeError):  # the object cannot be weakly referenced
-            _watched.append(_Watched(sharder, weakref.ref(target)))
+    _watched[:] = [
+        w
+        for w in _watched
+        if w.target() is not None and not (w.sharder is sharder and w.target() is target)
+    ]
+    with contextlib.suppress(TypeError):  # the object cannot be weakly referenced
+        _watched.append(_Watched(sharder, weakref.ref(target), is_copy))
     for module in _modules_named_by(target):
         _idle.discard(sharder)
         if sharded_model_of(module) is not None:  # a copy of a sharded model, for example
@@ -282,7 +311,8 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for watched in _watched:
         if watched.sharder.options.num_ranks() > 1:
             for module, plain in watched.plain_modules():
-                _raise_if_stepped(optimizer, module, stepped.intersection(plain))
+                stepped_of_it = stepped.intersection(plain)
+                _raise_if_stepped(optimizer, module, stepped_of_it, watched.is_copy)
     for root in list(_sharded):
         model = sharded_model_of(root)
         if model is not None and model.options.num_ranks() > 1:
@@ -341,11 +371,21 @@ def _unignored(root: nn.Module, stepped: set[nn.Parameter]) -> set[nn.Parameter]
     return added
 
 
-def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.Parameter]) -> None:
+def _raise_if_stepped(
+    optimizer: Optimizer, module: nn.Module, stepped: set[nn.Parameter], is_copy: bool = False
+) -> None:
     stepped = stepped and _diverging(optimizer, stepped)
     if not stepped:
         return
     name = next(name for name, param in module.named_parameters() if param in stepped)
+    steps = f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which"
+    if is_copy and sharded_model_of(module) is None:
+        raise BackendError(
+            f"{steps} is a copy of a compiled model. Torch drops module.compile() from copies: the "
+            "copy is not compiled, so graphshard has not sharded it, and each rank trains its own. "
+            "Compile the copy as well, or call graphshard.shard(copy, mesh); if you make its "
+            "values and gradients equal between ranks yourself, copy the model before compiling it"
+        )
     why = (
         "torch.compile(..., backend=graphshard.backend(...)) has not sharded: the model never ran "
         "compiled, so each rank trains its own copy. Call the model that torch.compile "
@@ -360,7 +400,6 @@ def _raise_if_stepped(optimizer: Optimizer, module: nn.Module, stepped: set[nn.P
             "you have added or replaced modules"
         )
     raise BackendError(
-        f"{type(optimizer).__name__} steps {name!r} of {type(module).__name__}, which {why}; or "
-        "list such parameters in ignored_params if you make their values and gradients equal "
-        "between ranks yourself"
+        f"{steps} {why}; or list such parameters in ignored_params if you make their values and "
+        "gradients equal between ranks yourself"
     )

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch.dtensor import dtensor_of, local_tensor, set_mesh
+from .._torch.nn import outside_inference_mode
 from .._torch.tensors import is_traceable_wrapper_subclass, tree_map
 from ..errors import BackendError
 from .param_spec import ParamSpec
@@ -65,6 +66,7 @@ class Incoming(torch.Tensor):
         return func(*args, **kwargs)
 
 
+@outside_inference_mode()
 def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assigns: bool) -> object:
     """Convert a state dict's value to one that a sharded parameter can load.
 
@@ -81,6 +83,9 @@ def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assign
         return value.receive(spec) if value.shape == spec.shape else value
     if isinstance(value, DTensor):
         value = _own_shard(value, spec, name, assigns)
+        if assigns and isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+            # Torch would do the same, but maybe in inference mode.
+            return nn.Parameter(value, sharded_param.dtensor.requires_grad)
     if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
         return value
     if value.shape == (1,) and spec.shape == ():  # how old versions of torch saved scalars
@@ -151,6 +156,7 @@ def shard_state(state: Mapping[str, Any], spec: ParamSpec) -> dict[str, Any]:
     return {name: split(name, value) for name, value in state.items()}
 
 
+@outside_inference_mode()
 def prepare_optimizer_state(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> dict[str, Any]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from tabulate import tabulate
 from torch import nn
 
 from .._torch.dtensor import values_on_rank
+from .._torch.tensors import tree_leaves
 from .plain_params import live_optimizers
-from .sharded_param import ShardedModel, is_offloaded, sharded_param_of
+from .sharded_param import ShardedModel, ShardedParam, is_offloaded, sharded_param_of
 from .trained_module import uncompiled_module
+
+_R = TypeVar("_R")
 
 
 class MemoryBytes(NamedTuple):
@@ -32,7 +35,7 @@ class MemoryReport:
         gradients: gradients of all parameters that require one, whether or not they exist now.
         sums: unreduced microbatch gradients currently held, such as those of ``no_sync``.
         optimizer: current optimizer state of the model's parameters, 0 without an optimizer.
-        gathered: planned peak of unsharded parameters, over all graphs compiled so far.
+        gathered: planned peak of unsharded parameters, over all graphs run so far.
         on_host: part of parameters, gradients and optimizer state in host memory
             (``offload_policy``).
     """
@@ -75,7 +78,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     totals = [total for param in sharded_params for total in param.unreduced_totals()]
 
     def trained(params: Sequence[nn.Parameter]) -> list[MemoryBytes]:
-        values = [value for param in params for value in state.get(param, {}).values()]
+        values = [value for param in params for value in tree_leaves(state.get(param, {}))]
         return [_memory(params), _memory(p for p in params if p.requires_grad), _memory(values)]
 
     parameters, gradients, optimizer_state = trained(params)
@@ -89,6 +92,28 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         gathered=MemoryBytes(max((p.model.gathered_bytes for p in sharded_params), default=0), 0),
         on_host=MemoryBytes(sum(part.rank for part in on_host), 0),
     )
+
+
+def with_gathered_bytes(
+    compiled: Callable[..., _R], params: Sequence[ShardedParam | None], gathered_bytes: int
+) -> Callable[..., _R]:
+    """Wrap a compiled graph so that the models it runs for record its ``gathered_bytes``.
+
+    Args:
+        params: sharded parameters of the graph's inputs, None for other inputs.
+    """
+    # Other models with the same code reuse the graph. Every run looks at one shard of each model.
+    of_models = {param.model: i for i, param in enumerate(params) if param is not None}
+    positions = list(of_models.values())
+
+    def run(*args: object) -> _R:
+        for i in positions:
+            param = sharded_param_of(args[i])
+            if param is not None and param.model.gathered_bytes < gathered_bytes:
+                param.model.gathered_bytes = gathered_bytes
+        return compiled(*args)
+
+    return run
 
 
 def future_state_bytes(models: Iterable[ShardedModel], device: torch.device) -> int:

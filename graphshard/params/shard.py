@@ -14,9 +14,10 @@ forward may have used stays alive until its backward.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Collection, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,12 @@ from .._torch.dtensor import (
     values_on_rank,
 )
 from .._torch.dynamo import run_with_callees_as_python
-from .._torch.nn import after_unscaling, before_loading_optimizers, parameters_of
+from .._torch.nn import (
+    after_unscaling,
+    before_loading_optimizers,
+    outside_inference_mode,
+    parameters_of,
+)
 from ..errors import BackendError
 from ..ops.float8_math import is_of_torchao
 from ..options.options import Options
@@ -73,7 +79,13 @@ from .sharded_param import (
     sharded_model_of,
     sharded_param_of,
 )
-from .torch_calls import assign_data, gradient_of, leaves_of, share_found_infs
+from .torch_calls import (
+    assign_data,
+    gradient_of,
+    leaves_of,
+    refuse_split_backward,
+    share_found_infs,
+)
 from .trained_module import is_first_rank
 
 _ARGUMENTS = "arguments of graphshard"
@@ -93,12 +105,19 @@ _ADVICE = {
 }
 
 
+_WHY_INTERRUPTED = (
+    "an error or a signal has interrupted the sharding of this model, so some of its values are "
+    "lost: build the model again, on all ranks"
+)
+
+
 class _Stale:
     __slots__ = ()
+    why: ClassVar[str] = WHY_REPLACED
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(WHY_REPLACED)
+        raise RuntimeError(cls.why)
 
 
 class StaleParameter(_Stale, nn.Parameter):
@@ -109,6 +128,19 @@ class StaleDTensor(_Stale, DTensor):
     """Class of a tensor-parallel parameter after another DTensor replaced it: operations raise."""
 
     __slots__ = ()  # as in DTensor: ``__class__`` can only change between equal layouts
+
+
+class InterruptedParameter(StaleParameter):
+    """Class of a parameter whose sharding was interrupted: operations on it raise an error."""
+
+    why = _WHY_INTERRUPTED
+
+
+class InterruptedDTensor(StaleDTensor):
+    """Class of a DTensor parameter whose sharding was interrupted: operations on it raise."""
+
+    __slots__ = ()
+    why = _WHY_INTERRUPTED
 
 
 def shard_module(
@@ -129,8 +161,11 @@ def shard_module(
 
     Raises:
         BackendError: on every rank, if one cannot shard its module; if modules or options differ;
-            or if values that a forward may have used differ.
+            or if values that a forward may have used differ; on this rank, if an earlier call was
+            interrupted.
     """
+    if any(type(p) in (InterruptedParameter, InterruptedDTensor) for p in root.parameters()):
+        raise BackendError(f"{type(root).__name__} cannot be sharded: {_WHY_INTERRUPTED}")
     has_replacements = take_replacements(root)
     plain_params = find_plain_params(root, ignored)
     if has_replacements and not plain_params:
@@ -150,7 +185,7 @@ def shard_module(
     model = ShardedModel(type(root).__name__, options)
     for earlier in filter(None, map(sharded_param_of, root.parameters())):
         model.gradient_divide_factor = earlier.model.gradient_divide_factor
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.no_grad(), outside_inference_mode():
         on_meta = any(plain.param.is_meta for plain in plain_params)
         syncs = options.sync_module_states and not on_meta
         # Like a running forward, an autograd graph may have saved the full parameter.
@@ -162,12 +197,14 @@ def shard_module(
         if syncs:
             for _, buffer in sorted(_new_buffers(root).items()):
                 broadcast_from_first_rank(buffer, groups)
-        sharded_params = _shard_parameters(by_name, model, used, syncs=syncs)
-        _install(root, plain_params, sharded_params, model)
-        _repoint_optimizers(sharded_params)
+        sharded_params: dict[nn.Parameter, ShardedParam] = {}
+        with _unusable_if_interrupted(sharded_params):
+            _shard_parameters(by_name, model, used, sharded_params, syncs=syncs)
+            _install(root, plain_params, sharded_params, model)
+            _repoint_optimizers(sharded_params)
         on_data_assigned(assign_data)
         before_loading_optimizers(prepare_optimizer_state)
-        extend_backward_inputs(leaves_of, gradient_of)
+        extend_backward_inputs(leaves_of, gradient_of, refuse_split_backward)
         after_unscaling(share_found_infs)
         fix_deepcopy()
         for param in sharded_params:
@@ -292,14 +329,33 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
             buffer.data = buffer.to(device)
 
 
+@contextlib.contextmanager
+def _unusable_if_interrupted(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> Iterator[None]:
+    """Make operations on these parameters and their DTensors raise if the context raises.
+
+    Full values are freed one by one, so they are gone, and other ranks may be further along.
+    """
+    try:
+        yield
+    except BaseException:  # a KeyboardInterrupt, too: a notebook lives on
+        for old, sharded_param in sharded_params.items():
+            for param in (old, sharded_param.dtensor):
+                unusable: Any = InterruptedParameter
+                if isinstance(param, DTensor):
+                    unusable = InterruptedDTensor
+                param.__class__ = unusable
+        raise
+
+
 def _shard_parameters(
     plain_params: Sequence[PlainParam],
     model: ShardedModel,
     used: Collection[nn.Parameter],
+    sharded_params: dict[nn.Parameter, ShardedParam],
     *,
     syncs: bool,
-) -> dict[nn.Parameter, ShardedParam]:
-    sharded_params = {}
+) -> None:
+    """Shard all parameters, and add each to ``sharded_params`` before its full value is freed."""
     for plain in plain_params:
         _ = plain.spec.regather_group  # may create a process group
         if syncs:
@@ -310,7 +366,6 @@ def _shard_parameters(
         elif not is_held_by_torch(plain.param):
             # ``has_live_graph`` misses graphs that have saved a frozen parameter.
             _free(plain.param)
-    return sharded_params
 
 
 def _free(param: nn.Parameter) -> None:
@@ -318,7 +373,9 @@ def _free(param: nn.Parameter) -> None:
     if isinstance(param, DTensor):
         set_local_tensor(param, local_tensor(param).detach().new_empty(0))
     else:
-        param.data = param.data.new_empty(0)
+        # Torch refuses normal data for a parameter that was created in inference mode.
+        with torch.inference_mode(param.is_inference()):
+            param.data = param.data.new_empty(0)
 
 
 def _shard_parameter(plain: PlainParam, model: ShardedModel) -> ShardedParam:

@@ -49,7 +49,7 @@ from .._torch.autograd import (
 )
 from .._torch.dtensor import attributes_of, dtensor_like, local_tensor, set_local_tensor
 from .._torch.dynamo import graph_break_reasons, run_with_callees_as_python
-from .._torch.nn import parameters_of
+from .._torch.nn import outside_inference_mode, parameters_of
 from ..errors import BackendError
 from ..ops.accumulators import ACCUMULATOR_NAMES, PARTIAL, UNSYNCED, Accumulator
 from ..ops.host_copy import to_host_memory
@@ -144,15 +144,17 @@ class ShardedParam:
 
     # --- DTensor, shard and owners ---
 
+    @outside_inference_mode()
     def attach(self, dtensor: DTensor, *, empty: bool = False) -> None:
         """Set ``shard`` for ``dtensor``, whose local tensor becomes a view of the shard.
 
-        The shard shares the local tensor's memory on all ranks if it can (``shared_shard``), and
-        need not be moved to (pinned) host memory; otherwise, it is a copy. With ``empty``, the
+        The shard shares the local tensor's memory on all ranks if it can (``shared_shard``), need
+        not be moved to (pinned) host memory, and was not created in inference mode; otherwise, it
+        is a copy. With ``empty``, the
         memory is uninitialized and must be filled before the next forward.
         """
         local = local_tensor(dtensor).detach()
-        padded = self.spec.shared_shard(local)
+        padded = None if local.is_inference() else self.spec.shared_shard(local)
         if padded is None:
             padded = self.spec.padded(local)
         padded = to_host_memory(padded, self.spec.host_memory)
@@ -291,13 +293,17 @@ class ShardedParam:
         return grad
 
     def accumulate_grad(self, padded_grad: torch.Tensor) -> None:
-        """Accumulate this rank's padded gradient into the DTensor, and run the DTensor's hooks."""
+        """Accumulate this rank's padded gradient into the DTensor, and run the DTensor's hooks.
+
+        Totals taken in this backward are part of the gradient, so they are dropped.
+        """
         param, grad = self.dtensor, self.gradient(padded_grad)
         if param.grad is None:
             param.grad = grad
         else:
             with torch.no_grad():
                 param.grad.add_(grad)
+        self.drop_taken()  # the hooks below may raise, but the parameter has the totals
         for hook_after in post_accumulate_hooks(param):
             hook_after(param)
         step_in_backward(param)
@@ -408,7 +414,6 @@ class ShardedParam:
         else:
             grad = spec.average_over_replicas(total, dtype)
         self.accumulate_grad(grad)
-        self.drop_taken()
 
 
 def sharded_param_of(tensor: object) -> ShardedParam | None:
@@ -474,7 +479,6 @@ def _on_shard_gradient(shard: torch.Tensor) -> None:
     sharded_param.model.raise_if_changed()
     sharded_param.model.warn_of_breaks()
     sharded_param.accumulate_grad(grad)
-    sharded_param.drop_taken()
     if _accumulating:
         on_backward_success(_ReduceLeftovers(sharded_param.spec.groups.ranks_of_model))
 
@@ -552,7 +556,7 @@ class ShardedModel:
         reads_eagerly: whether any parameter was read outside of graphs.
         trains_eagerly: whether any gradient was computed outside of graphs.
         gathered_bytes: largest planned size of the unsharded parameters that are alive at once, in
-            bytes, over all graphs so far.
+            bytes, over all graphs that have run for this model.
         padding: description of notable padding with a remedy, or "".
         changed_in_place: FQN of a parameter whose full copy an eager forward changed, or None.
         gradient_divide_factor: divisor of summed gradients, or None for the number of ranks with

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor
-from .._torch.nn import set_versions, versions_of
+from .._torch.nn import outside_inference_mode, set_versions, versions_of
 from .._torch.tensors import is_traceable_wrapper_subclass
 from ..errors import BackendError
 from ..ranks.agree import raise_if_different, raise_on_all_ranks
@@ -106,6 +106,7 @@ def full_state_dict(
     return full if optim is None else (full, _gathered_optimizer(root, optim, is_first))
 
 
+@outside_inference_mode()
 def load_full_state_dict(
     model: nn.Module,
     state_dict: Mapping[str, Any] | None,

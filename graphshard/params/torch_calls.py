@@ -6,7 +6,7 @@ The calls are ``torch.autograd.grad``, ``backward(inputs=)``, ``p.data = x`` and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from .._torch.distributed import process_group
 from .._torch.dtensor import local_tensor, replace_data
+from .._torch.nn import outside_inference_mode
 from ..errors import BackendError
 from .pickling import has_shards
 from .sharded_param import sharded_param_of
@@ -70,10 +71,30 @@ def gradient_of(
     return of_shard if grad is None else of_shard + grad
 
 
+def refuse_split_backward(weights: Iterable[torch.Tensor]) -> None:
+    """Raise if a pipeline schedule would lose the gradients of sharded weights.
+
+    It looks for the nodes of the DTensors in a graph that has those of the shards, and would run
+    the backward of a compiled stage twice.
+
+    Raises:
+        BackendError: one of ``weights`` is sharded.
+    """
+    for sharded_param in filter(None, map(sharded_param_of, weights)):
+        raise BackendError(
+            f"parameter {sharded_param.fqn!r} is sharded, so it would get no gradient from this "
+            "pipeline schedule, which computes gradients of a stage's inputs and weights "
+            "separately, as ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble and "
+            "ScheduleDualPipeV do: use a schedule with whole backwards, such as "
+            "ScheduleInterleaved1F1B"
+        )
+
+
 # --- p.data = x: sharpness-aware optimizers, clamping and averaging swap values like this --------
 
 
 @torch.no_grad()
+@outside_inference_mode()
 def assign_data(dtensor: DTensor, value: object) -> bool:
     """Assign this rank's part of ``value`` to a sharded parameter: ``p.data = value``.
 

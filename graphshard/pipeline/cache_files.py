@@ -52,24 +52,27 @@ class PlanCache:
     def __init__(self, gm: fx.GraphModule, settings: CompileSettings) -> None:
         self.key = settings.cache_key(gm.print_readable(print_output=False)).hex()
         self._settings = settings
-        if settings.compiler == "inductor" and settings.caches_graphs:
+        # Other graphs are planned in each run, so nothing reads their files.
+        self._has_files = settings.compiler == "inductor" and settings.caches_graphs
+        if self._has_files:
             GRAPHS[self.key] = settings.facts()
 
     def save(self, plan: Plan) -> None:
         """Write the plan of one graph without parameter names, which ``Plan.named`` adds later."""
-        self._folder().mkdir(parents=True, exist_ok=True)
-        write_whole(self._path(plan.graph), plan.to_json())
+        self._write(self._path(plan.graph), plan.to_json())
 
     def load(self, kind: GraphKind) -> Plan | None:
-        """Return the saved plan of one graph, or None if its file is missing or damaged."""
+        """Return the saved plan of one graph, or None if its file cannot be read or is damaged."""
+        if not self._has_files:
+            return None
         try:
             return Plan.from_json(self._path(kind).read_text(encoding="utf-8"))
         # The last three: valid JSON, but not a plan.
-        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def save_code(self, code: Mapping[str, str]) -> None:
-        write_whole(self._code_path(), json.dumps(code))
+        self._write(self._code_path(), json.dumps(code))
 
     def load_code(self) -> dict[str, str]:
         """Return code keyed by file name.
@@ -78,7 +81,7 @@ class PlanCache:
         """
         try:
             code: dict[str, str] = json.loads(self._code_path().read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # includes JSONDecodeError, UnicodeDecodeError
+        except (OSError, ValueError):  # includes JSONDecodeError, UnicodeDecodeError
             return {}
         return code
 
@@ -87,27 +90,41 @@ class PlanCache:
         """Hold this graph's lock, so that one process compiles for all that can use its result.
 
         Continues without the lock after ``wait_s`` seconds, once the graph is compiled, or if
-        caches are off.
+        caches are off or their folder cannot be written.
         """
-        settings = self._settings
-        if not (settings.compiler == "inductor" and settings.caches_graphs and caches_graphs()):
+        if not (self._has_files and caches_graphs()):
             yield
             return
         compiled = self._mark()
         if compiled.exists():
             yield
             return
-        self._folder().mkdir(parents=True, exist_ok=True)
         lock = FileLock(compiled.with_suffix(".lock"))
-        with contextlib.suppress(Timeout):
+        with contextlib.suppress(OSError):  # a Timeout, or a folder that cannot be written
+            self._folder().mkdir(parents=True, exist_ok=True)
             _acquire(lock, wait_s)
         if compiled.exists():  # if the graph was not cacheable, let all processes compile at once
             lock.release()
         try:
             yield
-            compiled.touch()
+            with contextlib.suppress(OSError):
+                compiled.touch()
         finally:
             lock.release()
+
+    def _write(self, path: Path, text: str) -> None:
+        # Without the file, a later run plans and compiles again: not worth failing a step.
+        if not self._has_files:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, text)
+        except OSError as error:
+            warnings.warn(
+                f"graphshard: cannot write to {path.parent} ({error.strerror}): later runs compile "
+                "these graphs again",
+                stacklevel=2,
+            )
 
     def _mark(self) -> Path:
         # GPU code contains the index of the device: processes on other devices do not wait for it.

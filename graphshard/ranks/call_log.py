@@ -22,6 +22,7 @@ rank has posted about does not touch the store.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator
 from typing import NoReturn
@@ -34,6 +35,12 @@ from .calls import CALL_TOGETHER, CallHistory
 from .members import Members
 from .watcher import Watcher
 
+_FORKED = (
+    "a forked process, such as a worker of a DataLoader, cannot use a sharded model, because it "
+    "has no connections to other ranks: call the model in the rank's own process, or give the "
+    "worker an unsharded copy"
+)
+
 READ_S = 10.0  # longest wait for the watcher to read events that are already in the store
 
 
@@ -44,15 +51,19 @@ class CallLog:
     anything else that all ranks do together, in the same order and one at a time. If ``is_alone``
     (there are no other ranks, or only fake ones), nothing is compared.
 
+    Attributes:
+        is_forked: whether this is the log's copy in a forked process, which has no watcher thread
+            and no connections to other ranks.
+
     Raises:
         BackendError: from every method that logs a call, with the same text on all ranks, once
-            ranks differ.
+            ranks differ; or only in a forked process.
     """
 
     def __init__(self, members: Members, *, is_alone: bool) -> None:
         self._members, self._grad_enabled = members, True
         self._history = CallHistory(members.rank, members.global_ranks)
-        self.is_alone = is_alone
+        self.is_alone, self.is_forked = is_alone, False
         self._watcher = None if is_alone else Watcher(members, self._history)
 
     def release_also(self, group: dist.ProcessGroup) -> None:
@@ -68,6 +79,8 @@ class CallLog:
 
         For runs of known graphs, and for gathers and reductions outside of graphs.
         """
+        if self.is_forked:
+            raise BackendError(_FORKED)
         call, watcher = self._history.append(plan_id), self._watcher
         # No race: the count is already written, and the watcher reads it after adding the event.
         if watcher is not None and (watcher.early_calls or watcher.error is not None):
@@ -117,10 +130,11 @@ class CallLog:
     def can_agree(self) -> bool:
         """Return whether there are other ranks, and the caller can wait for them.
 
-        False outside of the rank's own thread, after an error, and once the store is lost.
+        False outside of the rank's own thread, in a forked process, after an error, and once the
+        store is lost.
         """
         watcher = self._watcher
-        if watcher is None or not watcher.is_rank_thread():
+        if watcher is None or self.is_forked or not watcher.is_rank_thread():
             return False
         self._read_all_posted(watcher)
         return watcher.error is None and watcher.lost is None
@@ -216,3 +230,12 @@ def call_log_of(group: dist.ProcessGroup) -> CallLog:
         is_alone = group.size() == 1 or has_fake_ranks(group)
         _call_logs[group] = CallLog(Members(group), is_alone=is_alone)
     return _call_logs[group]
+
+
+def _mark_forked() -> None:
+    for call_log in list(_call_logs.values()):
+        call_log.is_forked = not call_log.is_alone
+
+
+# Not a comparison of process IDs, which every call would pay for.
+os.register_at_fork(after_in_child=_mark_forked)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -287,6 +288,28 @@ def test_precision_of_products_may_be_set_by_either_api(
     schedule = graphshard.SchedulePolicy(hardware="H100")
     assert schedule.cost_model(torch.device("cuda")).tf32 == tf32
     torch.compile(MLP(), backend=_backend(mesh))(torch.ones(5, 7)).backward()
+
+
+def test_precompile_cache_is_refused_before_sharding(mesh: DeviceMesh) -> None:
+    model = MLP()
+    with torch._dynamo.config.patch(caching_precompile=True):
+        with pytest.raises(ValueError, match=r"^graphshard does not support caching_precompile"):
+            torch.compile(model, backend=_backend(mesh))(torch.ones(5, 7))
+        assert not any(isinstance(param, DTensor) for param in model.parameters())
+        torch.compile(MLP(), backend="aot_eager")(torch.ones(5, 7)).backward()
+    torch.compile(model, backend=_backend(mesh))(torch.ones(5, 7)).backward()
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_freezing_is_ignored_with_warning(mesh: DeviceMesh, compiler: str) -> None:
+    model, backend = GPT(), _backend(mesh, compiler)
+    ids = GPT.batch(torch.Generator())
+    with torch._inductor.config.patch(freezing=True):
+        with torch.no_grad(), pytest.warns(UserWarning, match="without freezing=True, .*constants"):
+            torch.compile(model, backend=backend, fullgraph=True)(ids)
+        assert torch._inductor.config.freezing
+    (plan,) = backend.plans
+    assert _fqns(plan, TransferKind.ALL_GATHER) == sorted(dict(model.named_parameters()))
 
 
 def test_compiled_autograd_is_refused(mesh: DeviceMesh) -> None:

@@ -18,6 +18,7 @@ class Named:
     def __init__(self) -> None:
         self.given: list[object] = []
         self.off: list[bool] = []
+        self.in_place: list[bool] = []
 
     @property
     def __name__(self) -> str:
@@ -25,6 +26,7 @@ class Named:
         assert request is not None
         self.given.append(request.given)
         self.off.append(request.is_off)
+        self.in_place.append(request.in_place)
         return "named"
 
     def __call__(self, gm: Any, inputs: Any) -> Any:
@@ -35,12 +37,20 @@ def test_compile_request_has_module_of_torch_compile() -> None:
     backend, module = Named(), nn.Linear(2, 2)
     torch.compile(module, backend=backend)
     assert backend.given and all(given is module for given in backend.given)
+    assert not any(backend.in_place)
 
 
 def test_compile_request_has_module_of_module_compile() -> None:
     backend, module = Named(), nn.Linear(2, 2)
     module.compile(backend=backend)
     assert backend.given and all(given is module for given in backend.given)
+    assert all(backend.in_place)
+
+
+def test_compile_request_has_module_of_compiled_method() -> None:
+    backend, module = Named(), nn.Linear(2, 2)
+    torch.compile(module.forward, backend=backend)
+    assert not any(backend.in_place) and all(given is module for given in backend.given)
 
 
 def test_compile_request_has_function_of_torch_compile() -> None:

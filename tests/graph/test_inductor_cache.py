@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import graphshard
 from graphshard._torch.inductor import cache_dir
 from graphshard.pipeline import compile
+from graphshard.pipeline.cache_files import PlanCache
 from graphshard.pipeline.compile import CompiledGraph
 from graphshard.show.dump_folder import PAGE
 from tests import ranks
@@ -160,6 +162,21 @@ def _check_log(text: str) -> None:
         for kind in ("plan", "table"):
             assert text.count(f'"name": "graphshard_{graph}_{kind}"') == 1
         assert f"{graph} {compiled}: {num_params} parameters" in text
+
+
+def test_folder_of_plans_need_not_be_writable(mesh: DeviceMesh, tmp_path: Path) -> None:
+    x, folder = torch.ones(2, 4), tmp_path / "plans"
+    with mock.patch.object(PlanCache, "_folder", lambda _: folder):
+        backend = graphshard.backend(mesh, compiler="aot_eager")
+        torch.compile(nn.Linear(4, 4), backend=backend)(x).sum().backward()
+        assert not folder.exists()  # plans of graphs that run op by op are not read again
+        folder.touch()  # a file, so the folder cannot be made
+        for _ in range(2):  # the second graph is in Inductor's cache, but its plan is not
+            torch._dynamo.reset()
+            backend = graphshard.backend(mesh, dump=tmp_path / "dump")
+            with pytest.warns(UserWarning, match=f"cannot write to {folder} "):
+                torch.compile(nn.Linear(4, 4), backend=backend)(x).sum().backward()
+            assert len(backend.plans) == 2
 
 
 def test_graphs_planned_with_node_cost_are_not_cached(mesh: DeviceMesh) -> None:

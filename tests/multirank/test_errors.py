@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -512,3 +515,39 @@ def test_frozen_torchscript_module_may_be_ignored(script: Callable[..., Any]) ->
     loss = torch.compile(model, backend=backend)(X)
     loss.backward()
     assert torch.allclose(loss, expected) and model.inner.weight.grad is not None
+
+
+def _error_in_fork(act: Callable[[], object], timeout_s: float = 20) -> str:
+    """Return the text of the error that ``act()`` raises in a forked process."""
+    # Not by multiprocessing: ranks are daemons, which may not have children.
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+        except BaseException as error:
+            os.write(writer, str(error).encode()[:1000])
+        finally:
+            os._exit(0)
+    os.close(writer)
+    ends, _, _ = select.select([reader], [], [], timeout_s)
+    if not ends:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as pipe:
+        return pipe.read()
+
+
+@on_ranks(2)
+def test_forked_process_is_refused() -> None:
+    model = MLP()
+    compiled = compile_sharded(model)
+    compiled(X).backward()
+    acts = (
+        lambda: compiled(X),
+        lambda: model(X),
+        lambda: graphshard.full_state_dict(model),
+    )
+    for act in acts:
+        assert "worker of a DataLoader, cannot use a sharded model" in _error_in_fork(act)
+    compiled(X).backward()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -12,7 +13,8 @@ import graphshard
 from graphshard.params.memory_report import MemoryBytes
 from tests import ranks
 from tests.models import ConvNet
-from tests.numerics.compare import compile_sharded, draw
+from tests.numerics.compare import compile_sharded, draw, world_mesh
+from tests.ranks import on_ranks
 
 WORLD = 2
 
@@ -72,6 +74,30 @@ def test_reported_bytes_on_the_host_are_exact() -> None:
         assert f"total, on the host  {report.on_host.rank / 1e6:.3f}" in re.sub(
             " {3,}", "  ", str(report)
         )
+
+
+@on_ranks(2)
+def test_gathered_bytes_are_known_for_models_that_reuse_a_graph() -> None:
+    first, second = ConvNet(), ConvNet()
+    backend = graphshard.backend(world_mesh(), compiler="aot_eager")
+    gathered = []
+    for model in (first, second, copy.deepcopy(first)):
+        torch.compile(model, backend=backend)(draw(ConvNet.batch, 0)[dist.get_rank()])
+        gathered.append(graphshard.memory_report(model).gathered)
+    assert backend.metrics()["num_compiles"] == 1
+    assert gathered[0].rank > 0 and gathered == [gathered[0]] * 3
+
+
+@on_ranks(2)
+def test_optimizer_state_in_containers_is_counted() -> None:
+    model = nn.Linear(4, 2, bias=False)
+    compile_sharded(model)(torch.ones(1, 4)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters())
+    weight = model.weight
+    history = [torch.zeros_like(weight), torch.zeros_like(weight)]
+    optimizer.state[weight] = {"history": history, "ema": {"slow": torch.zeros(3)}}
+    report = graphshard.memory_report(model, optimizer)
+    assert report.optimizer == MemoryBytes(2 * 16 + 12, 2 * 32 + 12)
 
 
 def test_bad_arguments_are_refused() -> None:

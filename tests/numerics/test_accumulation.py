@@ -215,6 +215,34 @@ def test_sum_is_reduced_if_last_microbatch_adds_nothing(function: Any) -> None:
         twins.zero_grad()
 
 
+def _fail(_: Tensor) -> None:
+    raise RuntimeError("hook fails")
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("last_is_used", [True, False])
+@on_ranks(2)
+def test_sum_counts_once_if_hook_fails(register: str, last_is_used: bool) -> None:
+    model = _Sometimes()
+    # Backward may stop before it reaches another trained parameter.
+    model.always.requires_grad_(not last_is_used)
+    twins = Twins(model)
+    first, second, third = (draw(_Sometimes.batch, step) for step in range(3))
+    second = [(x, last_is_used) for x, _ in second]
+    with graphshard.no_sync(twins.model):
+        twins.backward(first)
+    handle = getattr(model.sometimes.weight, register)(_fail)
+    with pytest.raises(RuntimeError, match="hook fails"):
+        twins.backward(second)
+    handle.remove()
+    if register == "register_post_accumulate_grad_hook" or not last_is_used:
+        torch.stack([twins.plain(batch) for batch in second]).mean().backward()
+    if register == "register_post_accumulate_grad_hook":
+        twins.check()
+    twins.backward(third)
+    twins.check()
+
+
 @on_ranks(2)
 def test_accumulation_in_eager_part_matches_unsharded_copy() -> None:
     twins = Twins(DisabledFirst(), fullgraph=False)

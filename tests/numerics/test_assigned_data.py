@@ -84,6 +84,25 @@ def test_data_assigned_between_steps_is_trained_on(change: Change) -> None:
     assert num_graphs() == graphs
 
 
+def _keep_dtype(model: nn.Module) -> None:
+    model.to(torch.float32)
+
+
+@pytest.mark.parametrize("change", [_clamp, _whole, _double, _keep_dtype])
+@on_ranks(2)
+def test_model_changed_in_inference_mode_is_trained_on(change: Change) -> None:
+    twins = Twins(MLP())
+    twins.train(MLP.batch, steps=1)
+    for seen in (False, True):  # whether a forward runs in inference mode
+        with torch.inference_mode():
+            change(twins.model)
+            if seen:
+                twins.compiled(draw(MLP.batch, 0)[0])
+        with torch.no_grad():
+            change(twins.reference)
+        twins.train(MLP.batch, steps=2)
+
+
 @on_ranks(2)
 def test_optimizer_steps_from_assigned_data() -> None:
     twins = Twins(MLP())

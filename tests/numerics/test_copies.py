@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -174,6 +175,108 @@ def test_copy_of_parametrized_module_trains() -> None:
     copied = AveragedModel(twins.model).module
     assert_same(copied, twins.reference)
     Twins(copied, twins.reference).train(MLP.batch, steps=2)
+
+
+# Copies made before the first step.
+
+
+def _backend(**options: Any) -> graphshard.Backend:
+    return graphshard.backend(world_mesh(), compiler="aot_eager", **options)
+
+
+def _copy_of_model_compiled_in_place(backend: graphshard.Backend) -> MLP:
+    model = MLP()
+    model.compile(backend=backend)
+    return copy.deepcopy(model)
+
+
+def _step(model: nn.Module, called: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    optimizer = sgd(model)
+    called(draw(MLP.batch, 0)[dist.get_rank()]).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("of_copy", [False, True])
+@on_ranks(2)
+def test_step_of_plain_copy_of_model_compiled_in_place_raises(of_copy: bool) -> None:
+    copied = _copy_of_model_compiled_in_place(_backend())
+    if of_copy:
+        copied = copy.deepcopy(copied)
+    with pytest.raises(
+        RuntimeError, match=r"'up\.weight' of MLP, which is a copy .*Compile the copy"
+    ):
+        _step(copied, copied)
+    dist.barrier()
+
+
+def _compiled_in_place(model: nn.Module, backend: graphshard.Backend) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def _compiled(model: nn.Module, backend: graphshard.Backend) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def _sharded(model: nn.Module, backend: graphshard.Backend) -> nn.Module:
+    return graphshard.shard(model, world_mesh())
+
+
+@pytest.mark.parametrize("make", [_compiled_in_place, _compiled, _sharded])
+@pytest.mark.parametrize("runs_before", [False, True])
+@on_ranks(2)
+def test_copy_of_model_compiled_in_place_can_be_sharded(make: Any, runs_before: bool) -> None:
+    copied = _copy_of_model_compiled_in_place(backend := _backend())
+    if runs_before:
+        copied(draw(MLP.batch, 0)[0])
+    _step(copied, make(copied, backend))
+    assert_sharded(copied)
+
+
+@on_ranks(2)
+def test_copy_of_model_compiled_in_place_may_stay_plain_if_ranks_agree() -> None:
+    backend = _backend()
+    in_ddp = _copy_of_model_compiled_in_place(backend)
+    _step(in_ddp, nn.parallel.DistributedDataParallel(in_ddp))
+    model = MLP()
+    model.compile(backend=backend)
+    teacher = copy.deepcopy(model)
+    _step(model, lambda x: model(x) + teacher(x).detach())
+    model = MLP()
+    torch.compile(model, backend=backend)
+    plain = copy.deepcopy(model)
+    _step(plain, plain)
+    for each in (in_ddp, teacher, plain):
+        assert not any(isinstance(param, DTensor) for param in each.parameters())
+
+
+@on_ranks(2)
+def test_copy_of_model_compiled_in_place_can_be_pickled() -> None:
+    copied = _copy_of_model_compiled_in_place(_backend())
+    _save(copied)
+    content = pickle.dumps(copied)
+    assert b"Backend" not in content and b"DeviceMesh" not in content
+    loaded = pickle.loads(content)
+    batch = draw(MLP.batch, 0)[0]
+    assert torch.equal(loaded(batch), copied(batch))
+
+
+@pytest.mark.parametrize("copy_runs_first", [False, True])
+@on_ranks(2)
+def test_copy_of_compiled_model_casts_inputs(copy_runs_first: bool) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    compiled = torch.compile(MLP(), backend=_backend(mp_policy=policy))
+    pair = [compiled, copy.deepcopy(compiled)]
+    optimizers = [sgd(each) for each in pair]
+    for step in range(2):
+        step_all(*optimizers)
+        batch = draw(MLP.batch, step)[dist.get_rank()]
+        losses = [each(batch) for each in (reversed(pair) if copy_runs_first else pair)]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses) and losses[0].dtype == torch.float32
+    assert_sharded(pair[1])
+    assert_same(pair[1], pair[0], tolerance=0.0)
 
 
 # Weight averages and optimizers created before the first step.

@@ -19,7 +19,15 @@ from torch.distributed.tensor import DTensor, Replicate
 import graphshard
 from tests import ranks, recording
 from tests.models import GPT, MLP, ConvNet, Trainable
-from tests.numerics.compare import Twins, assert_sharded, full_values, whole, world_mesh
+from tests.numerics.compare import (
+    Twins,
+    assert_sharded,
+    draw,
+    full_values,
+    step_all,
+    whole,
+    world_mesh,
+)
 from tests.ranks import on_ranks
 
 State = dict[str, Any]
@@ -84,6 +92,64 @@ def test_full_state_dict_is_split(kind: Trainable, assign: bool, compiled_before
     assert all((a is b) != assign for a, b in zip(model.parameters(), params))
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in params]
     twins.train(kind.batch, steps=2)
+
+
+@on_ranks(2)
+def test_model_created_in_inference_mode_is_trained() -> None:
+    reference = MLP()
+    with torch.inference_mode():
+        model = copy.deepcopy(reference)
+    Twins(model, reference).train(MLP.batch, steps=2)
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _load_itself(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+def _load_full_values(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    full = {name: _full(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(full, assign=True)
+
+
+def _load_from_first_rank(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state, optimizer_state = graphshard.full_state_dict(model, optimizer)
+    graphshard.load_full_state_dict(model, state, optimizer, optimizer_state)
+
+
+def _load_optimizer(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state = optimizer.state_dict()
+    full = {
+        number: {name: _full(value) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": full})
+
+
+@pytest.mark.parametrize(
+    "load", [_load_itself, _load_full_values, _load_from_first_rank, _load_optimizer]
+)
+@on_ranks(2)
+def test_state_loaded_in_inference_mode_is_trained_on(
+    load: Callable[[nn.Module, torch.optim.Optimizer], None],
+) -> None:
+    twins = Twins(ConvNet())
+    adams = [torch.optim.Adam(model.parameters(), 0.01) for model in (twins.model, twins.reference)]
+    for step in range(2):
+        twins.backward(draw(ConvNet.batch, step))
+        step_all(*adams)
+    with torch.inference_mode():
+        load(twins.model, adams[0])
+    if load in (_load_itself, _load_full_values):  # new parameters
+        twins.train(ConvNet.batch, steps=2)
+        return
+    for step in range(2):
+        twins.backward(draw(ConvNet.batch, step))
+        twins.check()
+        step_all(*adams)
 
 
 def _load_quietly() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleLoopedBFS
+from torch.distributed.pipelining._backward import stage_backward_input
 
 import graphshard
 from graphshard.kinds import TransferKind
@@ -71,6 +73,25 @@ def test_looped_bfs_trains_like_one_rank() -> None:
 
 def _looped_bfs(stage: PipelineStage, *args: Any) -> ScheduleLoopedBFS:
     return ScheduleLoopedBFS([stage], *args)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@on_ranks(1)
+def test_split_backward_is_refused(compiles: bool) -> None:
+    mesh, part = init_device_mesh("cpu", (1,)), _parts()[1]
+    # Schedules themselves refuse what ``torch.compile`` returns, but not this.
+    if compiles:
+        part.compile(backend=graphshard.backend(mesh, compiler="aot_eager"))
+    else:
+        graphshard.shard(part, mesh)
+    x = torch.ones(2, 5, requires_grad=True)
+    loss = part(x).square().mean()
+    with pytest.raises(RuntimeError) as raised:
+        stage_backward_input([loss], None, [x], part.parameters())
+    errors = [raised.value, raised.value.__cause__]  # torch 2.13 wraps errors of the backward
+    assert any("'0.weight' is sharded, so it would get no gradient" in str(e) for e in errors)
+    loss.backward()
+    assert x.grad is not None and all(param.grad is not None for param in part.parameters())
 
 
 def _train(kind: Any, make_schedule: Any = Schedule1F1B) -> int:

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import graphshard
+from graphshard.params import shard
 from tests import ranks
 from tests.models import GPT, MLP, Trainable
 from tests.numerics.compare import (
@@ -180,6 +182,44 @@ def test_full_parameters_are_freed() -> None:
     graphshard.shard(model, world_mesh())
     with torch._C.DisableTorchFunction():
         assert all(param.untyped_storage().nbytes() == 0 for param in old)
+
+
+@pytest.mark.parametrize("at_first_call", [False, True])
+@pytest.mark.parametrize("step", ["_shard_parameter", "_repoint_optimizers"])
+@on_ranks(2)
+def test_model_whose_sharding_was_interrupted_is_refused(at_first_call: bool, step: str) -> None:
+    model, backend = MLP(), graphshard.backend(world_mesh(), compiler="aot_eager")
+    x = MLP.batch(generator(0))
+    compiled = torch.compile(model, backend=backend)
+    act = getattr(shard, step)
+    calls: list[None] = []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(None)
+        if step != "_shard_parameter" or len(calls) == 3:
+            raise KeyboardInterrupt
+        return act(*args)
+
+    again: list[Callable[[], object]] = [lambda: graphshard.shard(model, world_mesh())]
+    again.insert(0 if at_first_call else 1, lambda: compiled(x))
+    with mock.patch.object(shard, step, interrupted), pytest.raises(KeyboardInterrupt):
+        again[0]()
+    uses = [lambda: graphshard.full_state_dict(model), model.state_dict, lambda: model(x)]
+    for use in [*again, *uses]:
+        with pytest.raises((RuntimeError, ValueError), match=r"interrupted.*build the model again"):
+            use()
+    _sharded(MLP())
+
+
+@on_ranks(2)
+def test_interrupt_before_the_first_parameter_loses_nothing() -> None:
+    model = MLP()
+    with (
+        mock.patch.object(shard, "_shard_parameter", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        graphshard.shard(model, world_mesh())
+    Twins(*_sharded(model)).train(MLP.batch, steps=1)
 
 
 # Changes between steps, made to a sharded model and to its unsharded copy.

@@ -233,6 +233,28 @@ def test_clipping_across_meshes_matches_full_parameters() -> None:
                 torch.testing.assert_close(_full(param.grad), one.grad)
 
 
+@on_ranks(4)
+def test_clipping_on_mesh_with_tensor_parallel_axis_first() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    model = graphshard.shard(split(MLP, mesh), mesh["dp"])
+    model(torch.ones(5, 6)).backward()
+    full = [_full(param.grad) for param in model.parameters()]
+    norm = graphshard.clip_grad_norm_(model.parameters(), 1e-2)
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(full))
+    for param, grad in zip(model.parameters(), full):
+        torch.testing.assert_close(_full(param.grad), grad * (1e-2 / norm))
+
+
+@on_ranks(2)
+def test_clipping_counts_partial_gradients_once() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for norm_type, expected in ((2.0, 10.0), (float("inf"), 8.0)):
+        value = torch.tensor([3.0, 4.0])
+        param = nn.Parameter(distribute_tensor(value, mesh, [Replicate()]))
+        param.grad = DTensor.from_local(value, mesh, [Partial()])
+        assert graphshard.clip_grad_norm_(param, 1.0, norm_type) == expected
+
+
 # Forwards that change a parameter, or read it under no_grad.
 
 
