@@ -29,7 +29,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from . import progress
 from ._torch.aot_graphs import flat_inputs
-from ._torch.as_parameter import trace_getters, trace_tables_by_attribute
+from ._torch.as_parameter import (
+    parameters_returned,
+    trace_getters,
+    trace_tables_by_attribute,
+)
 from ._torch.distributed import process_group
 from ._torch.dynamo import (
     Trace,
@@ -55,6 +59,7 @@ from .options.float8_policy import Float8Policy
 from .options.options import Options, hashable, mesh_for
 from .options.schedule_policy import SchedulePolicy
 from .params.compare_traces import ForwardCheck, names_of
+from .params.eager import with_parameters_returned
 from .params.first_forward import (
     forget_first_forward,
     has_yet_to_cast,
@@ -170,6 +175,7 @@ class Backend:
                 i for i, param in enumerate(by_input) if param and param.spec.overrides_reshard
             ),
         )
+        returned = parameters_returned(gm) if sharded else {}
         run, compiled = self._build(traced, settings)
         if (is_latest := compiled.is_latest) is not None:
             guard_shard(gm, inputs, is_latest, "the graph saves what ranks last agreed to save")
@@ -178,6 +184,7 @@ class Backend:
         if sharded:
             run = with_backward_hook(run)
             run = with_gathered_bytes(run, params, compiled.max_gathered_bytes())
+            run = with_parameters_returned(run, returned)
         self._graphs.append(compiled)  # without ``run``, to not keep the graph alive
         self._meters.append(meter)
         if sharded:

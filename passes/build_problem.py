@@ -262,7 +262,8 @@ def _alive_bytes(
             holders[node] = {node} if holders[results] else set()
         else:
             shares = is_view(node) or node.target is WAIT
-            holders[node] = holders[node.args[0]] if shares else {node}
+            # Torch also conjugates constants, in views of no node.
+            holders[node] = holders.get(node.args[0], {node}) if shares else {node}
         if node.op == "placeholder":
             is_freed = kind == GraphKind.BACKWARD and not _is_shard(node)
             last_use[node] = -1 if is_freed else end

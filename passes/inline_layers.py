@@ -60,6 +60,18 @@ def inline_layers(gm: fx.GraphModule, context: PassContext) -> None:
     _inline_calls(gm, list(filter(_is_shared, _calls(gm))))
 
 
+def check_inlined(gm: fx.GraphModule) -> None:
+    """Check that no calls of shared layers are left.
+
+    Raises:
+        LayersDiffer: some are left, because AOTAutograd traced an inference graph.
+    """
+    # Of all calls, also of those through ``with_effects(token, invoke_subgraph, ..)``.
+    arguments = (argument for node in gm.graph.nodes for argument in node.args)
+    if any(isinstance(argument, str) and SHARED_LAYER in argument for argument in arguments):
+        raise LayersDiffer("AOTAutograd traced no joint graph, in which layers are inlined")
+
+
 def _inline_calls(gm: fx.GraphModule, calls: Sequence[Any]) -> None:
     if not calls:
         return

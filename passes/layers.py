@@ -36,6 +36,7 @@ from graphshard._torch.tensors import (
     FakeTensor,
     HigherOrderOperator,
     has_known_sizes,
+    has_lazy_bits,
     is_known,
     is_mutated,
     traced_storage,
@@ -184,6 +185,8 @@ class _Layer:
         """Return whether the layer has the same joint graph when it is traced by itself."""
         if len(self.outputs) != 1 or not _needs_gradient(self.outputs[0]):
             return False
+        if any(has_lazy_bits(_value(node)) for node in [*self.inputs, *self.outputs]):
+            return False  # ``invoke_subgraph`` has no kernel for such tensors
         tensors = [n for n in self.inputs if not isinstance(_value(n), torch.SymInt)]
         storages = [traced_storage(node) for node in [*tensors, *self.outputs]]
         if None in storages or len(set(storages)) < len(storages):

@@ -19,7 +19,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from graphshard._torch.tensors import OpOverload, returns_nothing, writes_arguments
+from graphshard._torch.tensors import (
+    OpOverload,
+    has_lazy_bits,
+    returns_nothing,
+    writes_arguments,
+)
 from graphshard.cost.fusion import GraphValues, unmaterialized_values
 from graphshard.ops.nodes import is_random, is_view
 
@@ -52,6 +57,12 @@ def _is_constant(node: fx.Node) -> bool:
     if node.op != "call_function" or node.all_input_nodes:
         return False
     return is_pure(node) and not is_random(node)
+
+
+def _is_lazy(node: fx.Node) -> bool:
+    """Return whether a node is a view that is lazily conjugated or negated."""
+    # Also made by users outside of regions, because a call of a region takes no such tensor.
+    return node.op == "call_function" and _is_view(node) and has_lazy_bits(node.meta.get("val"))
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -141,9 +152,9 @@ class _Recomputation:
 
     def may_be_copied(self, node: fx.Node) -> bool:
         is_not_returned = _is_view(node) or node in self._recomputed
-        return _is_constant(node) or (node in self._home and is_not_returned)
+        return _is_constant(node) or _is_lazy(node) or (node in self._home and is_not_returned)
 
     def _is_needed(self, used: fx.Node, place: int | None) -> bool:
-        if _is_constant(used):
-            return place is not None
+        if used not in self._home:  # a constant or a lazy view
+            return place is not None and self.may_be_copied(used)
         return self.may_be_copied(used) and self._home[used] != place

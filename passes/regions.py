@@ -21,10 +21,11 @@ from torch import fx
 
 from graphshard._torch.aot_graphs import graph_kind
 from graphshard._torch.inductor import call_subgraph, lookup_seed, uses_channels_last
-from graphshard._torch.tensors import writes_arguments
+from graphshard._torch.tensors import has_lazy_bits, writes_arguments
 from graphshard.cost.fusion import GraphValues
 from graphshard.ops.nodes import (
     PLANNED,
+    is_random,
     replace_in_output,
     root_of,
     users_through_views,
@@ -76,8 +77,8 @@ def _find_regions(graph: fx.Graph) -> list[_Region]:
         if keeps_layouts or all(n.target is not conv for n in compute[repeat.start : repeat.stop])
         for piece in pieces(repeat, cuts)
     ]
-    regions = map(_Region, recompute_at_users(graph, runs))
-    large = [region for region in regions if len(region.nodes) >= _LEAST_NODES]
+    regions = map(_Region, recompute_at_users(graph, list(map(_with_parts_of_tuples, runs))))
+    large = [r for r in regions if len(r.nodes) >= _LEAST_NODES and not r.passes_lazy_bits()]
     num_equal = Counter(region.key for region in large)
     shared = [region for region in large if num_equal[region.key] > 1 and region.outputs]
     return _with_returned_values(graph, shared)
@@ -104,6 +105,15 @@ def _gather_parts_of_tuples(graph: fx.Graph) -> None:
                 node.append(part)
 
 
+def _with_parts_of_tuples(run: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return a run with all parts of its tuples, and no others: no region may pass a tuple."""
+    nodes: list[fx.Node] = []
+    for node in run:
+        if node.target is not operator.getitem:
+            nodes += [node, *(user for user in node.users if user.target is operator.getitem)]
+    return nodes
+
+
 def _may_be_inside(node: fx.Node) -> bool:
     """Return whether a node may be in a region: a pure operator that takes tensors."""
     if node.op != "call_function" or PLANNED in node.meta:
@@ -125,8 +135,10 @@ def _cuts(graph: fx.Graph, compute: Sequence[fx.Node]) -> list[int]:
         if node in position:
             next_position = position[node] + 1
         # An unplanned node that depends on no compute since the last cut can run at that cut, and
-        # needs no new one.
-        elif node.op == "call_function" and (PLANNED in node.meta or of_inputs >= cuts[-1]):
+        # needs no new one, unless it draws random numbers, whose order must not change.
+        elif node.op == "call_function" and (
+            PLANNED in node.meta or of_inputs >= cuts[-1] or is_random(node)
+        ):
             cuts.append(next_position)
     return sorted(set(cuts))
 
@@ -203,6 +215,12 @@ class _Region:
     @property
     def outputs(self) -> list[fx.Node]:
         return [n for n in self.nodes if any(user not in self._inside for user in n.users)]
+
+    def passes_lazy_bits(self) -> bool:
+        """Return whether an input or output is lazily conjugated or negated."""
+        # ``invoke_subgraph`` has no kernel for such tensors.
+        passed = [*(node for node, _ in self.inputs), *self.outputs]
+        return any(has_lazy_bits(node.meta["val"]) for node in passed)
 
     def _region_key(self) -> RegionKey:
         number: dict[Input, int] = {pair: i for i, pair in enumerate(self.inputs)}

@@ -154,6 +154,24 @@ def keep_subgraphs(keeps: Callable[[fx.GraphModule], bool]) -> None:
 
 
 @functools.cache  # patched once
+def forbid_effects(prefix: str, error: type[Exception]) -> None:
+    """Raise ``error`` if a subgraph whose name contains ``prefix`` has side effects."""
+    # Torch finds them at the first call. Later calls pass a token, and return a list, with which
+    # an autograd.Function has no differentiable results.
+
+    def wrap(add_effects: Any) -> Any:
+        @functools.wraps(add_effects)
+        def unless_forbidden(self: Any, name: str, effects: Any) -> Any:
+            if prefix in name:
+                raise error(f"{name} has side effects")
+            return add_effects(self, name, effects)
+
+        return unless_forbidden
+
+    patch("torch._guards.InvokeSubgraphCache.add_effects", wrap)
+
+
+@functools.cache  # patched once
 def derive_schemas_once(prefix: str) -> None:
     """Make torch derive the schema of each subgraph whose name contains ``prefix`` only once.
 

@@ -194,6 +194,11 @@ class _ParameterVariable(TensorVariable):
                 setattr(self._converted, name, getattr(self, name))
         return self._converted
 
+    def nodes(self, graph: fx.Graph) -> list[fx.Node]:
+        """Return the nodes of ``graph`` whose values are this parameter."""
+        nodes = (marker.node for marker in self._markers.values())
+        return [node for node in nodes if node.graph is graph and not node._erased]
+
     def traced_dtensor(self, tx: Any) -> VariableTracker:
         return VariableTracker.build(tx, Trace().value(self._dtensor), self._dtensor).realize()
 
@@ -409,6 +414,23 @@ def shards_read() -> list[Source]:
     """Return the sources of the shards whose parameters the running trace has read."""
     traced = InstructionTranslator.current_tx().output.__dict__.get(_TRACED, {})
     return list(dict.fromkeys(variable._shard for variable in traced.values()))
+
+
+def parameters_returned(gm: fx.GraphModule) -> dict[int, int]:
+    """Return the position of each output of a graph that is a full parameter.
+
+    Each is mapped to the position of the input that is its shard. ``gm`` is the graph that Dynamo
+    has just traced.
+    """
+    traced = InstructionTranslator.current_tx().output.__dict__.get(_TRACED, {})
+    positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    shards: dict[fx.Node, int] = {}  # position of its shard, for each node that is a parameter
+    for variable in traced.values():
+        markers = variable.nodes(gm.graph)
+        shown = variable if variable._converted is None else variable._converted
+        shards.update((node, positions[markers[0].args[0]]) for node in shown.nodes(gm.graph))
+    outputs: Any = gm.graph.output_node().args[0]
+    return {i: shards[node] for i, node in enumerate(outputs) if node in shards}
 
 
 def shard_written_at_break() -> Source | None:

@@ -212,6 +212,9 @@ def is_buffer(source: Source) -> bool:
 def module_of_entry(source: Source, table: str) -> Source | None:
     """Return the source of the module whose ``table`` holds the value of ``source``, or None."""
     holder = source.base if isinstance(source, DictGetItemSource) else None
+    # ``module.<table>[name]`` or ``module.__dict__[table][name]``
+    if isinstance(holder, DictGetItemSource) and holder.index == table:
+        holder, table = holder.base, "__dict__"
     return holder.base if isinstance(holder, AttrSource) and holder.member == table else None
 
 

@@ -67,6 +67,10 @@ PATCHES = {
     "torch._higher_order_ops.invoke_subgraph.InvokeSubgraphHOP.gen_schema": (
         "Derives the schema of a shared layer once. Unpatched, each call traces the layer twice."
     ),
+    "torch._guards.InvokeSubgraphCache.add_effects": (
+        "Raises if a shared layer has side effects, such as the check of torch.linalg.inv for "
+        "errors. Unpatched, torch detaches the results of all calls but the first."
+    ),
 }
 
 # Reason for adding entries to each table, keyed by its path.

@@ -95,6 +95,8 @@ def on_storage(value: FakeTensor, storages: dict[int, torch.UntypedStorage]) -> 
             storages[storage._cdata] = like.untyped_storage()
         meta = torch.empty(0, dtype=value.dtype, device="meta")
         meta.set_(storages[storage._cdata], value.storage_offset(), value.shape, value.stride())
+        torch._C._set_conj(meta, value.is_conj())
+        torch._C._set_neg(meta, value.is_neg())
         return FakeTensor(value.fake_mode, meta, value.fake_device)
 
 
@@ -103,6 +105,12 @@ def has_known_sizes(value: torch.Tensor) -> bool:
     if value.layout is not torch.strided:
         return False
     return all(map(is_known, (*value.shape, *value.stride(), value.storage_offset())))
+
+
+def has_lazy_bits(value: object) -> bool:
+    """Return whether a value contains a tensor whose conjugation or negation is only a flag."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
 
 
 def is_known(size: int | torch.SymInt | torch.SymBool) -> bool:

@@ -299,6 +299,8 @@ class Recorder:
                     f"{name}: a tensor of shape {list(tensor.shape)} has strides "
                     f"{list(tensor.stride())}, but NCCL requires dense tensors"
                 )
+            if tensor.is_complex() and "_coalesced" in name:  # reduced as it is
+                raise ValueError(f"{name}: NCCL cannot send a tensor of {tensor.dtype}")
         for tensor in (*inputs, *results):
             self._block(tensor)
         group = str(getattr(args[-1], "group_name", args[-1]))  # the group itself or its name

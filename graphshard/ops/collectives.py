@@ -202,8 +202,10 @@ def launch_collective(
         TransferKind.ALL_REDUCE: ("all_reduce", (mean, group)),
         TransferKind.ALL_REDUCE_MAX: ("all_reduce", ("max", group)),
     }[kind]
-    if len(buffers) == 1:
-        return [call(getattr(_c10d, name).default, buffers[0], *args)]
+    # NCCL has no complex numbers. Only functions for one tensor reduce them as pairs of real ones.
+    is_complex = kind != TransferKind.ALL_GATHER and value_of(buffers[0]).is_complex()
+    if len(buffers) == 1 or is_complex:
+        return [call(getattr(_c10d, name).default, buffer, *args) for buffer in buffers]
     launched = call(getattr(_c10d, f"{name}_coalesced").default, list(buffers), *args)
     return [call(operator.getitem, launched, i) for i in range(len(buffers))]
 

@@ -14,8 +14,8 @@ Ranks must still run the same modules. Full parameters are stored in the call's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from .._torch.distributed import process_group
 from .._torch.dynamo import run_with_callees_as_python
 from .._torch.frames import call_scope
 from .._torch.nn import NoticesReplacement
-from .._torch.tensors import without_torch_function
+from .._torch.tensors import FakeTensor, without_torch_function
 from ..errors import BackendError
 from ..ops.accumulators import PARTIAL, UNSYNCED
 from ..ops.bucket_copy import add_accumulated
@@ -39,8 +39,11 @@ from .sharded_param import (
     has_replacement,
     owned_by,
     sharded_model_of,
+    sharded_param_of,
     user_attributes,
 )
+
+_R = TypeVar("_R")
 
 
 class _Read(NamedTuple):
@@ -49,6 +52,10 @@ class _Read(NamedTuple):
     param: ShardedParam
     in_inference_mode: bool
     version: int  # version of the shard: after a change, it is gathered again
+
+    @classmethod
+    def now(cls, param: ShardedParam) -> _Read:
+        return cls(param, torch.is_inference_mode_enabled(), version_of(param.dtensor))
 
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
@@ -80,11 +87,11 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
         param = _sharded(module, name)
         param.sync()
         param.model.reads_eagerly = True
-        reads[name] = _Read(param, torch.is_inference_mode_enabled(), version_of(param.dtensor))
+        reads[name] = _Read.now(param)
     # A tied parameter may have been gathered for another module already.
     missing = [read.param for read in dict.fromkeys(reads.values()) if read not in scope]
     if missing:
-        gathered = _Gathered(missing)
+        gathered = _gather(missing)
         scope.update((read, gathered) for read in reads.values() if read.param in gathered.full)
     for group in {value for value in scope.values() if isinstance(value, _Gathered)}:
         group.note_changes()
@@ -93,21 +100,76 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
     return {name: scope[read].full[read.param] for name, read in reads.items()}
 
 
+def with_parameters_returned(
+    compiled: Callable[..., _R], returned: Mapping[int, int]
+) -> Callable[..., _R]:
+    """Wrap a compiled graph so that parameters it returns are what eager code would read.
+
+    A graph returns a parameter if code after a graph break uses it.
+
+    Args:
+        returned: position of each output that is a full parameter, and of the input that is its
+            shard.
+    """
+    if not returned:
+        return compiled
+
+    def run(*args: object) -> Any:
+        outputs: list[Any] = list(cast(Any, compiled(*args)))
+        params = {i: sharded_param_of(args[shard]) for i, shard in returned.items()}
+        rows = {param: outputs[i] for i, param in params.items() if param is not None}
+        if any(isinstance(tensor, FakeTensor) for tensor in rows.values()):  # in a forecast
+            return outputs
+        full = _as_reads(rows)
+        for i, param in params.items():
+            if param is not None:
+                outputs[i] = full[param]
+        return outputs
+
+    return run
+
+
+def _as_reads(rows: Mapping[ShardedParam, torch.Tensor]) -> dict[ShardedParam, torch.Tensor]:
+    models = {param.model for param in rows}
+    scope = call_scope(lambda called: sharded_model_of(called) in models)
+    if scope is None:
+        scope = {}
+    # Eager code and other graphs of this call must get the same object. But AOTAutograd requires
+    # that backward reaches each DTensor that a graph returns.
+    reads = {param: _Read.now(param) for param in rows}
+    full = {
+        param: scope[read].full[param]
+        for param, read in reads.items()
+        if read in scope and param.spec.tensor_parallel is None
+    }
+    new = {param: _with_attributes(param, rows[param]) for param in rows if param not in full}
+    if new:
+        gathered = _Gathered(new, list(new.values()))
+        scope[gathered] = gathered  # until the call ends
+        for param, value in new.items():
+            # A graph that ran under no_grad returns a tensor that gets no gradient.
+            if value.requires_grad == param.shard.requires_grad:
+                scope[reads[param]] = gathered
+    return full | new
+
+
+def _gather(sharded_params: Sequence[ShardedParam]) -> _Gathered:
+    shards = [param.shard for param in sharded_params]
+    # A tensor read under no_grad may be used outside of it. A user's function mode must not
+    # change it.
+    with torch.enable_grad(), without_torch_function():
+        tensors = _Unshard.apply(sharded_params, *shards)
+        full = {p: _as_read(p, tensor) for p, tensor in zip(sharded_params, tensors)}
+    return _Gathered(full, tensors)
+
+
 class _Gathered:
     """Parameters gathered together in one call; changing one in place is an error."""
 
-    def __init__(self, sharded_params: Sequence[ShardedParam]) -> None:
-        # For ``__del__``, which also runs if the gather raises.
-        self.full: dict[ShardedParam, torch.Tensor] = {}
-        self._tensors: Sequence[torch.Tensor] = ()
-        self._states: list[tuple[int, int]] = []
-        shards = [param.shard for param in sharded_params]
-        # A tensor read under no_grad may be used outside of it. A user's function mode must not
-        # change it.
-        with torch.enable_grad(), without_torch_function():
-            tensors = _Unshard.apply(sharded_params, *shards)
-            self.full = {p: _as_read(p, tensor) for p, tensor in zip(sharded_params, tensors)}
-        self._tensors = tensors
+    def __init__(
+        self, full: Mapping[ShardedParam, torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self.full, self._tensors = full, tensors
         self._states = self._read_states()
 
     # In-place ops on ``tensor.data`` go undetected: they do not change the version of ``tensor``.
@@ -129,8 +191,12 @@ class _Gathered:
 
 def _as_read(sharded_param: ShardedParam, rows: torch.Tensor) -> torch.Tensor:
     spec = sharded_param.spec
-    value: torch.Tensor = reader(spec.dim, spec.tensor_parallel)(rows)
-    if spec.tensor_parallel is None:
+    return _with_attributes(sharded_param, reader(spec.dim, spec.tensor_parallel)(rows))
+
+
+def _with_attributes(sharded_param: ShardedParam, value: torch.Tensor) -> torch.Tensor:
+    """Make ``value`` look like the parameter whose full values it holds, and return it."""
+    if sharded_param.spec.tensor_parallel is None:
         value.__class__ = GatheredParameter
     dtensor = sharded_param.dtensor
     # A hook on the copy would get the gradient of one read on this rank, if any.

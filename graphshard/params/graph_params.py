@@ -70,7 +70,8 @@ def find_root(
             return candidate, trace.is_resumed() or call.runs(candidate)
     raise BackendError(
         f"parameter {source.name} belongs to no module that the compiled code refers to: "
-        "compile the module, or read the parameter through its module"
+        "compile the module, or read the parameter through its module. If forward creates the "
+        "parameter, use a tensor instead"
     )
 
 

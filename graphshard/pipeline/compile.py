@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from .._torch.aot_graphs import derive_schemas_once, graph_kind, keep_subgraphs
+from .._torch.aot_graphs import derive_schemas_once, forbid_effects, graph_kind, keep_subgraphs
 from .._torch.cpp_kernels import few_cpp_files
 from .._torch.distributed import group_timeout_s, process_group
 from .._torch.dynamo import compile_id
@@ -45,7 +45,7 @@ from ..errors import BackendError
 from ..kinds import GraphKind
 from ..ops.in_flight import wait_in_flight_on_error
 from ..passes.contract import Stage
-from ..passes.inline_layers import LayersDiffer, keep_calls
+from ..passes.inline_layers import LayersDiffer, check_inlined, keep_calls
 from ..passes.layers import SHARED_LAYER
 from ..passes.traced import inline_regions
 from ..planning.live_bytes import gathered_bytes
@@ -179,6 +179,7 @@ def _share_layers(
     """
     keep_subgraphs(keep_calls)
     derive_schemas_once(SHARED_LAYER)
+    forbid_effects(SHARED_LAYER, LayersDiffer)
     context = settings.pass_context()
     run_stage(Stage.TRACED, traced.gm, context)
     try:
@@ -311,6 +312,7 @@ class Lowering:
 
     def __call__(self, gm: fx.GraphModule) -> None:
         kind = GraphKind(graph_kind(gm.graph))
+        check_inlined(gm)
         context = self.settings.pass_context(kind)
         report(f"{kind}: planning")
         run_stage(Stage.FINAL, gm, context, self.writer)
@@ -364,6 +366,7 @@ def trace_only(traced: TracedGraph, settings: CompileSettings, read: Read) -> Ru
     }
 
     def read_part(gm: fx.GraphModule) -> None:
+        check_inlined(gm)
         read(gm.graph, GraphKind(graph_kind(gm.graph)))
 
     def trace() -> Runnable:

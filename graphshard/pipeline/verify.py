@@ -112,10 +112,13 @@ def _planned_events(plan: Plan) -> list[Event]:
 
 
 def _launched_bytes(plan: Plan, bucket: Bucket) -> list[int]:
-    if plan.exchanges(bucket):
-        sent = sent_buffers(plan.problem.transfers, bucket)
-        return [sum(t.num_bytes for t in buffer) for buffer in sent]
-    return [bucket.num_bytes]
+    if plan.num_launches(bucket) == 1:
+        return [bucket.num_bytes]
+    over_replicas = bucket.kind == TransferKind.ALL_REDUCE_SHARDS
+    return [
+        sum(t.reduced_bytes if over_replicas else t.num_bytes for t in buffer)
+        for buffer in sent_buffers(plan.problem.transfers, bucket)
+    ]
 
 
 def _graph_events(graph: fx.Graph) -> list[Event]:

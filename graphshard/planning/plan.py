@@ -320,7 +320,10 @@ class Plan:
 
     def num_launches(self, bucket: Bucket) -> int:
         """Return the number of collectives, or host copies, that send a bucket."""
-        return len(bucket.buffers) if self.exchanges(bucket) else 1
+        # As ``launch_collective`` in ops/collectives.py launches them.
+        is_complex = "complex" in self.problem.transfers[bucket.transfers[0]].dtype
+        one_by_one = self.exchanges(bucket) or (bucket.kind.is_reduction and is_complex)
+        return len(bucket.buffers) if one_by_one else 1
 
     def wire_dtypes(self, bucket: Bucket) -> tuple[str, ...]:
         """Return the distinct wire dtypes in ``bucket``, such as "bfloat16"."""

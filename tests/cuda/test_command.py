@@ -137,6 +137,19 @@ def sums_large_gradients():
             return x.sum()
     return Model(), (torch.zeros(8192, 4100),), {"overrides": {"*": {"shard": False}}}
 
+def sums_complex_gradients():
+    class Model(nn.Module):  # layers of a Fourier Neural Operator
+        def __init__(self):
+            super().__init__()
+            weights = [torch.randn(64, 64, 32, 32, dtype=torch.cfloat) for _ in range(6)]
+            self.weights = nn.ParameterList(weights)
+        def forward(self, x):
+            for w in self.weights:
+                modes = torch.einsum("bixy,ioxy->boxy", torch.fft.rfft2(x)[:, :, :32, :32], w)
+                x = torch.fft.irfft2(modes, s=x.shape[-2:])
+            return x.sum()
+    return Model(), (torch.randn(4, 64, 128, 128),)
+
 def sends_columns():
     class Model(Logs):
         def log(self, x):
@@ -260,6 +273,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "experts": ("all_to_all", AS_PLANNED),
     "makes_a_constant": (),
     "reads_too_early": ("aten.mul.Tensor on stream host does not wait for aten._to_copy",),
+    "sums_complex_gradients": ("reduce_scatter", AS_PLANNED),
     "sums_large_gradients": ("all_reduce", AS_PLANNED),
     "too_large": ("out of memory: a step needs",),
     "waits_between_graphs": ("waits 1 times, for synchronize_stream\n",),

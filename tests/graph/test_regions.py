@@ -154,6 +154,60 @@ def test_getitems_stay_with_their_operator() -> None:
     assert tuples == {INVOKE}
 
 
+def _passed(gm: fx.GraphModule) -> list[Tensor]:
+    return [node.meta["val"] for call in _calls(gm) for node in call.args[2:]] + _results(gm)
+
+
+def test_no_region_takes_a_tuple() -> None:
+    def deep(x: Tensor, *weights: Tensor) -> Tensor:
+        for i, w in enumerate(weights):
+            # Layers are equal from the parts of the tuple on.
+            values, indices = aten.topk.default(_layer(x, w), 3, -1, True, i != 1)
+            x = x + values.sum(-1, keepdim=True) * indices.sum(-1, keepdim=True)
+        return x
+
+    inputs = _inputs()
+    gm = _traced(deep, *inputs)
+    expected = gm(*inputs)
+    assert _shared(gm).num_calls > 0
+    assert all(isinstance(value, Tensor) for value in _passed(gm))
+    assert torch.equal(gm(*inputs), expected)
+
+
+@pytest.mark.parametrize("is_input", [False, True])
+def test_no_region_passes_a_conjugate_view(is_input: bool) -> None:
+    def deep(x: Tensor, *weights: Tensor) -> Tensor:
+        views = [weight.conj() for weight in weights]
+        for w in views:
+            x = torch.sin((x @ w) / 8) * w + x
+            x = torch.exp(x / x.abs().sum()) + x / 8
+        return x
+
+    x, *weights = [torch.view_as_complex(torch.randn(4, 4, 2)) for _ in range(10)]
+    if is_input:
+        weights[:2] = [weight.conj() for weight in weights[:2]]
+    gm = _traced(deep, x, *weights)
+    expected = gm(x, *weights)
+    assert _shared(gm).num_calls > 0
+    assert not any(value.is_conj() for value in _passed(gm))
+    assert torch.equal(gm(x, *weights), expected)
+
+
+def test_order_of_random_draws_is_kept() -> None:
+    def deep(x: Tensor, *weights: Tensor) -> Tensor:
+        for w in weights:
+            x = aten.native_dropout.default(_layer(x, w), 0.5, True)[0] + torch.rand(8)
+        return x
+
+    inputs = _inputs()
+    gm = _traced(deep, *inputs)
+    torch.manual_seed(0)
+    expected = gm(*inputs)
+    assert _shared(gm).num_calls > 0
+    torch.manual_seed(0)
+    assert torch.equal(gm(*inputs), expected)
+
+
 def test_mutating_ops_are_in_no_region() -> None:
     def deep(x: Tensor, *weights: Tensor) -> Tensor:
         for w in weights:

@@ -219,6 +219,30 @@ def test_replicated_model_with_graph_breaks_evaluates() -> None:
         assert_close("loss", twins.compiled(x), twins.reference(x))
 
 
+@torch.compiler.disable
+def _clamp(param: Tensor) -> None:
+    with torch.no_grad():
+        param.clamp_(-0.1, 0.1)
+
+
+class Clamping(_Broken):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.first.weight
+        x = F.linear(x, weight)
+        _clamp(weight)
+        return self.last(x).square().mean()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@on_ranks(2)
+def test_eager_part_that_changes_a_given_parameter_raises(is_frozen: bool) -> None:
+    model = Clamping()
+    model.first.weight.requires_grad_(not is_frozen)
+    compiled = torch.compile(model, backend=graphshard.backend(compiler="aot_eager"))
+    with pytest.raises(RuntimeError, match=r"parameter 'first\.weight' in place"):
+        compiled(torch.ones(3, DIM)).backward()
+
+
 # Functions with graph breaks, which may call the model before graphshard sees its parameters.
 
 

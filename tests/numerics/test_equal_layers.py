@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._guards import InvokeSubgraphCache
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -23,6 +26,8 @@ import graphshard
 from tests.ranks import on_ranks
 
 DIM, LAYERS = 8, 4
+# Since torch 2.13, ``torch.linalg`` checks for errors with an operator that has side effects.
+HAVE_EFFECTS = torch.__version__ >= (2, 13)
 
 
 class Layer(nn.Module):
@@ -39,6 +44,8 @@ class Layer(nn.Module):
         if self.kind == "sizes":
             x = x + torch.arange(len(x))[:, None] * x.mean(0) / len(x)
         mixed = F.scaled_dot_product_attention(self.q(y)[None], self.k(y)[None], self.v(y)[None])
+        if self.kind == "inverse":
+            x = x + torch.linalg.inv(self.q.weight)[:1]
         if self.kind == "writes":
             return mixed[0].add_(x)
         if self.kind.startswith("literals"):
@@ -101,7 +108,10 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
+        conjugate = torch.view_as_complex(self.first.weight.view(DIM, -1, 2)).conj()
         for layer in self.layers:
+            if layer.kind == "conjugate":
+                x = x + conjugate.exp().real.sum()
             x = _CALLS.get(layer.kind, nn.Module.__call__)(layer, x)  # type: ignore[arg-type]
         return x.square().mean()
 
@@ -132,6 +142,9 @@ CASES: dict[str, tuple[Callable[[], list[Layer]], int]] = {
     "buffers": (lambda: _of_kind("buffers"), 0),
     "writes": (lambda: _of_kind("writes"), 0),
     "literals": (lambda: _of_kind("literals"), 0),
+    "inverse": (lambda: _of_kind("inverse"), 0 if HAVE_EFFECTS else LAYERS),
+    "head": (lambda: [*_of_kind("inverse"), Layer("head")], 0 if HAVE_EFFECTS else LAYERS),
+    "conjugate": (lambda: _of_kind("conjugate"), 0),
 }
 """Layers of a model, and how many of them share a trace."""
 
@@ -163,3 +176,20 @@ def test_equal_layers_share_a_trace(case: str) -> None:
         assert (ours.grad is None) == (theirs.grad is None)
         assert ours.grad is None or torch.equal(ours.grad.full_tensor(), theirs.grad)
     assert all(map(torch.equal, model.buffers(), reference.buffers()))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@on_ranks(1)
+def test_layers_are_inlined_if_no_joint_graph_is_traced(compiler: str) -> None:
+    torch.manual_seed(0)
+    model = Model(_of_kind("inverse"))
+    backend = graphshard.backend(init_device_mesh("cpu", (1,)), compiler=compiler)
+    # Unpatched, torch 2.13 detaches the results of layers with side effects.
+    with (
+        mock.patch.object(
+            InvokeSubgraphCache, "add_effects", inspect.unwrap(InvokeSubgraphCache.add_effects)
+        ),
+        mock.patch("graphshard.pipeline.compile.forbid_effects"),
+    ):
+        train(model, torch.compile(model, backend=backend))
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -175,8 +175,25 @@ class WithAutocast(nn.Module):
     batch = staticmethod(_sequence)
 
 
+class Conjugate(nn.Module):
+    """Several complex weights, which torch conjugates with a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weights = [torch.randn(DIM, DIM, dtype=torch.complex64) for _ in range(3)]
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ (weight.conj() * 1j).real)
+        return x.square().mean()
+
+    batch = staticmethod(_sequence)
+
+
 MODULES = [
     Containers,
+    Conjugate,
     Attention,
     AttentionOfOtherKeys,
     Encoder,

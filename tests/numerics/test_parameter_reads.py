@@ -142,6 +142,11 @@ def _table(model: Reader, x: Tensor) -> Tensor:
     return x @ model.linear._parameters["weight"]  # type: ignore[operator]
 
 
+def _table_of_attributes(model: Reader, x: Tensor) -> Tensor:
+    x = x @ vars(model.linear)["_parameters"]["weight"]
+    return x + nn.Module.__getattr__(model.linear, "bias")
+
+
 def _get_parameter(model: Reader, x: Tensor) -> Tensor:
     return x @ model.get_parameter("linear.weight")
 
@@ -164,6 +169,48 @@ def _carried_over_a_break(model: Reader, x: Tensor) -> Tensor:
     x = x @ weight
     torch._dynamo.graph_break()
     return x @ weight + model.weight.sum()
+
+
+def _registered_after_a_break(model: Reader, x: Tensor) -> Tensor:
+    named = nn.ParameterDict({"first": model.weight, "second": model.linear.weight})
+    torch._dynamo.graph_break()
+    return x @ named["first"] @ named["second"]
+
+
+@torch.compiler.disable
+def _penalty(params: list[nn.Parameter]) -> Tensor:
+    kept = nn.ParameterList(p for p in params if isinstance(p, nn.Parameter) and p.is_leaf)
+    return torch.stack([p.square().sum() for p in kept]).sum()
+
+
+def _passed_to_an_eager_part(model: Reader, x: Tensor) -> Tensor:
+    return x + _penalty([model.weight, model.linear.bias])
+
+
+@torch.compiler.disable
+def _factor(model: Reader, param: Any) -> float:
+    is_same = param is model.weight and param is not model.linear.weight
+    return float(param.gain) * (2 if is_same else 3)
+
+
+def _compared_in_an_eager_part(model: Reader, x: Tensor) -> Tensor:
+    x = x @ model.weight * _factor(model, model.weight)
+    with torch.no_grad():
+        weight: Any = model.weight
+        torch._dynamo.graph_break()
+    factor = weight.gain if isinstance(weight, nn.Parameter) else 3
+    return x @ weight * factor * _factor(model, weight)
+
+
+@torch.compiler.disable
+def _double_gradients(model: Reader, param: Tensor) -> None:
+    if "hook" not in vars(model):
+        vars(model)["hook"] = param.register_hook(lambda grad: 2 * grad)
+
+
+def _hooked_in_an_eager_part(model: Reader, x: Tensor) -> Tensor:
+    _double_gradients(model, model.first.weight)
+    return model.first(x) + model.second(x)
 
 
 def _recomputed(model: Reader, x: Tensor) -> Tensor:
@@ -222,11 +269,16 @@ TRACED = {
         _parameters,
         _named_parameters,
         _table,
+        _table_of_attributes,
         _get_parameter,
         _state_dict,
         _type,
         _key,
         _carried_over_a_break,
+        _registered_after_a_break,
+        _passed_to_an_eager_part,
+        _compared_in_an_eager_part,
+        _hooked_in_an_eager_part,
         _recomputed,
         _in_branches,
         _in_transforms,
@@ -271,9 +323,19 @@ def _several(model: Reader, x: Tensor) -> Tensor:
     return x
 
 
+def _across_breaks(model: Reader, x: Tensor) -> Tensor:
+    for read in (_registered_after_a_break, _passed_to_an_eager_part, _compared_in_an_eager_part):
+        x = read(model, x)
+    return x
+
+
+@pytest.mark.parametrize("read", [_several, _across_breaks])
 @on_ranks(2)
-def test_traced_reads_of_other_dim_match_plain_model() -> None:
-    twins = Twins(Reader(_several, False), overrides={"*weight": {"dim": 1}})
+def test_traced_reads_of_other_dim_match_plain_model(
+    read: Callable[[Reader, Tensor], Tensor],
+) -> None:
+    overrides = {"*weight": {"dim": 1}}
+    twins = Twins(Reader(read, False), fullgraph=read is _several, overrides=overrides)
     for step in range(2):
         for model in (twins.model, twins.reference):
             model.weight.gain = 2.0
