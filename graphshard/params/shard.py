@@ -14,10 +14,9 @@ forward may have used stays alive until its backward.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from typing import Any, ClassVar
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +62,6 @@ from .padding import padding_advice
 from .pickling import require_collective_save
 from .plain_params import (
     REPLACED,
-    WHY_REPLACED,
     PlainParam,
     find_plain_params,
     live_optimizers,
@@ -78,6 +76,14 @@ from .sharded_param import (
     join_model,
     sharded_model_of,
     sharded_param_of,
+)
+from .stale import (
+    WHY_INTERRUPTED,
+    InterruptedDTensor,
+    InterruptedParameter,
+    StaleDTensor,
+    StaleParameter,
+    unusable_if_interrupted,
 )
 from .torch_calls import (
     assign_data,
@@ -105,44 +111,6 @@ _ADVICE = {
 }
 
 
-_WHY_INTERRUPTED = (
-    "an error or a signal has interrupted the sharding of this model, so some of its values are "
-    "lost: build the model again, on all ranks"
-)
-
-
-class _Stale:
-    __slots__ = ()
-    why: ClassVar[str] = WHY_REPLACED
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError(cls.why)
-
-
-class StaleParameter(_Stale, nn.Parameter):
-    """Class of a parameter after its DTensor has replaced it: operations on it raise an error."""
-
-
-class StaleDTensor(_Stale, DTensor):
-    """Class of a tensor-parallel parameter after another DTensor replaced it: operations raise."""
-
-    __slots__ = ()  # as in DTensor: ``__class__`` can only change between equal layouts
-
-
-class InterruptedParameter(StaleParameter):
-    """Class of a parameter whose sharding was interrupted: operations on it raise an error."""
-
-    why = _WHY_INTERRUPTED
-
-
-class InterruptedDTensor(StaleDTensor):
-    """Class of a DTensor parameter whose sharding was interrupted: operations on it raise."""
-
-    __slots__ = ()
-    why = _WHY_INTERRUPTED
-
-
 def shard_module(
     root: nn.Module,
     mesh: DeviceMesh,
@@ -165,7 +133,7 @@ def shard_module(
             interrupted.
     """
     if any(type(p) in (InterruptedParameter, InterruptedDTensor) for p in root.parameters()):
-        raise BackendError(f"{type(root).__name__} cannot be sharded: {_WHY_INTERRUPTED}")
+        raise BackendError(f"{type(root).__name__} cannot be sharded: {WHY_INTERRUPTED}")
     has_replacements = take_replacements(root)
     plain_params = find_plain_params(root, ignored)
     if has_replacements and not plain_params:
@@ -198,7 +166,7 @@ def shard_module(
             for _, buffer in sorted(_new_buffers(root).items()):
                 broadcast_from_first_rank(buffer, groups)
         sharded_params: dict[nn.Parameter, ShardedParam] = {}
-        with _unusable_if_interrupted(sharded_params):
+        with unusable_if_interrupted(sharded_params):
             _shard_parameters(by_name, model, used, sharded_params, syncs=syncs)
             _install(root, plain_params, sharded_params, model)
             _repoint_optimizers(sharded_params)
@@ -327,24 +295,6 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
     for buffer in root.buffers():
         if not buffer.is_meta and not isinstance(buffer, DTensor):  # a DTensor is there already
             buffer.data = buffer.to(device)
-
-
-@contextlib.contextmanager
-def _unusable_if_interrupted(sharded_params: Mapping[nn.Parameter, ShardedParam]) -> Iterator[None]:
-    """Make operations on these parameters and their DTensors raise if the context raises.
-
-    Full values are freed one by one, so they are gone, and other ranks may be further along.
-    """
-    try:
-        yield
-    except BaseException:  # a KeyboardInterrupt, too: a notebook lives on
-        for old, sharded_param in sharded_params.items():
-            for param in (old, sharded_param.dtensor):
-                unusable: Any = InterruptedParameter
-                if isinstance(param, DTensor):
-                    unusable = InterruptedDTensor
-                param.__class__ = unusable
-        raise
 
 
 def _shard_parameters(
