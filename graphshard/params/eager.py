@@ -53,10 +53,6 @@ class _Read(NamedTuple):
     in_inference_mode: bool
     version: int  # version of the shard: after a change, it is gathered again
 
-    @classmethod
-    def now(cls, param: ShardedParam) -> _Read:
-        return cls(param, torch.is_inference_mode_enabled(), version_of(param.dtensor))
-
 
 def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
     """Return a module's full parameters by name, or None outside of forwards and compiled calls.
@@ -87,7 +83,7 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
         param = _sharded(module, name)
         param.sync()
         param.model.reads_eagerly = True
-        reads[name] = _Read.now(param)
+        reads[name] = _Read(param, torch.is_inference_mode_enabled(), version_of(param.dtensor))
     # A tied parameter may have been gathered for another module already.
     missing = [read.param for read in dict.fromkeys(reads.values()) if read not in scope]
     if missing:
@@ -103,9 +99,10 @@ def full_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, torch.
 def with_parameters_returned(
     compiled: Callable[..., _R], returned: Mapping[int, int]
 ) -> Callable[..., _R]:
-    """Wrap a compiled graph so that parameters it returns are what eager code would read.
+    """Wrap a compiled graph so that the parameters it returns look like those read eagerly.
 
-    A graph returns a parameter if code after a graph break uses it.
+    A graph returns a parameter if code after a graph break uses it. Eager code in the same call
+    still gathers the parameter again: ranks that read other parameters must do the same.
 
     Args:
         returned: position of each output that is a full parameter, and of the input that is its
@@ -114,43 +111,21 @@ def with_parameters_returned(
     if not returned:
         return compiled
 
-    def run(*args: object) -> Any:
-        outputs: list[Any] = list(cast(Any, compiled(*args)))
-        params = {i: sharded_param_of(args[shard]) for i, shard in returned.items()}
-        rows = {param: outputs[i] for i, param in params.items() if param is not None}
-        if any(isinstance(tensor, FakeTensor) for tensor in rows.values()):  # in a forecast
-            return outputs
-        full = _as_reads(rows)
-        for i, param in params.items():
-            if param is not None:
-                outputs[i] = full[param]
-        return outputs
+    def run(*args: object) -> _R:
+        outputs: Any = compiled(*args)
+        full: dict[ShardedParam, torch.Tensor] = {}
+        for i, shard in returned.items():
+            param = sharded_param_of(args[shard])
+            if param is not None and not isinstance(outputs[i], FakeTensor):  # as in a forecast
+                full[param] = _with_attributes(param, outputs[i])
+        models = {param.model for param in full}
+        scope = call_scope(lambda called: sharded_model_of(called) in models) if full else None
+        if scope is not None:
+            gathered = _Gathered(full, list(full.values()))
+            scope[gathered] = gathered  # notices changes until the call ends
+        return cast(_R, outputs)
 
     return run
-
-
-def _as_reads(rows: Mapping[ShardedParam, torch.Tensor]) -> dict[ShardedParam, torch.Tensor]:
-    models = {param.model for param in rows}
-    scope = call_scope(lambda called: sharded_model_of(called) in models)
-    if scope is None:
-        scope = {}
-    # Eager code and other graphs of this call must get the same object. But AOTAutograd requires
-    # that backward reaches each DTensor that a graph returns.
-    reads = {param: _Read.now(param) for param in rows}
-    full = {
-        param: scope[read].full[param]
-        for param, read in reads.items()
-        if read in scope and param.spec.tensor_parallel is None
-    }
-    new = {param: _with_attributes(param, rows[param]) for param in rows if param not in full}
-    if new:
-        gathered = _Gathered(new, list(new.values()))
-        scope[gathered] = gathered  # until the call ends
-        for param, value in new.items():
-            # A graph that ran under no_grad returns a tensor that gets no gradient.
-            if value.requires_grad == param.shard.requires_grad:
-                scope[reads[param]] = gathered
-    return full | new
 
 
 def _gather(sharded_params: Sequence[ShardedParam]) -> _Gathered:

@@ -76,7 +76,25 @@ class ReadsOfAChild(Mixture):
         return self.last(x).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Mixture, EitherWeight, ReadsOfAChild])
+@torch.compiler.disable
+def _weight_or_bias(layer: nn.Linear, x: Tensor) -> Tensor:
+    return x @ layer.weight if x[0, 0].item() > 0 else x + layer.bias
+
+
+class CarriedWeight(EitherWeight):
+    """Eager code reads a layer one of whose parameters a graph has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight
+        x = torch.tanh(x @ weight)
+        return (_weight_or_bias(self.layer, x) @ weight @ self.a).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Mixture, EitherWeight, ReadsOfAChild, CarriedWeight])
 @on_ranks(2)
 def test_model_with_data_dependent_parameter_reads_trains(kind: Trainable) -> None:
     Twins(kind(), fullgraph=False).train(kind.batch, 6)

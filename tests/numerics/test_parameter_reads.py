@@ -188,18 +188,17 @@ def _passed_to_an_eager_part(model: Reader, x: Tensor) -> Tensor:
 
 
 @torch.compiler.disable
-def _factor(model: Reader, param: Any) -> float:
-    is_same = param is model.weight and param is not model.linear.weight
-    return float(param.gain) * (2 if is_same else 3)
+def _factor(param: Any) -> float:
+    return float(param.gain) * (2 if isinstance(param, nn.Parameter) else 3)
 
 
-def _compared_in_an_eager_part(model: Reader, x: Tensor) -> Tensor:
-    x = x @ model.weight * _factor(model, model.weight)
+def _inspected_in_an_eager_part(model: Reader, x: Tensor) -> Tensor:
+    x = x @ model.weight * _factor(model.weight)
     with torch.no_grad():
         weight: Any = model.weight
         torch._dynamo.graph_break()
     factor = weight.gain if isinstance(weight, nn.Parameter) else 3
-    return x @ weight * factor * _factor(model, weight)
+    return x @ weight * factor * _factor(weight)
 
 
 @torch.compiler.disable
@@ -277,7 +276,7 @@ TRACED = {
         _carried_over_a_break,
         _registered_after_a_break,
         _passed_to_an_eager_part,
-        _compared_in_an_eager_part,
+        _inspected_in_an_eager_part,
         _hooked_in_an_eager_part,
         _recomputed,
         _in_branches,
@@ -324,7 +323,7 @@ def _several(model: Reader, x: Tensor) -> Tensor:
 
 
 def _across_breaks(model: Reader, x: Tensor) -> Tensor:
-    for read in (_registered_after_a_break, _passed_to_an_eager_part, _compared_in_an_eager_part):
+    for read in (_registered_after_a_break, _passed_to_an_eager_part, _inspected_in_an_eager_part):
         x = read(model, x)
     return x
 
