@@ -299,7 +299,8 @@ class Recorder:
                     f"{name}: a tensor of shape {list(tensor.shape)} has strides "
                     f"{list(tensor.stride())}, but NCCL requires dense tensors"
                 )
-            if tensor.is_complex() and "_coalesced" in name:  # reduced as it is
+            # Functions for one tensor send complex numbers as pairs of real ones.
+            if tensor.is_complex() and "_coalesced" in name:
                 raise ValueError(f"{name}: NCCL cannot send a tensor of {tensor.dtype}")
         for tensor in (*inputs, *results):
             self._block(tensor)
