@@ -262,7 +262,7 @@ def _alive_bytes(
             holders[node] = {node} if holders[results] else set()
         else:
             shares = is_view(node) or node.target is WAIT
-            # Torch also conjugates constants, in views of no node.
+            # Some views are of a constant, such as the conjugate of ``1j``.
             holders[node] = holders.get(node.args[0], {node}) if shares else {node}
         if node.op == "placeholder":
             is_freed = kind == GraphKind.BACKWARD and not _is_shard(node)

@@ -61,7 +61,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 def _is_lazy(node: fx.Node) -> bool:
     """Return whether a node is a view that is lazily conjugated or negated."""
-    # Also made by users outside of regions, because a call of a region takes no such tensor.
+    # Each user makes its own, because calls of regions cannot take such tensors.
     return node.op == "call_function" and _is_view(node) and has_lazy_bits(node.meta.get("val"))
 
 

@@ -283,7 +283,7 @@ def _seed_of(node: fx.Node) -> int | None:
 def _alignment(node: fx.Node, seed: int | None) -> Hashable:
     """Return whether an input is aligned, on which code for GPUs depends; None if it does not."""
     # Inductor loads 16 bytes at once if the input of the first call is aligned
-    # (``tensor_is_aligned`` in torch/_inductor/utils.py), but a seed by itself.
+    # (``tensor_is_aligned`` in torch/_inductor/utils.py). It loads a seed as a scalar.
     value = node.meta["val"]
     if seed is not None or not isinstance(value, torch.Tensor) or value.device.type == "cpu":
         return None

@@ -156,8 +156,8 @@ def keep_subgraphs(keeps: Callable[[fx.GraphModule], bool]) -> None:
 @functools.cache  # patched once
 def forbid_effects(prefix: str, error: type[Exception]) -> None:
     """Raise ``error`` if a subgraph whose name contains ``prefix`` has side effects."""
-    # Torch finds them at the first call. Later calls pass a token, and return a list, with which
-    # an autograd.Function has no differentiable results.
+    # Torch finds them at the first call. Later calls pass a token and return a list, and an
+    # autograd.Function does not make the tensors in a list differentiable.
 
     def wrap(add_effects: Any) -> Any:
         @functools.wraps(add_effects)

@@ -134,7 +134,7 @@ class _ParameterVariable(TensorVariable):
     _nonvar_fields = {*_own_fields, *TensorVariable._nonvar_fields}
 
     # Dynamo calls the class of a tensor for its rows in ``a, b = tensor`` and for the results of
-    # comparisons, which are no parameters.
+    # comparisons; neither are parameters.
     def __new__(
         cls, *args: Any, emit: Callable[[], fx.Proxy] | None = None, **properties: Any
     ) -> Any:
@@ -262,7 +262,7 @@ def _emitted(emit: Callable[[], fx.Proxy]) -> fx.Proxy:
 
     ``torch.func`` differentiates only with respect to tensors from outside.
     """
-    # None is left in a call by ``emit``, whose nodes belong at the same place.
+    # A call from within ``emit`` finds no derivative: its nodes go to the same place.
     if not any(isinstance(i, _DERIVATIVES) for i in retrieve_all_functorch_interpreters()):
         return emit()
     tracer, grad, *_ = _place()

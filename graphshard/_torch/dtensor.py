@@ -112,7 +112,7 @@ def on_data_assigned(act: Callable[[DTensor, object], bool]) -> None:
     """Call ``act(dtensor, value)`` on ``dtensor.data = value``.
 
     If ``act`` returns False, ``dtensor`` then shares the memory of ``value``, as for plain tensors,
-    if that is a DTensor. Torch assigns anything else, to no effect.
+    if that is a DTensor. For anything else, torch's assignment runs, and has no effect.
     """
 
     # Torch's assignment replaces the storage of the wrapper, which holds no memory, instead of the

@@ -142,7 +142,7 @@ def with_planned_order(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_freezing() -> AbstractContextManager[object]:
     """Return a context for Dynamo's traces that turns off ``freezing``, and warn if it was on."""
-    # When gradients are off, Dynamo itself would make weights constants, and not inline modules.
+    # With freezing and no gradients, Dynamo treats weights as constants and inlines no modules.
     if inductor_config.freezing:
         _warn_of_undone(["freezing=True"])
     return inductor_config.patch(freezing=False)

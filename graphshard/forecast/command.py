@@ -145,10 +145,11 @@ def _write(args: argparse.Namespace, numbers: Json, make_page: Callable[[], str]
 
 
 def _checked(args: argparse.Namespace, workload: Workload) -> Workload:
-    if args.batch is not None and "x" in args.batch.lower() and workload.unit == "samples":
+    given = None if args.batch is None else BatchShape.parse(args.batch)
+    if given is not None and given.length and workload.unit == "samples":
         raise ValueError(
             f"--batch {args.batch}: {workload.name} takes images, which have no number of tokens: "
-            f"pass only the number of samples, as in --batch {args.batch.lower().split('x')[0]}"
+            f"pass only the number of samples, as in --batch {given.size}"
         )
     if args.tp_plan is None:
         return workload

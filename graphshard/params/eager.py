@@ -116,7 +116,8 @@ def with_parameters_returned(
         full: dict[ShardedParam, torch.Tensor] = {}
         for i, shard in returned.items():
             param = sharded_param_of(args[shard])
-            if param is not None and not isinstance(outputs[i], FakeTensor):  # as in a forecast
+            # In a forecast, outputs are fake.
+            if param is not None and not isinstance(outputs[i], FakeTensor):
                 full[param] = _with_attributes(param, outputs[i])
         models = {param.model for param in full}
         scope = call_scope(lambda called: sharded_model_of(called) in models) if full else None

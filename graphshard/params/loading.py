@@ -84,7 +84,7 @@ def prepare_loaded(value: object, sharded_param: ShardedParam, name: str, assign
     if isinstance(value, DTensor):
         value = _own_shard(value, spec, name, assigns)
         if assigns and isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
-            # Torch would do the same, but maybe in inference mode.
+            # Otherwise torch makes the parameter, but possibly in inference mode.
             return nn.Parameter(value, sharded_param.dtensor.requires_grad)
     if not isinstance(value, torch.Tensor) or is_traceable_wrapper_subclass(value):
         return value

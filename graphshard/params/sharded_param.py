@@ -150,8 +150,8 @@ class ShardedParam:
 
         The shard shares the local tensor's memory on all ranks if it can (``shared_shard``), need
         not be moved to (pinned) host memory, and was not created in inference mode; otherwise, it
-        is a copy. With ``empty``, the
-        memory is uninitialized and must be filled before the next forward.
+        is a copy. With ``empty``, the memory is uninitialized and must be filled before the next
+        forward.
         """
         local = local_tensor(dtensor).detach()
         padded = None if local.is_inference() else self.spec.shared_shard(local)
